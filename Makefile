@@ -1,0 +1,50 @@
+# Two commands for a fresh machine with python3 (3.11+), make and a package index: `make run` and `make test`.
+# Everything is installed into .venv; the system Python is left alone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test lint format bench paper clean
+
+run: $(VENV)/.run
+	$(BIN)/kme-dist run configs/digits.yaml
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Speed is claimed only as ratios measured in one run; torch is the yardstick of the gradient benchmark.
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks
+
+# The published figures (minutes to hours; needs the shared data sets, see README).
+paper: $(VENV)/.test
+	$(BIN)/python -m pytest -m paper
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(f"kme-dist needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=python3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[test]'
+	touch $@ $(VENV)/.run
+
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 xgboost-cpu
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Benchmarks: one claim each, ratios measured in one run. `make bench` runs them all."""

@@ -1,0 +1,352 @@
+"""NumPy or CuPy, decided by the data.
+
+The mathematics in `kme_dist.core` asks `namespace_of(X)` for the array module and writes `xp.`; this module holds
+only what the two libraries do differently: factorisation, triangular solves, in-place work, transfers, memory. It is
+the only importer of cupy, and imports it when a device array or a request for a device first turns up, so that a
+machine without a GPU never pays for it.
+
+Host memory layout: square matrices are Fortran-ordered so that LAPACK factorises them in place. Single precision is
+factorised in single precision (numpy.linalg would silently compute in double and hide failures that a GPU shows).
+
+Any other array library that follows the array API standard also works, without the in-place savings. The tests use
+that to run the mathematics on a strict implementation of the standard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from scipy.linalg import lapack
+
+from kme_dist.errors import ConfigError, NumericalError
+
+Array = Any  # a NumPy, CuPy or array-API array: libraries we do not control share no static type
+
+
+def namespace_of(array: Array) -> Any:
+    """The module whose functions work on `array`: numpy for host arrays, cupy for device arrays."""
+    if isinstance(array, np.ndarray | np.generic):
+        return np
+    if is_cupy(array):
+        return _cupy()
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return np
+
+
+def is_cupy(array: Array) -> bool:
+    return type(array).__module__.split(".")[0] == "cupy"
+
+
+def _cupy() -> ModuleType:
+    # Already imported whenever a device array exists; `sys.modules` keeps stand-ins replaceable in tests.
+    found = sys.modules.get("cupy")
+    if found is not None:
+        return found
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            "backend 'cupy' needs the package cupy, which is not installed; "
+            "install kme-dist[gpu] or choose backend='numpy'"
+        ) from error
+    return cupy  # type: ignore[no-any-return]
+
+
+def gpu_available() -> bool:
+    """True when cupy is installed and sees a device (importing cupy alone proves nothing)."""
+    try:
+        return bool(_cupy().is_available())
+    except ConfigError:
+        return False
+
+
+def resolve(backend: str) -> str:
+    """Turn the setting "auto" | "numpy" | "cupy" into "numpy" or "cupy", refusing what cannot work."""
+    if backend == "auto":
+        return "cupy" if gpu_available() else "numpy"
+    if backend == "cupy" and not gpu_available():
+        raise ConfigError(
+            "backend 'cupy' was asked for, but no usable CUDA device was found; "
+            "run `kme-dist doctor` for details or choose backend='numpy'"
+        )
+    if backend not in ("numpy", "cupy"):
+        raise ConfigError(f"backend {backend!r} is unknown; choose 'auto', 'numpy' or 'cupy'")
+    return backend
+
+
+# --- moving data ---------------------------------------------------------------------------------
+
+
+def to_device(array: Array, backend: str) -> Array:
+    """Bring an array to where `backend` computes."""
+    if backend == "cupy":
+        return _cupy().asarray(array)
+    return to_host(array)
+
+
+def to_host(array: Array) -> np.ndarray:
+    """A NumPy copy or view; for device arrays this waits for the device."""
+    if isinstance(array, np.ndarray):
+        return array
+    if is_cupy(array):
+        return array.get()  # type: ignore[no-any-return]
+    if hasattr(array, "__array_namespace__") and hasattr(array, "to_device"):
+        xp = array.__array_namespace__()
+        cpu = getattr(xp, "Device", None)
+        return np.asarray(array.to_device(cpu("CPU_DEVICE")) if cpu else array)
+    return np.asarray(array)
+
+
+def like(values: Array, reference: Array, dtype: Any = None) -> Array:
+    """Host values (parameters, labels, index ranges) as an array beside `reference`."""
+    xp = namespace_of(reference)
+    if xp is np:
+        return np.asarray(values, dtype=dtype or reference.dtype)
+    if is_cupy(reference):
+        return xp.asarray(np.asarray(values), dtype=dtype or reference.dtype)
+    kind = reference.dtype if dtype is None else getattr(xp, np.dtype(dtype).name)
+    return xp.asarray(np.array(values), dtype=kind, device=reference.device)
+
+
+def astype(array: Array, dtype: str) -> Array:
+    """`array` in single or double precision ("float32" or "float64")."""
+    xp = namespace_of(array)
+    kind = getattr(xp, dtype)
+    return array if array.dtype == kind else xp.astype(array, kind)
+
+
+def precision(array: Array) -> str:
+    """ "float32" or "float64"."""
+    return "float32" if array.dtype == namespace_of(array).float32 else "float64"
+
+
+def empty_square(n: int, reference: Array) -> Array:
+    """An uninitialised n x n matrix in the layout that `cholesky` wants."""
+    xp = namespace_of(reference)
+    if xp is np:
+        return np.empty((n, n), dtype=reference.dtype, order="F")
+    if is_cupy(reference):
+        return xp.empty((n, n), dtype=reference.dtype)
+    return xp.zeros((n, n), dtype=reference.dtype, device=reference.device)
+
+
+def free_bytes(backend: str) -> int:
+    """Memory that can still be allocated where `backend` computes."""
+    if backend == "cupy":
+        cupy = _cupy()
+        free, _total = cupy.cuda.runtime.memGetInfo()
+        return int(free) + int(cupy.get_default_memory_pool().free_bytes())
+    return _host_free_bytes()
+
+
+def _host_free_bytes() -> int:
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 << 30  # no way to ask (not Linux): plan for a small machine
+
+
+# --- in-place work -------------------------------------------------------------------------------
+
+
+def matmul(A: Array, B: Array, out: Array = None) -> Array:
+    """A @ B, into `out` when given."""
+    if out is None:
+        return A @ B
+    if isinstance(out, np.ndarray):
+        return np.matmul(A, B, out=out)
+    out[...] = A @ B
+    return out
+
+
+def inplace(function: str, A: Array) -> Array:
+    """Apply a one-argument function of the namespace ("exp", "sqrt", ...), over A itself where possible."""
+    xp = namespace_of(A)
+    if xp is np or is_cupy(A):
+        return getattr(xp, function)(A, out=A)
+    return getattr(xp, function)(A)
+
+
+def clamp_min(A: Array, bound: float) -> Array:
+    """max(A, bound), over A itself where possible."""
+    xp = namespace_of(A)
+    if xp is np or is_cupy(A):
+        return xp.maximum(A, A.dtype.type(bound), out=A)
+    return xp.clip(A, min=bound)
+
+
+def set_diagonal(A: Array, values: Array) -> None:
+    """A[i, i] = values[i]"""
+    n = A.shape[0]
+    if isinstance(A, np.ndarray):
+        np.einsum("ii->i", A)[...] = values
+    elif is_cupy(A):
+        index = namespace_of(A).arange(n)
+        A[index, index] = values
+    else:
+        xp = namespace_of(A)
+        eye = xp.eye(n, dtype=xp.bool, device=A.device)
+        A[...] = xp.where(eye, values[:, None], A)
+
+
+def diagonal(A: Array) -> Array:
+    """The main diagonal of a square matrix, as a new array."""
+    xp = namespace_of(A)
+    if isinstance(A, np.ndarray) or is_cupy(A):
+        return xp.diagonal(A).copy()
+    return xp.asarray(xp.linalg.diagonal(A), copy=True)
+
+
+# --- factorisation -------------------------------------------------------------------------------
+
+
+class Factor:
+    """The Cholesky factor L of A = L Lᵀ, ready to solve.
+
+    `lower` holds L in its lower triangle; above the diagonal it may hold anything (on the host: whatever A had
+    there, which is how a Gram matrix and the factor of its shifted copy share one n x n block of memory).
+    """
+
+    def __init__(self, lower: Array) -> None:
+        self.lower = lower
+
+    def solve(self, B: Array) -> Array:
+        """A⁻¹ B, by two triangular solves."""
+        if isinstance(self.lower, np.ndarray):
+            (potrs,) = lapack.get_lapack_funcs(("potrs",), (self.lower,))
+            rhs = np.array(B, dtype=self.lower.dtype, order="F")
+            X, info = potrs(self.lower, rhs, lower=1, overwrite_b=1)
+            if info != 0:
+                raise NumericalError(f"LAPACK potrs refused argument {-info}")
+            return X
+        if is_cupy(self.lower):
+            triangular = _cupy_solve_triangular()
+            half = triangular(self.lower, B, lower=True)
+            return triangular(self.lower, half, lower=True, trans="T")
+        xp = namespace_of(self.lower)
+        L = xp.tril(self.lower)
+        return xp.linalg.solve(L.T, xp.linalg.solve(L, B))
+
+    def half_solve(self, B: Array) -> Array:
+        """L⁻¹ B, by one triangular solve; |L⁻¹ b|² = bᵀ A⁻¹ b."""
+        if isinstance(self.lower, np.ndarray):
+            (trtrs,) = lapack.get_lapack_funcs(("trtrs",), (self.lower,))
+            X, info = trtrs(self.lower, np.array(B, self.lower.dtype, order="F"), lower=1, overwrite_b=1)
+            if info != 0:
+                raise NumericalError(f"LAPACK trtrs found a zero on the diagonal at {info}")
+            return X
+        if is_cupy(self.lower):
+            return _cupy_solve_triangular()(self.lower, B, lower=True)
+        xp = namespace_of(self.lower)
+        return xp.linalg.solve(xp.tril(self.lower), B)
+
+    def inverse_diagonal(self) -> Array:
+        """The diagonal of A⁻¹; overwrites the factor on the host (the cheapest way there is)."""
+        if isinstance(self.lower, np.ndarray):
+            (potri,) = lapack.get_lapack_funcs(("potri",), (self.lower,))
+            inverse, info = potri(self.lower, lower=1, overwrite_c=1)
+            if info != 0:
+                raise NumericalError(f"LAPACK potri failed with code {info}")
+            return np.diagonal(inverse).copy()
+        xp = namespace_of(self.lower)
+        n = self.lower.shape[0]
+        eye = like(np.eye(n), self.lower)
+        return xp.sum(self.half_solve(eye) ** 2, axis=0)
+
+
+def _cupy_solve_triangular() -> Any:
+    # Needs CUDA's libraries at import time, so only now.
+    return importlib.import_module("cupyx.scipy.linalg").solve_triangular
+
+
+def _cupyx() -> ModuleType:
+    return importlib.import_module("cupyx")
+
+
+def cholesky(A: Array) -> Factor:
+    """Factorise the symmetric matrix in A's lower triangle; the strict upper triangle is neither read nor changed.
+
+    On the host the factor replaces the lower triangle of A. A matrix that is not positive definite raises
+    NumericalError on every backend: CuPy's own routine would hand back garbage without a word.
+    """
+    if isinstance(A, np.ndarray):
+        (potrf,) = lapack.get_lapack_funcs(("potrf",), (A,))
+        in_place = A if A.flags.f_contiguous else np.asfortranarray(A)
+        L, info = potrf(in_place, lower=1, overwrite_a=1, clean=0)
+        # A NaN in the last rows slips through LAPACK's test of each pivot, so look at the diagonal too.
+        if info != 0 or not np.isfinite(np.diagonal(L)).all():
+            raise _not_positive_definite(A.shape[0], A.dtype)
+        return Factor(L)
+    xp = namespace_of(A)
+    if is_cupy(A):
+        # By default CuPy ignores the solver's report; and the report says nothing about NaN. Asking for both costs two
+        # synchronisations, the price of knowing.
+        try:
+            with _cupyx().errstate(linalg="raise"):
+                L = xp.linalg.cholesky(A)
+        except np.linalg.LinAlgError as error:
+            raise _not_positive_definite(A.shape[0], A.dtype) from error
+        if not bool(xp.all(xp.isfinite(xp.diagonal(L)))):
+            raise _not_positive_definite(A.shape[0], A.dtype)
+        return Factor(L)
+    try:
+        L = xp.linalg.cholesky(xp.tril(A) + xp.tril(A, k=-1).T)
+    except np.linalg.LinAlgError as error:
+        raise _not_positive_definite(A.shape[0], A.dtype) from error
+    if not bool(xp.all(xp.isfinite(diagonal(L)))):
+        raise _not_positive_definite(A.shape[0], A.dtype)
+    return Factor(L)
+
+
+def _not_positive_definite(n: int, dtype: Any) -> NumericalError:
+    name = str(dtype).rsplit(".", 1)[-1]
+    return NumericalError(f"matrix of {n} rows is not positive definite in {name}", rows=n, dtype=name)
+
+
+# --- threads and devices -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def blas_threads(count: int | None) -> Iterator[None]:
+    """Hold BLAS to `count` threads inside the block (None leaves it alone)."""
+    if count is None:
+        yield
+        return
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(limits=count, user_api="blas"):
+        yield
+
+
+def gpu_report() -> dict[str, Any]:
+    """What `kme-dist doctor` says about GPUs: CuPy's version, the devices, a small self-test."""
+    report: dict[str, Any] = {
+        "cupy": None,
+        "devices": [],
+        "self_test": "not run: cupy is not installed",
+    }
+    try:
+        cupy = _cupy()
+    except ConfigError:
+        return report
+    report["cupy"] = cupy.__version__
+    if not cupy.is_available():
+        report["self_test"] = "not run: cupy sees no CUDA device or driver"
+        return report
+    for index in range(cupy.cuda.runtime.getDeviceCount()):
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        report["devices"].append(
+            {"name": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"])}
+        )
+    matrix = cupy.eye(8, dtype=cupy.float32) * 4
+    solution = cholesky(matrix).solve(cupy.ones((8, 1), dtype=cupy.float32))
+    report["self_test"] = "passed" if bool(abs(solution - 0.25).max() < 1e-6) else "FAILED"
+    return report

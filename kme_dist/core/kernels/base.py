@@ -1,0 +1,261 @@
+"""What a kernel is: the base class, and how tiles become Gram matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from kme_dist.backend import (
+    Array,
+    empty_square,
+    namespace_of,
+    set_diagonal,
+)
+from kme_dist.errors import ConfigError, DataError
+
+Gradients = dict[str, Array]
+
+_SINGLE_NUMBERS = ("scale", "offset", "shape")  # parameters that are never one per feature
+
+
+def row_blocks(n: int, block: int) -> Iterator[slice]:
+    """Consecutive slices of at most `block` rows covering 0..n."""
+    for start in range(0, n, block):
+        yield slice(start, min(start + block, n))
+
+
+def take(prepared: Any, rows: slice) -> Any:
+    """Rows of whatever `prepare` returned: an array, a list, or a tuple of such."""
+    if isinstance(prepared, tuple):
+        return tuple(take(part, rows) for part in prepared)
+    return prepared[rows, ...] if hasattr(prepared, "ndim") else prepared[rows]
+
+
+def row_count(X: Any) -> int:
+    """How many rows there are in an array of any library, or in a list."""
+    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
+
+
+def add_gradients(total: Gradients, part: Gradients) -> Gradients:
+    for name, value in part.items():
+        total[name] = total[name] + value if name in total else value
+    return total
+
+
+class FeatureMap(Protocol):
+    """Explicit features φ_θ(x) that a kernel can stand on; see `OnFeatures`."""
+
+    @property
+    def parameters(self) -> Mapping[str, np.ndarray]: ...
+    def replace(self, **values: Any) -> Any: ...
+    def forward(self, X: Array) -> Array: ...
+    def vjp(self, X: Array, Z_bar: Array) -> Gradients: ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Kernel:
+    """Base of all kernels. A subclass gives `evaluate`, `diag` and, to be learned, `pullback`."""
+
+    name: ClassVar[str] = ""
+    """What configs call a built-in kernel; your own goes by its class name."""
+    learned: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that are positive parameters."""
+    bounded: ClassVar[bool] = True
+    """Whether sup_x k(x, x) is finite and the same for every data set."""
+
+    # --- what a subclass writes ------------------------------------------------------------------
+
+    def prepare(self, X: Any) -> Any:
+        """Whatever is worth computing once per row before tiles are evaluated (default: nothing)."""
+        return X
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        """The tile K_ij = k(x_i, x2_j) for prepared rows; may write into `out`."""
+        raise ConfigError(f"{type(self).__name__} must define evaluate(X, X2, out=None)")
+
+    def diag(self, X: Any) -> Array:
+        """k(x_i, x_i) for raw rows."""
+        raise ConfigError(f"{type(self).__name__} must define diag(X)")
+
+    def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
+        """sum_ij K_bar_ij dK_ij/d log θ for a tile of prepared rows.
+
+        K is the tile itself, or None where the caller does not have it. K_bar belongs to the callee.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no gradient: define pullback(X, X2, K, K_bar), "
+            "or use objective='cv', 'median' or steps=0"
+        )
+
+    def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
+        """Cotangents of the raw rows of X and X2; only kernels of vectors have them."""
+        raise ConfigError(f"{type(self).__name__} is not differentiable in its inputs")
+
+    # --- what everybody calls --------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        for name in self.learned:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                array = np.array(value, dtype=np.float64)
+            except (TypeError, ValueError):
+                array = np.array(math.nan)
+            most = 0 if name in _SINGLE_NUMBERS else 1
+            if array.ndim > most or not np.isfinite(array).all() or not (array > 0).all():
+                needed = "a positive number" + (" or a list of positive numbers" if most else "")
+                raise ConfigError(f"{type(self).__name__}({name}={value!r}): needs {needed}")
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The learnable parameters by name."""
+        values = {name: getattr(self, name) for name in self.learned}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def replace(self, values: Mapping[str, Any] | None = None, **more: Any) -> Kernel:
+        """The same kernel with some parameters changed."""
+        changes = {**(values or {}), **more}
+        unknown = sorted(set(changes) - set(self.parameters))
+        if unknown:
+            raise ConfigError(f"{self!r} has no parameter {unknown[0]!r}; it has {sorted(self.parameters)}")
+        return self._replaced(changes)
+
+    def _replaced(self, changes: Mapping[str, Any]) -> Kernel:
+        return dataclasses.replace(self, **changes)
+
+    def gram(self, X: Any, X2: Any = None, out: Array = None, prepared: Any = None) -> Array:
+        """The Gram matrix. Without X2 (or with X2 the same object) it is symmetric, its diagonal exact.
+
+        `out` takes the result where the kernel can write in place; `prepared` saves a symmetric Gram matrix the work
+        of `prepare(X)` where the caller has done it.
+        """
+        if X2 is None or X2 is X:
+            return self._symmetric_gram(X, out, prepared)
+        return self.evaluate(self.prepare(X), self.prepare(X2), out)
+
+    __call__ = gram
+
+    def _symmetric_gram(self, X: Any, out: Array, prepared: Any) -> Array:
+        prepared = self.prepare(X) if prepared is None else prepared
+        n, diagonal = row_count(X), self.diag(X)
+        K = empty_square(n, diagonal) if out is None else out
+        for columns in row_blocks(n, tile_rows(diagonal)):
+            rows = slice(columns.start, n)
+            tile = K[rows, columns]
+            value = self.evaluate(take(prepared, rows), take(prepared, columns), out=tile)
+            if value is not tile:
+                K[rows, columns] = value
+            K[columns, columns.stop : n] = K[columns.stop : n, columns].T
+        # The square blocks on the diagonal were computed whole; rounding may have left them a hair asymmetric.
+        for block in row_blocks(n, tile_rows(diagonal)):
+            lower = namespace_of(K).tril(K[block, block], k=-1)
+            K[block, block] = lower + lower.T
+        set_diagonal(K, diagonal)
+        return K
+
+    def vjp(self, X: Any, X2: Any, K_bar: Array) -> Gradients:
+        """sum_ij K_bar_ij dK_ij/d log θ; X2=None stands for the symmetric Gram matrix of X."""
+        other = X if X2 is None else X2
+        return self.pullback(self.prepare(X), self.prepare(other), None, K_bar + 0)
+
+    def alpha(self, X: Any = None) -> float:
+        """sqrt(sup_x k(x, x)): exact for bounded kernels, over the rows of X for the others."""
+        return math.sqrt(max(float(self.diag_supremum(X)[0]), 0.0))
+
+    def diag_supremum(self, X: Any) -> tuple[Array, int]:
+        """The largest k(x, x) among the rows of X and the row where it is reached."""
+        if X is None:
+            raise ConfigError(f"{self!r} is unbounded: alpha(X) needs rows to take the supremum over")
+        values = self.diag(X)
+        if self.bounded:
+            return values[0], 0  # constant: no search, no synchronisation
+        xp = namespace_of(values)
+        where = int(xp.argmax(values))
+        return values[where], where
+
+    # --- algebra and identity --------------------------------------------------------------------
+
+    def __add__(self, other: Kernel) -> Kernel:
+        from kme_dist.core.kernels.composite import Sum
+
+        if not isinstance(other, Kernel):
+            return NotImplemented
+        return Sum((*Sum.flatten(self), *Sum.flatten(other)))
+
+    def __mul__(self, other: Kernel | float) -> Kernel:
+        from kme_dist.core.kernels.composite import Product, Scaled
+
+        if isinstance(other, Kernel):
+            return Product((*Product.flatten(self), *Product.flatten(other)))
+        if not isinstance(other, int | float | np.number) or not other > 0:
+            raise ConfigError(f"a kernel can be multiplied by a kernel or a positive number, got {other!r}")
+        return Scaled((self,), scale=math.sqrt(other))
+
+    __rmul__ = __mul__
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain data from which `from_config` builds an equal kernel."""
+        config: dict[str, Any] = {"name": self.name or type(self).__name__}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                config[field.name] = value.tolist() if isinstance(value, np.ndarray) else value
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and self.to_config() == other.to_config()
+
+    def __hash__(self) -> int:
+        return hash(repr(self.to_config()))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{field.name}={_short(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
+        )
+        return f"{type(self).__name__}({shown})"
+
+
+def tile_rows(reference: Array) -> int:
+    """Rows in a tile: small enough for a core's cache on the host, large enough for a GPU's launch cost."""
+    return 128 if isinstance(reference, np.ndarray) else 2048
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        if value.ndim == 0:
+            return f"{float(value):.4g}"
+        shown = ", ".join(f"{v:.4g}" for v in value[:4])
+        return f"[{shown}{', ...' if value.size > 4 else ''}]"
+    return repr(value)
+
+
+def check_vectors(X: Any, kernel: Kernel, length_scale: np.ndarray | None) -> Array:
+    """Check that X is a matrix of floats that fits the length scales (or periods, or frequencies)."""
+    if getattr(X, "ndim", None) != 2:
+        raise DataError(
+            f"{type(kernel).__name__} needs a matrix of rows and features, got {type(X).__name__} "
+            f"of shape {getattr(X, 'shape', None)}"
+        )
+    xp = namespace_of(X)
+    if X.dtype not in (xp.float32, xp.float64):
+        raise DataError(f"{type(kernel).__name__} needs rows of float32 or float64, got {X.dtype}; convert them first")
+    if length_scale is not None and length_scale.ndim == 1 and length_scale.size != X.shape[1]:
+        raise DataError(
+            f"{type(kernel).__name__} has {length_scale.size} length scales, the data have {X.shape[1]} features"
+        )
+    return X
+
+
+def by_shape(per_feature: Array, parameter: np.ndarray) -> Array:
+    """A gradient per feature, summed where one length scale serves all features."""
+    return per_feature if parameter.ndim == 1 else namespace_of(per_feature).sum(per_feature)

@@ -1,0 +1,246 @@
+"""Kernels made of kernels: sums, products, scaling, convex combinations, kernels on features."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import (
+    Array,
+    namespace_of,
+)
+from kme_dist.core.kernels.base import (
+    Gradients,
+    Kernel,
+    add_gradients,
+)
+from kme_dist.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Composite(Kernel):
+    """A kernel made of parts; parameters of part i carry the prefix "i."."""
+
+    parts: tuple[Kernel, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+        if not self.parts or not all(isinstance(part, Kernel) for part in self.parts):
+            raise ConfigError(f"{type(self).__name__} needs kernels as parts, got {self.parts!r}")
+        super().__post_init__()
+
+    @classmethod
+    def flatten(cls, kernel: Kernel) -> tuple[Kernel, ...]:
+        """The parts of a kernel of this very kind, else the kernel itself: (a + b) + c has three parts."""
+        return kernel.parts if type(kernel) is cls else (kernel,)
+
+    @property
+    def bounded(self) -> bool:  # type: ignore[override]
+        return all(part.bounded for part in self.parts)
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        own = super().parameters
+        for i, part in enumerate(self.parts):
+            own.update({f"{i}.{name}": value for name, value in part.parameters.items()})
+        return own
+
+    def _replaced(self, changes: Mapping[str, Any]) -> Kernel:
+        parts = [
+            part.replace({k[len(f"{i}.") :]: v for k, v in changes.items() if k.startswith(f"{i}.")})
+            for i, part in enumerate(self.parts)
+        ]
+        own = {name: changes[name] for name in self.learned if name in changes}
+        return dataclasses.replace(self, parts=tuple(parts), **own)
+
+    def prepare(self, X: Any) -> Any:
+        return tuple(part.prepare(X) for part in self.parts)
+
+    def _tiles(self, X: Any, X2: Any) -> list[Array]:
+        return [part.evaluate(X[i], X2[i]) for i, part in enumerate(self.parts)]
+
+    def part_bars(self, tiles: list[Array], K_bar: Array) -> list[Array]:
+        """dK/dK_i applied to K_bar, for every part."""
+        raise ConfigError(f"{type(self).__name__} must define part_bars(tiles, K_bar)")
+
+    def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
+        tiles = self._tiles(X, X2)
+        gradients = self.own_pullback(tiles, K_bar)
+        for i, bar in enumerate(self.part_bars(tiles, K_bar)):
+            part = self.parts[i].pullback(X[i], X2[i], tiles[i], bar)
+            gradients.update({f"{i}.{name}": value for name, value in part.items()})
+        return gradients
+
+    def own_pullback(self, tiles: list[Array], K_bar: Array) -> Gradients:
+        return {}
+
+    def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
+        bars = self.part_bars(self._tiles(X, X2), K_bar)
+        pairs = [p.input_pullback(X[i], X2[i], bars[i]) for i, p in enumerate(self.parts)]
+        return sum(first for first, _ in pairs), sum(second for _, second in pairs)
+
+    def to_config(self) -> dict[str, Any]:
+        config = super().to_config()
+        return {**config, "parts": [part.to_config() for part in self.parts]}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.parts))})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sum(Composite):
+    """k = Σ_i k_i."""
+
+    name = "sum"
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        K = self.parts[0].evaluate(X[0], X2[0], out)
+        for i, part in enumerate(self.parts[1:], start=1):
+            K += part.evaluate(X[i], X2[i])
+        return K
+
+    def diag(self, X: Any) -> Array:
+        return sum(part.diag(X) for part in self.parts)
+
+    def part_bars(self, tiles: list[Array], K_bar: Array) -> list[Array]:
+        return [K_bar + 0 for _ in tiles]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Product(Composite):
+    """k = Π_i k_i."""
+
+    name = "product"
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        K = self.parts[0].evaluate(X[0], X2[0], out)
+        for i, part in enumerate(self.parts[1:], start=1):
+            K *= part.evaluate(X[i], X2[i])
+        return K
+
+    def diag(self, X: Any) -> Array:
+        return math.prod(part.diag(X) for part in self.parts)
+
+    def part_bars(self, tiles: list[Array], K_bar: Array) -> list[Array]:
+        return [K_bar * math.prod(tile for j, tile in enumerate(tiles) if j != i) for i in range(len(tiles))]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scaled(Composite):
+    """scale² k, with one part: what `c * k` makes, with c = scale²."""
+
+    name = "scaled"
+    scale: Any = 1.0
+    learned = ("scale",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.parts) != 1:
+            raise ConfigError(f"Scaled takes one kernel, got {len(self.parts)}")
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        K = self.parts[0].evaluate(X[0], X2[0], out)
+        K *= float(self.scale) ** 2
+        return K
+
+    def diag(self, X: Any) -> Array:
+        return self.parts[0].diag(X) * float(self.scale) ** 2
+
+    def part_bars(self, tiles: list[Array], K_bar: Array) -> list[Array]:
+        return [K_bar * float(self.scale) ** 2]
+
+    def own_pullback(self, tiles: list[Array], K_bar: Array) -> Gradients:
+        return {"scale": 2 * float(self.scale) ** 2 * namespace_of(K_bar).sum(K_bar * tiles[0])}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ConvexCombination(Composite):
+    """k = Σ_i w_i k_i / Σ_j w_j: weights that always add up to one, whatever the parameters."""
+
+    name = "convex_combination"
+    weights: Any = None
+    learned = ("weights",)
+
+    def __post_init__(self) -> None:
+        if self.weights is None:
+            object.__setattr__(self, "weights", np.ones(len(self.parts)))
+        super().__post_init__()
+        if self.weights.shape != (len(self.parts),):
+            raise ConfigError(
+                f"ConvexCombination of {len(self.parts)} kernels needs as many weights, got {self.weights.shape}"
+            )
+
+    @property
+    def shares(self) -> list[float]:
+        return [float(weight) for weight in self.weights / self.weights.sum()]
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        tiles = self._tiles(X, X2)
+        return sum(share * tile for share, tile in zip(self.shares, tiles, strict=True))
+
+    def diag(self, X: Any) -> Array:
+        return sum(s * part.diag(X) for s, part in zip(self.shares, self.parts, strict=True))
+
+    def part_bars(self, tiles: list[Array], K_bar: Array) -> list[Array]:
+        return [K_bar * share for share in self.shares]
+
+    def own_pullback(self, tiles: list[Array], K_bar: Array) -> Gradients:
+        xp = namespace_of(K_bar)
+        K = sum(share * tile for share, tile in zip(self.shares, tiles, strict=True))
+        by_part = [share * xp.sum(K_bar * (tile - K)) for share, tile in zip(self.shares, tiles, strict=True)]
+        return {"weights": xp.stack(by_part)}
+
+
+def convex_combination(*kernels: Kernel, weights: Sequence[float] | None = None) -> Kernel:
+    """The convex combination of kernels, by default with equal weights (learned like any parameter)."""
+    return ConvexCombination(parts=kernels, weights=weights)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OnFeatures(Kernel):
+    """k(φ(x), φ(x')): any kernel of vectors on top of a feature map, both learned together.
+
+    `features` needs `forward(X)`, `vjp(X, Z_bar)`, `parameters` and `replace`; its parameters carry the prefix
+    "features." and are taken as they are (a network's weights are not positive, so they are no logarithms).
+    """
+
+    kernel: Any = None
+    features: Any = None
+
+    @property
+    def bounded(self) -> bool:  # type: ignore[override]
+        return bool(self.kernel.bounded)
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        own = dict(self.kernel.parameters)
+        own.update({f"features.{name}": v for name, v in self.features.parameters.items()})
+        return own
+
+    def _replaced(self, changes: Mapping[str, Any]) -> Kernel:
+        prefix = "features."
+        inner = {n[len(prefix) :]: v for n, v in changes.items() if n.startswith(prefix)}
+        outer = {n: v for n, v in changes.items() if not n.startswith(prefix)}
+        features = self.features.replace(**inner) if inner else self.features
+        return OnFeatures(self.kernel.replace(outer), features)
+
+    def prepare(self, X: Any) -> Any:
+        return X, self.kernel.prepare(self.features.forward(X))
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        return self.kernel.evaluate(X[1], X2[1], out)
+
+    def diag(self, X: Any) -> Array:
+        return self.kernel.diag(self.features.forward(X))
+
+    def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
+        Z_bar, Z2_bar = self.kernel.input_pullback(X[1], X2[1], K_bar + 0)
+        gradients = dict(self.kernel.pullback(X[1], X2[1], K, K_bar))
+        inner = add_gradients(self.features.vjp(X[0], Z_bar), self.features.vjp(X2[0], Z2_bar))
+        gradients.update({f"features.{name}": value for name, value in inner.items()})
+        return gradients

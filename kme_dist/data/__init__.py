@@ -1,0 +1,1 @@
+"""Where data live: tables in, Zarr data sets and batches out. Knows nothing of kernels or devices."""

@@ -1,0 +1,178 @@
+"""More rows for a data set that is there: what the nightly job needs.
+
+New rows go behind the old ones, encoded exactly like them; statistics are merged, digests kept, and splits get
+further row ranges by the data set's own rule. The last shard, when it is not full, is stored again with the new
+rows behind the old. Readers see none of this until the group's attributes are rewritten, in one step, at the end:
+before that the old row count holds, and whatever lies beyond it is ignored. An append that dies can simply be run
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist.data.chunks import read_metadata, write_attributes
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.encode import Encoder
+from kme_dist.data.ingest import DEFAULT_MEMORY, Job, Progress, parse_bytes, silent, sort_options, split_entry
+from kme_dist.data.leases import writer_lease
+from kme_dist.data.places import METADATA_KEY, Place, store_errors
+from kme_dist.data.readers import MatrixSource, open_source
+from kme_dist.data.splits import Split
+from kme_dist.data.statistics import Statistics
+from kme_dist.data.writer import ChunkLayout, ShardWriter
+from kme_dist.errors import ConfigError, DataError
+
+_FIXED = ("label", "features", "exclude", "task", "one_hot", "ordinal", "missing", "dtype", "class_names")
+
+
+def append(
+    dest: str | Path,
+    source: Any,
+    *,
+    split: str | None = None,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Dataset:
+    """Add the rows of `source` to the data set at `dest`.
+
+    `split` puts all of them into one part; None applies the rule by which the data set was split. `options` are
+    those of FileOptions; columns, label and encoding are the data set's own. A category or class that was not there
+    before is an error that names its row. Afterwards the data set no longer counts as shuffled: new rows follow the
+    old ones.
+    """
+    place = Place.of(dest)
+    for name in _FIXED:
+        if name in options:
+            raise ConfigError(f"{name} cannot be chosen when appending; the data set already decided it.")
+    budget = parse_bytes(memory)
+    options.setdefault("block_bytes", min(4 << 20, budget // 64))
+    with store_errors(place), writer_lease(place) as still_held:
+        data = open_dataset(place)
+        target = (
+            data.label
+            if isinstance(source, (str, Path)) and str(source).rstrip("/").endswith((".npz", ".zarr"))
+            else None
+        )
+        files, _ = sort_options(source, {**options, "label": target})
+        opened = open_source(source, files)
+        if isinstance(opened, MatrixSource):
+            needed = 1 + max([c.position for c in data.schema.columns] + [data.schema.label_position or 0])
+            if len(opened.feature_names) < needed:
+                raise DataError(f"{opened.name}: {len(opened.feature_names)} columns, the data set needs {needed}.")
+            if data.schema.label is not None and data.schema.label_position is None and opened.target_dtype is None:
+                raise DataError(f"{opened.name}: there are no labels, the data set has {data.schema.label!r}.")
+        rule = data.attributes["split_rule"]
+        division = Split.from_json(rule) if rule is not None and split is None else None
+        if division is not None and division.ranges:
+            raise ConfigError(f"{place}: it was split by row ranges; say with split=NAME where the new rows belong.")
+        if split is not None and split not in data.splits:
+            raise ConfigError(f"{place}: there is no split {split!r}; there are {', '.join(data.splits) or 'none'}.")
+        extras = [] if division is None or division.extra_column is None else [division.extra_column]
+        seed = data.shuffled if data.shuffled is not None else division.seed if division and division.by_rank else None
+        job = Job(
+            opened,
+            Encoder(opened, data.schema, extras, first_row=int(data.attributes["source"]["rows"])),
+            data.schema,
+            division,
+            seed,
+            budget,
+            progress or silent,
+            part=split or "all",
+        )
+        writer = _reopen_writer(data)
+        with tempfile.TemporaryDirectory(prefix="kme-") as scratch:
+            writer.begin(job.part)
+            job.run(writer, Path(scratch))
+        if writer.total > data.rows:
+            for name in writer.digests:
+                _grow(place, name, writer.total)
+            still_held()
+            write_attributes(place, _merged(data, writer, job))
+    return open_dataset(place)
+
+
+def _reopen_writer(data: Dataset) -> ShardWriter:
+    """A writer that goes on in the last shard, with the rows that are already there."""
+    first = data.rows // data.shard_rows * data.shard_rows
+    compressed = data.attributes["compression"] == "zstd"
+    writer = ShardWriter(
+        data.place,
+        data.features,
+        np.dtype(data.dtype),
+        None if data.y is None else data.y.layout.dtype,
+        data.row is not None,
+        ChunkLayout(data.chunk_rows, data.shard_rows, compressed),
+        first_row=first,
+        settled=True,
+        segments=[(None, first)],
+    )
+    if first < data.rows:
+        X, y = data.read_rows(first, data.rows)
+        writer.add(X, y, None if data.row is None else data.row.read(first, data.rows))
+    return writer
+
+
+def _grow(place: Place, name: str, rows: int) -> None:
+    metadata = read_metadata(place, name)
+    metadata["shape"][0] = rows
+    place.write(f"{name}/{METADATA_KEY}", json.dumps(metadata).encode())
+
+
+def _merged(data: Dataset, writer: ShardWriter, job: Job) -> dict[str, Any]:
+    """The old attributes with the new rows counted in."""
+    new = dict(data.attributes)
+    kept = writer.first_row // data.chunk_rows
+    new["digests"] = {
+        name: [*data.attributes["digests"][name][:kept], *found] for name, found in writer.digests.items()
+    }
+    new["digests"]["algorithm"] = data.attributes["digests"]["algorithm"]
+    total, target = data.statistics, None
+    if data.task == "regression":
+        target = Statistics.from_json(data.attributes["target_statistics"], 1)
+    counts = None if data.class_counts is None else np.array(data.class_counts)
+    splits = {name: dict(entry) for name, entry in data.attributes["splits"].items()}
+    bounds = [start for _, start in writer.segments] + [writer.total]
+    for i, (name, start) in enumerate(writer.segments):
+        if name is None or name not in writer.statistics:
+            continue
+        features, targets, found = writer.statistics[name]
+        total = total + features
+        target = target + targets if target is not None and targets is not None else target
+        found = np.pad(found, (0, len(counts) - len(found))) if counts is not None else found
+        counts = counts + found if counts is not None else None
+        if name != "all":
+            old = splits.get(name, split_entry([], Statistics.empty(data.features), 0 * found))
+            merged = Statistics.from_json(old["statistics"], data.features) + features
+            classes = None if counts is None else np.array(old["class_counts"], np.int64) + found
+            splits[name] = split_entry([*old["ranges"], [start, bounds[i + 1]]], merged, classes)
+    source = data.attributes["source"]
+    new.update(
+        rows=writer.total,
+        statistics=total.to_json(),
+        target_statistics=None if target is None else target.to_json(),
+        class_counts=None if counts is None else counts.tolist(),
+        splits=splits,
+        shuffled=None,
+        source={
+            **source,
+            "rows": source["rows"] + job.seen,
+            "dropped": source["dropped"] + job.seen - (writer.total - data.rows),
+        },
+        appended=[
+            *data.attributes.get("appended", []),
+            {
+                "source": job.source.name,
+                "rows": writer.total - data.rows,
+                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            },
+        ],
+    )
+    return new

@@ -1,0 +1,321 @@
+"""Delimited text by Arrow's streaming reader, with complaints that name file, row and column.
+
+Arrow reads fast and says little when it fails. So the fast path runs first, watched for what Arrow would let pass
+(NUL bytes, a quote that never closes), and only when something is wrong the file is walked again by Python's own
+csv module, slowly, to find the first place that is.
+
+Types are settled by the first block: a column whose first values are numbers is a number column to the end, and a later
+word in it is an error with its row, not a silent change of type.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pc
+
+from kme_dist.data.readers import Block, FileOptions, Kind, TableSource, check_names, kind_of, open_bytes
+from kme_dist.errors import ConfigError, DataError
+
+_DELIMITERS = ",;\t|"
+_MAX_BLOCK = 64 << 20
+
+
+class _Watched(io.RawIOBase):
+    """A byte stream that counts quotes and looks out for NUL bytes on the way through."""
+
+    def __init__(self, stream: Any, quote: bytes) -> None:
+        super().__init__()
+        self.stream, self.quote = stream, quote
+        self.quotes, self.has_nul = 0, False
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self.stream.read(size if size >= 0 else None)
+        if self.quote:
+            self.quotes += data.count(self.quote)
+        self.has_nul = self.has_nul or b"\0" in data
+        return data
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+
+def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
+    """One or more files of the same columns, read one after the other."""
+    shapes = [_Shape.of(file, options) for file in files]
+    first = shapes[0]
+    for shape in shapes[1:]:
+        if shape.names != first.names:
+            raise DataError(f"{shape.path}: its columns {shape.names} differ from {first.names} in {first.path}.")
+    kinds = first.kinds()
+
+    def blocks(columns: Mapping[str, pa.DataType]) -> Iterator[Block]:
+        for shape in shapes:
+            yield from shape.blocks(dict(columns))
+
+    return TableSource(str(files[0]) if len(files) == 1 else str(files[0].parent), kinds, None, blocks)
+
+
+class _Shape:
+    """A file's dialect and column names."""
+
+    def __init__(self, path: Path, options: FileOptions, delimiter: str, header: int, names: list[str]) -> None:
+        self.path, self.options, self.delimiter, self.names = path, options, delimiter, names
+        self.header = header  # how many lines the header takes, empty ones before it included; 0: there is none
+
+    @classmethod
+    def of(cls, path: Path, options: FileOptions) -> _Shape:
+        try:
+            "".encode(options.encoding)
+        except LookupError:
+            raise ConfigError(f"encoding is {options.encoding!r}, which Python does not know.") from None
+        for what, text in (("delimiter", options.delimiter), ("quote", options.quote)):
+            if text is not None and (len(text) > 1 or not text.isascii() or (what == "delimiter" and not text)):
+                raise ConfigError(f"{what} is {text!r}; one ASCII character is needed.")
+        delimiter, fields, lines = _first_record(path, options)
+        if any("\0" in field for field in fields):
+            raise DataError(
+                f"{path}: row 0 (the header), column 1 or later: a NUL byte; pass the encoding if it is UTF-16."
+            )
+        if any("\ufffd" in field for field in fields):
+            raise DataError(
+                f"{path}: row 0 (the header), column 1 or later: bytes that are not {options.encoding}. "
+                "Pass the file's encoding, for example encoding='latin-1'."
+            )
+        header = not any(_is_number(field) for field in fields) if options.header is None else options.header
+        names = [field.strip() or f"column_{i}" for i, field in enumerate(fields)]
+        if not header:
+            names = [f"column_{i}" for i in range(len(fields))]
+        check_names(str(path), names)
+        return cls(path, options, delimiter, lines if header else 0, names)
+
+    def _reader(self, types: dict[str, pa.DataType] | None, block_bytes: int) -> tuple[Any, _Watched]:
+        # UTF-16 and the like hold NUL bytes and quotes by the dozen before decoding; Arrow decodes after us.
+        ascii_like = "".join(map(chr, range(32, 127))).encode(self.options.encoding) == bytes(range(32, 127))
+        watched = _Watched(open_bytes(self.path), self.options.quote.encode() if ascii_like else b"")
+        reader = pc.open_csv(
+            pa.PythonFile(watched, mode="r"),
+            read_options=pc.ReadOptions(
+                use_threads=True,
+                block_size=block_bytes,
+                column_names=self.names,
+                skip_rows=self.header,
+                encoding=self.options.encoding,
+            ),
+            parse_options=pc.ParseOptions(
+                delimiter=self.delimiter,
+                quote_char=self.options.quote or False,
+                double_quote=True,
+                newlines_in_values=True,
+                ignore_empty_lines=True,
+            ),
+            convert_options=pc.ConvertOptions(
+                column_types=types,
+                include_columns=list(types) if types is not None else None,
+                null_values=list(self.options.missing_texts),
+                strings_can_be_null=True,
+                check_utf8=True,
+            ),
+        )
+        return reader, watched
+
+    def kinds(self) -> dict[str, Kind]:
+        """What each column holds, by the first block."""
+        try:
+            reader, watched = self._reader(None, 1 << 20)
+            schema = reader.schema
+            reader.close()
+            watched.close()
+        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeError, OSError) as error:
+            raise self._explain(error, {}) from error
+        kinds: dict[str, Kind] = {}
+        for field in schema:
+            if pa.types.is_binary(field.type):
+                raise self._explain(DataError("bytes that are not text"), {})
+            kinds[field.name] = kind_of(field.type)
+        return kinds
+
+    def blocks(self, types: dict[str, pa.DataType]) -> Iterator[Block]:
+        # Beyond a megabyte Arrow's blocks leave the processor's cache and parsing slows down.
+        block_bytes = min(self.options.block_bytes, 1 << 20)
+        at = 0
+        if not types:
+            raise ConfigError(f"{self.path}: no column is selected; name at least one feature.")
+        try:
+            reader, watched = self._reader(types, block_bytes)
+            for batch in reader:
+                if watched.has_nul and self._is_ascii_like():
+                    raise pa.ArrowInvalid("NUL byte")
+                if batch.num_rows:
+                    yield Block(str(self.path), at, table=batch)
+                    at += batch.num_rows
+            if watched.quotes % 2:
+                self._check_closed_quotes()
+            watched.close()
+        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeError, OSError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise self._explain(error, types) from error
+
+    def _is_ascii_like(self) -> bool:
+        return "a".encode(self.options.encoding) == b"a"
+
+    def _check_closed_quotes(self) -> None:
+        """An odd number of quotes: harmless inside a field, fatal when the last one never closes."""
+        last: tuple[int, int, list[str]] = (0, 0, [])
+        try:
+            for row, line, fields in self._rows(strict=True):
+                last = (row, line, fields)
+        except csv.Error as error:
+            # Strict mode also rejects text after a closing quote, which is read as it stands and is no loss.
+            if "unexpected end of data" not in str(error):
+                return
+            raise DataError(
+                f"{self.path}: row {last[0] + 1} (after line {last[1]}), column {self._quoted_column(last[1])}: "
+                "a quote "
+                "opens and never closes. "
+                "Close it, or pass quote='' if quotes are ordinary text here."
+            ) from None
+
+    def _quoted_column(self, line: int) -> str:
+        """The column where the quote opens in the row that begins behind `line`."""
+        with open_bytes(self.path) as raw:
+            text = io.TextIOWrapper(raw, self._decoder(), newline=None)
+            rest = "".join(part for i, part in enumerate(text) if line <= i < line + 100)
+        opened = rest.rstrip("\r\n").split(self.delimiter)
+        position = next((i for i, field in enumerate(opened) if field.startswith(self.options.quote)), 0)
+        return repr(self.names[min(position, len(self.names) - 1)])
+
+    def _rows(self, strict: bool = False) -> Iterator[tuple[int, int, list[str]]]:
+        """Row number (from 1), line number and fields of each row, by Python's csv module."""
+        csv.field_size_limit(2**31 - 1)
+        with open_bytes(self.path) as raw:
+            text = io.TextIOWrapper(raw, self._decoder(), newline="")
+            reader = csv.reader(text, delimiter=self.delimiter, strict=strict, **_quoting(self.options))
+            row = 0 if self.header else 1
+            for fields in reader:
+                if not fields:
+                    continue
+                if row:
+                    yield row, reader.line_num, fields
+                row += 1
+
+    def _decoder(self) -> str:
+        return (
+            "utf-8-sig"
+            if self.options.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+            else self.options.encoding
+        )
+
+    def _explain(self, error: Exception, types: dict[str, pa.DataType]) -> DataError:
+        """Walk the file again to say where it first goes wrong."""
+        row = line = 0
+        try:
+            for row, line, fields in self._rows():
+                if complaint := self._complaint(fields, types):
+                    column, what = complaint
+                    return DataError(f"{self.path}: row {row} (line {line}), column {column}: {what}")
+        except UnicodeError:
+            return DataError(
+                f"{self.path}: {self._undecodable()}: bytes that are not {self.options.encoding}. "
+                "Pass the file's encoding, for example encoding='latin-1'."
+            )
+        except csv.Error as bad:
+            return DataError(f"{self.path}: row {row + 1} (after line {line}), column 1 or later: {bad}.")
+        except (OSError, pa.ArrowInvalid) as bad:
+            return DataError(f"{self.path}: the file is damaged after row {row} (line {line}): {bad}.")
+        reason = " ".join(str(error).split())[:200]
+        return DataError(f"{self.path}: row 1 to {row}, all columns: cannot be read as a table ({reason}).")
+
+    def _undecodable(self) -> str:
+        """Row and column of the first bytes that do not decode, found by reading the file as bytes."""
+        twin = _Shape(self.path, replace(self.options, encoding="latin-1"), self.delimiter, self.header, self.names)
+        for row, line, fields in twin._rows():
+            for i, field in enumerate(fields):
+                try:
+                    field.encode("latin-1").decode(self.options.encoding)
+                except UnicodeError:
+                    column = repr(self.names[i]) if i < len(self.names) else str(i + 1)
+                    return f"row {row} (line {line}), column {column}"
+        return "row 0 (the header), column 1 or later"
+
+    def _complaint(self, fields: list[str], types: dict[str, pa.DataType]) -> tuple[str, str] | None:
+        for i, field in enumerate(fields):
+            name = repr(self.names[i]) if i < len(self.names) else str(i + 1)
+            if "\0" in field:
+                return name, "a NUL byte. Clean the file, or pass its encoding if this is UTF-16."
+            if len(field) > _MAX_BLOCK or len(field) > min(self.options.block_bytes, 1 << 20):
+                return name, f"a field of {len(field)} characters; no number or class name is that long."
+        if len(fields) != len(self.names):
+            column = str(min(len(fields), len(self.names)) + 1)
+            return column, f"{len(fields)} fields where {len(self.names)} belong ({self.delimiter!r} between them)."
+        for name, field in zip(self.names, fields, strict=True):
+            wanted = types.get(name)
+            if wanted is None or pa.types.is_string(wanted) or field in self.options.missing_texts:
+                continue
+            good = _is_number(field) if not pa.types.is_boolean(wanted) else field.strip().lower() in _BOOLEANS
+            if good and pa.types.is_integer(wanted):
+                good = field.strip().lstrip("+-").isdigit() and abs(int(field)) < 2**63
+            if not good:
+                what = "true or false" if pa.types.is_boolean(wanted) else "a number"
+                if pa.types.is_integer(wanted):
+                    what = "a whole number"
+                hint = "correct it, name it in missing_texts, or list the column in one_hot or ordinal"
+                return repr(name), f"{field[:60]!r} is not {what} like the rows before; {hint}."
+        return None
+
+
+_BOOLEANS = ("true", "false", "0", "1")
+
+
+def _quoting(options: FileOptions) -> dict[str, Any]:
+    return {"quotechar": options.quote} if options.quote else {"quoting": csv.QUOTE_NONE}
+
+
+def _is_number(field: str) -> bool:
+    try:
+        value = float(field)
+    except ValueError:
+        return False
+    # Python also takes 1_000 and infinities in words; a table means neither by them, nor does Arrow.
+    return "_" not in field and (
+        math.isfinite(value) or field.strip().lower().lstrip("+-") in ("inf", "infinity", "nan")
+    )
+
+
+def _first_record(path: Path, options: FileOptions) -> tuple[str, list[str], int]:
+    """The delimiter, the fields of the first record, and how many lines it and empty ones before it take."""
+    try:
+        with open_bytes(path) as stream:
+            head = bytes(stream.read(1 << 20)).decode(options.encoding, errors="replace").lstrip("\ufeff")
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: cannot be read ({error}).") from error
+    line = next((line for line in head.splitlines() if line), "")
+    if not line:
+        raise DataError(f"{path}: the file is empty; a line of column names or a row is needed.")
+    delimiter = options.delimiter or _sniff(line, path)
+    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, **_quoting(options))
+    try:
+        fields = next(row for row in reader if row)
+    except csv.Error as error:
+        raise DataError(f"{path}: row 1, column 1 or later: {error}.") from error
+    return delimiter, fields, reader.line_num
+
+
+def _sniff(line: str, path: Path) -> str:
+    if ".tsv" in path.name or ".tab" in path.name:
+        return "\t"
+    outside = "".join(part for i, part in enumerate(line.split('"')) if i % 2 == 0)
+    best = max(_DELIMITERS, key=outside.count)
+    return best if best in outside else ","

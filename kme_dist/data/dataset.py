@@ -1,0 +1,283 @@
+"""A data set on disk or in an object store: open it, look at it, read rows, check it.
+
+    data = open_dataset("covtype.zarr")
+    X, y = data.read_rows(0, 2000)
+    data.splits["train"]                 # row ranges, ((0, 464809),)
+    data.verify()                        # every chunk against its digest
+
+A data set is a Zarr v3 group: X (rows, features), y (rows,) where there are labels, row (rows,) with the position
+in the source where rows were moved or dropped; all cut at the same rows. The group's attributes are the only word
+on how many rows there are, so an append becomes visible in one step when they are rewritten. Classes are stored as
+codes 0, 1, 2, ... into `classes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist.data.chunks import StoredArray, check_size, read_attributes
+from kme_dist.data.places import METADATA_KEY, Place
+from kme_dist.data.schema import Schema
+from kme_dist.data.statistics import Statistics
+from kme_dist.data.writer import digest
+from kme_dist.errors import ConfigError, CorruptError, DataError
+
+DATASET_FORMAT = "kme-dist/dataset"
+DATASET_VERSION = 1
+CACHE_BYTES = 64 << 20
+
+# Format version n -> a function that turns attributes of version n into those of version n + 1. Opening a data set
+# applies them in turn, so that every older version stays readable. Version 1 is the first.
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+@dataclass(frozen=True)
+class _DigestCheck:
+    """Compares decoded chunks with the digests in the attributes."""
+
+    digests: tuple[str, ...]
+    rows: int
+    chunk_rows: int
+
+    def __call__(self, number: int, chunk: np.ndarray) -> bool:
+        used = min(self.chunk_rows, self.rows - number * self.chunk_rows)
+        return number < len(self.digests) and digest(chunk[:used]) == self.digests[number]
+
+
+class Dataset:
+    """An open data set. Threads may share it; it pickles as its address, and opens again where it arrives."""
+
+    def __init__(self, place: Place, *, verify: bool = False, cache_bytes: int = CACHE_BYTES) -> None:
+        self.place, self.verify_reads, self._cache_bytes = place, verify, cache_bytes
+        self.attributes = read_dataset_attributes(place)
+        try:
+            self._read_attributes()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise CorruptError(
+                f"{place}: its attributes are incomplete ({type(error).__name__}: {error}). Ingest it again."
+            ) from error
+        self._check_objects()
+
+    def _read_attributes(self) -> None:
+        a = self.attributes
+        self.rows = int(a["rows"])
+        self.feature_names: list[str] = list(a["feature_names"])
+        self.features = len(self.feature_names)
+        self.sample_shape: tuple[int, ...] = tuple(a["sample_shape"])
+        self.task: str = a["task"]
+        self.label: str | None = a["schema"]["label"]
+        self.classes: list[Any] | None = a["classes"]
+        self.class_counts: list[int] | None = a["class_counts"]
+        self.chunk_rows, self.shard_rows = int(a["chunk_rows"]), int(a["shard_rows"])
+        self.shuffled: int | None = a["shuffled"]
+        self.statistics = Statistics.from_json(a["statistics"], self.features)
+        self.splits: dict[str, tuple[tuple[int, int], ...]] = {
+            name: tuple((int(start), int(stop)) for start, stop in split["ranges"])
+            for name, split in a["splits"].items()
+        }
+        self.schema = Schema.from_json(a)
+        self.X = self._array("X")
+        self.y = self._array("y") if self.task != "none" else None
+        self.row = self._array("row") if "row" in a["digests"] else None
+        self.dtype = self.X.layout.dtype
+
+    def _array(self, name: str) -> StoredArray:
+        check = None
+        if self.verify_reads:
+            digests = tuple(self.attributes["digests"][name])
+            check = _DigestCheck(digests, self.rows, int(self.attributes["chunk_rows"]))
+        try:
+            array = StoredArray(self.place, name, cache_bytes=self._cache_bytes, check=check)
+        except FileNotFoundError:
+            raise CorruptError(
+                f"{self.place}: the array {name!r} is missing. Restore it from a copy, or ingest again."
+            ) from None
+        layout = array.layout
+        row_shape = (self.features,) if name == "X" else ()
+        if layout.shape[0] < self.rows or layout.row_shape != row_shape:
+            raise CorruptError(
+                f"{self.place}: {name} has shape {layout.shape}, the attributes promise {self.rows} rows of "
+                f"{row_shape}."
+            )
+        return array
+
+    def _check_objects(self) -> None:
+        """Every object is there: Zarr itself would read a missing one as zeros."""
+        for array in self._arrays():
+            sizes = self.place.sizes(f"{array.name}/c")
+            for shard in range(array.shard_count(self.rows)):
+                if array.key(shard) not in sizes:
+                    raise array.damaged(shard * self.shard_rows // self.chunk_rows, "is missing")
+            check_size(self.place, array.name, array.layout, sum(sizes.values()) + self._padding(array))
+
+    def _padding(self, array: StoredArray) -> int:
+        # An interrupted append may have announced rows in the array's metadata that no attribute counts yet.
+        row_bytes = array.layout.nbytes // max(1, array.layout.shape[0])
+        return (array.layout.shape[0] - self.rows) * row_bytes
+
+    def _arrays(self) -> Iterator[StoredArray]:
+        yield from (array for array in (self.X, self.y, self.row) if array is not None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_reopen, (self.place, self.verify_reads, self._cache_bytes))
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __repr__(self) -> str:
+        labels = f", {len(self.classes)} classes" if self.classes is not None else ""
+        return f"Dataset({self.path!r}, {self.rows} rows, {self.features} features {self.dtype}{labels})"
+
+    @property
+    def path(self) -> str:
+        return self.place.address
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return None if self.classes is None else [str(value) for value in self.classes]
+
+    def ranges(self, split: str | None = None) -> tuple[tuple[int, int], ...]:
+        """The row ranges of a split; of everything when None."""
+        if split is None:
+            return ((0, self.rows),)
+        if split not in self.splits:
+            known = ", ".join(self.splits) or "none; ingest with a split to have some"
+            raise ConfigError(f"{self.path}: there is no split {split!r}; there are {known}.")
+        return self.splits[split]
+
+    def split_rows(self, split: str | None = None) -> int:
+        return sum(stop - start for start, stop in self.ranges(split))
+
+    def split_statistics(self, split: str | None = None) -> Statistics:
+        """Ranges and moments of the features over one split (over everything when None)."""
+        if split is None:
+            return self.statistics
+        self.ranges(split)
+        return Statistics.from_json(self.attributes["splits"][split]["statistics"], self.features)
+
+    def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """X and y of rows [start, stop)."""
+        if not 0 <= start <= stop <= self.rows:
+            raise DataError(f"{self.path}: rows {start} to {stop} were asked for; there are {self.rows}.")
+        return self.X.read(start, stop), None if self.y is None else self.y.read(start, stop)
+
+    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """X and y of exactly these rows, in this order.
+
+        Every chunk that holds one of them is decoded, so scattered rows cost about a hundred times what as many
+        neighbouring ones do. Shuffle at ingest and read ranges, or sample blocks, where that matters.
+        """
+        rows = np.asarray(rows, np.int64)
+        if rows.size and (rows.min() < 0 or rows.max() >= self.rows):
+            raise DataError(f"{self.path}: a row outside 0 to {self.rows - 1} was asked for.")
+        return self.X.take(rows), None if self.y is None else self.y.take(rows)
+
+    def read(self, split: str | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+        """All rows of a split in memory; for data that fit."""
+        parts = [self.read_rows(start, stop) for start, stop in self.ranges(split)]
+        X = np.concatenate([part[0] for part in parts]) if parts else self.X.read(0, 0)
+        if self.y is None:
+            return X, None
+        return X, np.concatenate([part[1] for part in parts if part[1] is not None])
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Read every chunk and compare it with its digest; CorruptError names the first that differs."""
+        for array in self._arrays():
+            digests = self.attributes["digests"][array.name]
+            chunks = -(-self.rows // self.chunk_rows)
+            if len(digests) != chunks:
+                raise CorruptError(f"{self.path}: {len(digests)} digests for {chunks} chunks of {array.name}.")
+            check = _DigestCheck(tuple(digests), self.rows, self.chunk_rows)
+            plain = StoredArray(self.place, array.name)
+            for number in range(chunks):
+                if not check(number, plain.chunk(number)):
+                    raise plain.damaged(number, "does not match its digest")
+                if progress is not None and array.name == "X":
+                    progress(number + 1, chunks)
+
+    def append(self, source: Any, **options: Any) -> Dataset:
+        """Add the rows of `source` and return the data set as it is then; see `kme_dist.data.append.append`."""
+        from kme_dist.data.append import append
+
+        return append(self.path, source, **options)
+
+
+def _reopen(place: Place, verify: bool, cache_bytes: int) -> Dataset:
+    return Dataset(place, verify=verify, cache_bytes=cache_bytes)
+
+
+def read_dataset_attributes(place: Place) -> dict[str, Any]:
+    """The attributes of a data set, brought to the current format version."""
+    try:
+        attributes = read_attributes(place)
+    except FileNotFoundError:
+        raise DataError(
+            f"{place}: there is no data set here (looked for {place}/{METADATA_KEY}). "
+            "Make one with `kme-dist ingest SOURCE DEST.zarr`."
+        ) from None
+    found = attributes.get("format")
+    if found != DATASET_FORMAT:
+        raise DataError(
+            f"{place}: a data set is needed here, found {found or 'a Zarr group of somebody else'!r}; ingest it first."
+        )
+    version = attributes.get("format_version")
+    if not isinstance(version, int) or not 1 <= version <= DATASET_VERSION:
+        raise DataError(
+            f"{place}: data set format version {version}; this kme-dist reads versions 1 to "
+            f"{DATASET_VERSION}. Update kme-dist."
+        )
+    while version < DATASET_VERSION:
+        attributes = UPGRADES[version](attributes)
+        version += 1
+    return attributes
+
+
+def open_dataset(path: str | Path | Place, *, verify: bool = False, cache_bytes: int = CACHE_BYTES) -> Dataset:
+    """Open a data set for reading.
+
+    Parameters
+    ----------
+    path : a local folder, file://, s3:// or gs:// address
+    verify : compare every chunk with its digest when it is read (its checksum is always verified)
+    cache_bytes : decoded chunks kept in memory, for each of X and y
+    """
+    return Dataset(Place.of(path), verify=verify, cache_bytes=cache_bytes)
+
+
+def describe_dataset(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes a person wants to see, without the long lists."""
+    hidden = (
+        "digests",
+        "schema",
+        "feature_names",
+        "statistics",
+        "target_statistics",
+        "splits",
+        "classes",
+        "class_counts",
+    )
+    shown = {key: value for key, value in attributes.items() if key not in hidden}
+    names, stats = attributes["feature_names"], attributes["statistics"]
+    shown["features"] = len(names)
+    shown["label"] = attributes["schema"]["label"]
+    if attributes["classes"] is not None:
+        shown["classes"] = dict(zip(map(str, attributes["classes"]), attributes["class_counts"], strict=True))
+    if attributes.get("target_statistics"):
+        shown["target"] = {
+            key: value[0] for key, value in attributes["target_statistics"].items() if key != "count" and value
+        }
+    shown["splits"] = {name: {"rows": s["rows"], "ranges": s["ranges"]} for name, s in attributes["splits"].items()}
+    if stats["count"]:
+        columns = zip(names, stats["minimum"], stats["maximum"], stats["mean"], stats["variance"], strict=True)
+        shown["columns"] = [
+            {"name": name, "minimum": low, "maximum": high, "mean": mean, "deviation": variance**0.5}
+            for name, low, high, mean, variance in columns
+        ]
+    return shown

@@ -1,0 +1,326 @@
+"""From blocks of a source to numbers, by a schema: X, labels and the rows kept.
+
+Missing values, unknown categories and classes, and values that are no finite numbers are found here, and every
+complaint names the file, the row (counted from 1) and the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kme_dist.data.readers import Block, MatrixSource, Source, TableSource
+from kme_dist.data.schema import Column, Schema, finder
+from kme_dist.errors import DataError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows ready to store. `rows` are positions in the whole source, from 0."""
+
+    X: np.ndarray
+    y: np.ndarray | None  # codes in order of discovery, or targets
+    rows: np.ndarray
+    extras: dict[str, pa.Array] = field(default_factory=dict)
+    seen: int = 0  # rows of the source behind this block, dropped ones included
+
+
+class Encoder:
+    """Turns blocks into rows. Holds the one thing that grows: the classes met so far, in order of discovery."""
+
+    def __init__(
+        self,
+        source: Source,
+        schema: Schema,
+        extras: Sequence[str | int] = (),
+        max_classes: int = 10_000,
+        first_row: int = 0,
+    ) -> None:
+        self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
+        names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
+        self.extras = [finder(source.name, names)(name) for name in extras]
+        self.codes: dict[Any, int] = {value: i for i, value in enumerate(schema.classes or ())}
+        self.fixed_classes = schema.classes is not None
+        self._fills = np.array([np.nan if c.fill is None else c.fill for c in schema.columns])
+
+    def encoded(self) -> Iterator[Encoded]:
+        """The whole source, block by block."""
+        start = self.first_row
+        for block in self._blocks():
+            encoded = self._encode(block, start)
+            start += encoded.seen
+            yield encoded
+
+    def numbers(self) -> Iterator[tuple[Block, np.ndarray]]:
+        """Only the features, missing values as NaN."""
+        for block in self._blocks():
+            yield block, self._features(block)
+
+    def _blocks(self) -> Iterator[Block]:
+        if isinstance(self.source, MatrixSource):
+            return self.source.blocks()
+        number = pa.float64() if self.schema.dtype == "float64" else pa.float32()
+        kinds = self.source.kinds
+        wanted: dict[str, pa.DataType] = {}
+        for column in self.schema.columns:
+            if column.name not in kinds:
+                raise DataError(f"{self.source.name}: the column {column.name!r} is missing; found {', '.join(kinds)}.")
+            plain = pa.bool_() if kinds[column.name] == "boolean" else number
+            wanted[column.name] = plain if column.kind == "number" else pa.string()
+        if self.schema.label is not None:
+            if self.schema.label not in kinds:
+                raise DataError(
+                    f"{self.source.name}: the label {self.schema.label!r} is missing; found {', '.join(kinds)}."
+                )
+            label_types = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+            wanted[self.schema.label] = label_types.get(self.schema.label_kind, pa.string())
+        for name in self.extras:
+            wanted.setdefault(name, pa.string())
+        return self.source.blocks(wanted)
+
+    def _encode(self, block: Block, start: int) -> Encoded:
+        X = self._features(block)
+        labels, no_label = self._labels(block)
+        count = len(X)
+        keep = np.ones(count, bool)
+        with np.errstate(over="ignore", invalid="ignore"):
+            suspicious = X.dtype.kind == "f" and not np.isfinite(X.sum(dtype=X.dtype))  # cheap, and seldom wrong
+        if suspicious:
+            X = self._treat(block, X, keep)
+        if no_label is not None:
+            if self.schema.missing != "drop":
+                row = int(np.argmax(no_label))
+                raise DataError(
+                    f"{block.origin}: row {block.first_row + row + 1}, column {self.schema.label!r}: the label is "
+                    "missing. "
+                    "Correct it, or pass missing='drop' to leave such rows out."
+                )
+            keep &= ~no_label
+        rows = np.arange(start, start + count)
+        extras = {name: self._extra(block, name) for name in self.extras}
+        if keep.all():
+            y = None if labels is None else self._codes(block, labels, rows - start)
+            return Encoded(X, y, rows, extras, count)
+        kept = np.flatnonzero(keep)
+        y = None if labels is None else self._codes(block, labels.take(pa.array(kept)), kept)
+        return Encoded(X[kept], y, rows[kept], {k: v.take(pa.array(kept)) for k, v in extras.items()}, count)
+
+    # features
+
+    def _features(self, block: Block) -> np.ndarray:
+        if block.matrix is not None:
+            return self._from_matrix(block, block.matrix)
+        assert block.table is not None
+        columns = self.schema.columns
+        if all(c.kind == "number" for c in columns) and self.schema.dtype != "uint8":
+            target = pa.float64() if self.schema.dtype == "float64" else pa.float32()
+            arrays = [_as_number(block.table.column(i), target) for i in range(len(columns))]
+            batch = pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
+            return batch.to_tensor(null_to_nan=True, row_major=True).to_numpy()  # type: ignore[no-any-return]
+        parts = [self._column_values(block, c, block.table.column(i)) for i, c in enumerate(columns)]
+        return np.concatenate(parts, axis=1)
+
+    def _from_matrix(self, block: Block, matrix: np.ndarray) -> np.ndarray:
+        columns = self.schema.columns
+        if columns[-1].position >= matrix.shape[1]:
+            raise DataError(
+                f"{block.origin}: {matrix.shape[1]} columns where at least {columns[-1].position + 1} are needed."
+            )
+        if all(c.kind == "number" for c in columns):
+            positions = [c.position for c in columns]
+            whole = positions == list(range(matrix.shape[1]))
+            return self._typed(block, matrix if whole else matrix[:, positions])
+        parts = []
+        for column in columns:
+            values = matrix[:, column.position]
+            parts.append(
+                self._typed(block, values[:, None])
+                if column.kind == "number"
+                else self._column_values(block, column, pa.array(texts_of(values)))
+            )
+        return np.concatenate(parts, axis=1)
+
+    def _typed(self, block: Block, X: np.ndarray) -> np.ndarray:
+        if self.schema.dtype == "uint8" and X.dtype not in (np.uint8, bool):
+            wrong = ~((X >= 0) & (X <= 255) & (np.round(X) == X))
+            if wrong.any():
+                row, j = (int(v) for v in np.argwhere(wrong)[0])
+                raise self._bad(
+                    block, row, j, f"{X[row, j]!r} is not a whole number from 0 to 255; choose dtype float32"
+                )
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(X, dtype=self.schema.dtype)
+
+    def _column_values(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
+        dtype = np.dtype(self.schema.dtype)
+        if column.kind == "number":
+            values = _as_number(array, pa.float64()).to_numpy(zero_copy_only=False)
+            return self._typed(block, values[:, None])
+        texts = as_text(array)
+        codes = pc.index_in(texts, value_set=pa.array(column.categories, pa.string()))
+        indices = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False)
+        missing = texts.is_null().to_numpy(zero_copy_only=False)
+        strange = (indices < 0) & ~missing
+        if strange.any():
+            row = int(np.argmax(strange))
+            raise DataError(
+                f"{block.origin}: row {block.first_row + row + 1}, column {column.name!r}: the category "
+                f"{texts[row].as_py()!r} was not there before; known are {', '.join(column.categories[:20])}."
+            )
+        if column.kind == "ordinal":
+            out: np.ndarray = indices.astype(dtype)[:, None]
+            if missing.any() and dtype.kind == "f":
+                out[missing] = np.nan if self.schema.missing != "fill" else -1
+            return out
+        out = np.zeros((len(indices), len(column.categories)), dtype)
+        present = np.flatnonzero(~missing)
+        out[present, indices[present]] = 1
+        if missing.any() and self.schema.missing != "fill" and out.shape[1]:
+            if dtype.kind != "f":
+                raise self._bad(block, int(np.argmax(missing)), column.name, "the category is missing")
+            out[missing, 0] = np.nan  # found and named by _treat
+        return out
+
+    def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Missing and infinite values, by the policy. Marks rows to drop in `keep`."""
+        infinite = np.isinf(X)
+        if infinite.any():
+            row, j = (int(v) for v in np.argwhere(infinite)[0])
+            raise self._bad(block, row, j, f"the value is infinite, or too large for {self.schema.dtype}")
+        missing = np.isnan(X)
+        if not missing.any():
+            return X
+        if self.schema.missing == "drop":
+            keep &= ~missing.any(axis=1)
+            return X
+        if self.schema.missing == "error":
+            row, j = (int(v) for v in np.argwhere(missing)[0])
+            hint = "correct it, or choose missing: drop, mean, median or a number"
+            raise self._bad(block, row, j, f"the value is missing; {hint}")
+        fills = np.concatenate(
+            [np.full(len(c.outputs), f) for c, f in zip(self.schema.columns, self._fills, strict=True)]
+        )
+        return np.where(missing, fills.astype(X.dtype), X)
+
+    def _bad(self, block: Block, row: int, column: int | str, what: str) -> DataError:
+        name = self.schema.feature_names[column] if isinstance(column, int) else column
+        return DataError(f"{block.origin}: row {block.first_row + row + 1}, column {name!r}: {what}.")
+
+    # labels
+
+    def _extra(self, block: Block, name: str) -> pa.Array:
+        if block.table is not None:
+            return as_text(block.table.column(name))
+        assert isinstance(self.source, MatrixSource)
+        assert block.matrix is not None
+        return pa.array(texts_of(block.matrix[:, self.source.feature_names.index(name)]))
+
+    def _labels(self, block: Block) -> tuple[pa.Array | None, np.ndarray | None]:
+        """The labels as an Arrow array, and where they are missing (None: nowhere)."""
+        if self.schema.label is None:
+            return None, None
+        if block.table is not None:
+            array = block.table.column(self.schema.label)
+            if pa.types.is_dictionary(array.type):
+                array = array.dictionary_decode()
+        else:
+            values = block.target
+            if values is None:
+                assert block.matrix is not None
+                values = block.matrix[:, self.schema.label_position]
+            whole = self.schema.label_kind == "integer" and values.dtype.kind == "f"
+            array = pa.array(np.ascontiguousarray(values.astype(np.int64) if whole else values))
+        if self.schema.task == "regression":
+            array = _as_number(array, pa.float64())
+        missing = array.is_null(nan_is_null=pa.types.is_floating(array.type))
+        return array, missing.to_numpy(zero_copy_only=False) if pc.any(missing).as_py() else None
+
+    def _codes(self, block: Block, labels: pa.Array, offsets: np.ndarray) -> np.ndarray:
+        if self.schema.task == "regression":
+            values: np.ndarray = labels.to_numpy(zero_copy_only=False)
+            if not np.isfinite(values).all():
+                row = int(offsets[np.argmin(np.isfinite(values))])
+                raise self._bad(block, row, str(self.schema.label), "the target is not finite")
+            return values
+        encoded = labels.dictionary_encode()
+        found = encoded.dictionary.to_pylist()
+        if self.schema.class_names is not None and not self.fixed_classes:
+            found = [self._named_class(block, value) for value in found]
+        for value in found:
+            if value not in self.codes:
+                if self.fixed_classes:
+                    row = int(offsets[found_index(encoded, found.index(value))])
+                    what = f"the class {value!r} was not there before; known are {list(self.codes)[:20]}"
+                    raise self._bad(block, row, str(self.schema.label), what)
+                self.codes[value] = len(self.codes)
+                if len(self.codes) > self.max_classes:
+                    raise DataError(
+                        f"{block.origin}: the label {self.schema.label!r} has more than {self.max_classes} different "
+                        "values. "
+                        "If it is a quantity pass task='regression', otherwise raise max_classes."
+                    )
+        table = np.array([self.codes[value] for value in found], np.int64)
+        indices = encoded.indices.to_numpy(zero_copy_only=False)
+        return np.asarray(table[indices]) if len(table) else np.zeros(0, np.int64)
+
+    def _named_class(self, block: Block, value: Any) -> Any:
+        names = self.schema.class_names or ()
+        if not isinstance(value, int) or not 0 <= value < len(names):
+            raise DataError(
+                f"{block.origin}: the label {value!r} has no name; class_names has {len(names)}, for 0, 1, 2, ..."
+            )
+        return names[value]
+
+    def sorted_classes(self) -> tuple[list[Any], np.ndarray]:
+        """The classes in their lasting order, and for each code of discovery its place there."""
+        if self.fixed_classes:
+            return list(self.codes), np.arange(len(self.codes))
+        names = self.schema.class_names
+        key = names.index if names is not None else None
+        ordered = list(names) if names is not None else sorted(self.codes, key=key)
+        place = {value: i for i, value in enumerate(ordered)}
+        return ordered, np.array([place[value] for value in self.codes], np.int64)
+
+
+def found_index(encoded: Any, code: int) -> int:
+    return int(np.argmax(encoded.indices.to_numpy(zero_copy_only=False) == code))
+
+
+def _as_number(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if array.type == target:
+        return array
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8() if pa.types.is_boolean(array.type) else pa.float64())
+    return array.cast(target, safe=False)
+
+
+def as_text(array: pa.Array) -> pa.Array:
+    """Any column as strings; whole floats without their '.0', so that a key means the same in every format."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_floating(array.type):
+        return pa.array(texts_of(array.to_numpy(zero_copy_only=False)), pa.string())
+    return array if pa.types.is_string(array.type) else array.cast(pa.string())
+
+
+def texts_of(values: np.ndarray) -> list[str | None]:
+    plain = values.tolist()
+    return [
+        None
+        if isinstance(v, float) and v != v
+        else str(int(v))
+        if isinstance(v, (float, bool)) and _whole(v)
+        else str(v)
+        for v in plain
+    ]
+
+
+def _whole(value: float) -> bool:
+    return abs(value) < 1e15 and value == int(value)

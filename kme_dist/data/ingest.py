@@ -1,0 +1,500 @@
+"""Any source into a data set, in bounded memory; and more rows into one that is there.
+
+    ingest("covtype.csv", "covtype.zarr", label="Cover_Type", shuffle=0, split="train=0.8,test=0.2")
+    append("covtype.zarr", "today.csv")
+    read_table("iris.csv", label="species")          # the same reading and encoding, into memory
+
+Rows stream from the readers through the encoder to the writer. A shuffle or a split goes through scratch files:
+rows are dealt into buckets by the leading bits of their order key, then each bucket is sorted in memory and stored,
+which is an exact global permutation at the price of writing and reading the rows once more.
+
+Nothing is visible before it is complete: locally the data set is built in a folder beside its destination and
+renamed; in an object store the metadata that make it openable are written last. An interrupted ingest starts clean.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist.data.chunks import write_attributes
+from kme_dist.data.dataset import DATASET_FORMAT, DATASET_VERSION, Dataset, open_dataset
+from kme_dist.data.encode import Encoded, Encoder
+from kme_dist.data.leases import Check, writer_lease
+from kme_dist.data.places import METADATA_KEY, Place, store_errors
+from kme_dist.data.prefetch import Prefetched
+from kme_dist.data.readers import FileOptions, Source, open_source
+from kme_dist.data.schema import Schema, TableOptions
+from kme_dist.data.splits import Split, cut_points, order_keys
+from kme_dist.data.statistics import Statistics
+from kme_dist.data.store import check_replaceable, publish, sweep
+from kme_dist.data.survey import plan_schema
+from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, ShardWriter, Spool, declare_arrays, write_shard
+from kme_dist.errors import ConfigError
+
+Progress = Callable[[str, int, int | None], None]  # (stage, rows done, rows in all where known)
+DEFAULT_MEMORY = 512 << 20
+_FILE_KEYS = frozenset(FileOptions.__dataclass_fields__)
+_TABLE_KEYS = frozenset(TableOptions.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows in memory, encoded like those of a data set."""
+
+    X: np.ndarray
+    y: np.ndarray | None  # int64 codes into class_names, or float targets
+    feature_names: list[str]
+    class_names: list[Any] | None  # the labels as they were
+    label: str | None = None
+    ids: list[str | None] | None = None
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # positions in the source
+
+    @property
+    def n_classes(self) -> int:
+        return 0 if self.class_names is None else len(self.class_names)
+
+
+def sort_options(source: Any, given: dict[str, Any]) -> tuple[FileOptions, TableOptions]:
+    """Sort keyword arguments into the two records; the nearest known name is offered for an unknown one."""
+    unknown = sorted(set(given) - _FILE_KEYS - _TABLE_KEYS)
+    if unknown:
+        import difflib
+
+        near = difflib.get_close_matches(unknown[0], sorted(_FILE_KEYS | _TABLE_KEYS), 1)
+        raise ConfigError(f"there is no option {unknown[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+    tuples: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    files = FileOptions(**{key: value for key, value in tuples.items() if key in _FILE_KEYS})
+    table = TableOptions(**{key: value for key, value in tuples.items() if key in _TABLE_KEYS})
+    name = str(source) if isinstance(source, (str, Path)) else ""
+    label = table.label
+    if name.rstrip("/").endswith((".npz", ".zarr")) and isinstance(label, str) and files.target is None:
+        try:
+            int(label)
+        except ValueError:
+            files = replace(files, target=label)  # in these, labels lie in an array of their own
+    return files, table
+
+
+def read_table(source: Any, *, id: str | int | None = None, **options: Any) -> Table:
+    """Read a source into memory: the options of `ingest` that concern files, columns and missing values.
+
+    >>> read_table((np.eye(2), np.array(["a", "b"]))).class_names
+    ['a', 'b']
+    """
+    files, table = sort_options(source, options)
+    opened = open_source(source, files)
+    extras = [] if id is None else [id]
+    schema = plan_schema(opened, table, reserved=extras)
+    encoder = Encoder(opened, schema, extras, table.max_classes)
+    blocks = list(encoder.encoded())
+    X = np.concatenate([b.X for b in blocks]) if blocks else np.zeros((0, len(schema.feature_names)), schema.dtype)
+    y, classes = None, None
+    if schema.task != "none":
+        y = np.concatenate([b.y for b in blocks if b.y is not None] or [np.zeros(0, schema.target_dtype)])
+    if schema.task == "classification":
+        classes, places = encoder.sorted_classes()
+        y = places[y] if len(places) else y
+    ids = [value for b in blocks for value in b.extras[encoder.extras[0]].to_pylist()] if extras else None
+    rows = np.concatenate([b.rows for b in blocks]) if blocks else np.zeros(0, np.int64)
+    return Table(X, y, schema.feature_names, classes, schema.label, ids, rows)
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes, or text like "512MB" or "2GiB"."""
+    if isinstance(value, int):
+        return value
+    units = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    text = value.strip().upper()
+    binary = text.endswith("IB")
+    text = text.removesuffix("IB").removesuffix("B")
+    unit = text[-1] if text and text[-1] in units else ""
+    try:
+        number = float(text.removesuffix(unit) if unit else text)
+    except ValueError:
+        raise ConfigError(f"{value!r} is not a size; write it like 512MB or 2GiB.") from None
+    factor = units[unit] if not binary else 1024 ** ("KMGT".index(unit) + 1)
+    return int(number * factor)
+
+
+def ingest(
+    source: Any,
+    dest: str | Path,
+    *,
+    label: str | int | None = None,
+    shuffle: int | None = None,
+    split: Any = None,
+    split_key: str | int | None = None,
+    split_column: str | int | None = None,
+    stratify: bool = False,
+    memory: int | str = DEFAULT_MEMORY,
+    chunk_bytes: int | str = CHUNK_BYTES,
+    shard_bytes: int | str = SHARD_BYTES,
+    compression: str = "auto",
+    overwrite: bool = False,
+    scratch: str | Path | None = None,
+    progress: Progress | None = None,
+    client: Any = None,
+    **options: Any,
+) -> Dataset:
+    """Make a data set from a file, a folder, or an object in memory.
+
+    Parameters
+    ----------
+    source : path of csv/tsv (also .gz, .zst), Parquet (file or folder), npy, npz, LIBSVM, IDX or Zarr; an Arrow table,
+        a pandas or Dask data frame, a NumPy or Dask array, or a pair of arrays (X, y)
+    dest : folder or s3://, gs:// address of the new data set
+    label : column of the classes or targets, by name or position; None: no labels (npz, IDX and LIBSVM bring their own)
+    shuffle : seed of a global random order, so that later a batch is one contiguous read; None keeps the order
+    split : "train=0.8,test=0.2", or row ranges "train=0:60000,test=60000:70000", or a mapping of the same; with
+        `split_key` rows with equal keys stay together, with `stratify` class shares are kept; `split_column` names
+        the part itself
+    memory : bound on the rows held at a time, whatever the size of the source
+    compression : "auto" (zstd where it halves the first chunk), "zstd" or "none"
+    overwrite : replace a data set that is already there (never anything else)
+    scratch : folder for the files of a shuffle or split; beside `dest` when None
+    progress : called with (stage, rows done, rows in all or None)
+    client : a dask.distributed.Client; sources with known rows are then encoded and stored by its workers
+    options : fields of FileOptions (format, delimiter, header, encoding, ...) and TableOptions (features, exclude,
+        task, one_hot, ordinal, missing, dtype, class_names, ...)
+    """
+    place = Place.of(dest)
+    budget = parse_bytes(memory)
+    if budget < 16 << 20:
+        raise ConfigError(f"memory is {budget} bytes; at least 16 MiB are needed.")
+    options.setdefault("block_bytes", min(4 << 20, budget // 64))
+    files, table = sort_options(source, {**options, "label": label})
+    division = Split.of(split, key=split_key, column=split_column, stratify=stratify, seed=shuffle or 0)
+    with store_errors(place), writer_lease(place) as still_held:
+        if check_replaceable(place, DATASET_FORMAT) and not overwrite and place.exists():
+            raise ConfigError(
+                f"{place}: a data set is already there. Pass overwrite to replace it, or append to add rows."
+            )
+        opened = open_source(source, files)
+        extras = [] if division is None or division.extra_column is None else [division.extra_column]
+        schema = plan_schema(opened, table, reserved=extras)
+        if division is not None and division.stratify and schema.task != "classification":
+            raise ConfigError("stratify needs classes; this data set has none.")
+        job = Job(
+            opened,
+            Encoder(opened, schema, extras, table.max_classes),
+            schema,
+            division,
+            shuffle if shuffle is not None or division is None or not division.by_rank else division.seed,
+            budget,
+            progress or silent,
+            (str(source), files) if isinstance(source, (str, Path)) else None,
+        )
+        row_bytes = len(schema.feature_names) * np.dtype(schema.dtype).itemsize
+        shard_limit = min(parse_bytes(shard_bytes), max(1 << 20, budget // 8))
+        layout = ChunkLayout.choose(row_bytes, min(parse_bytes(chunk_bytes), shard_limit), shard_limit, compression)
+        with _staging(place, scratch) as (target, scratch_folder):
+            writer = job.new_writer(target, layout)
+            if client is None or not _in_parallel(client, job, writer):
+                job.run(writer, scratch_folder)
+            job.finish(writer, target, still_held)
+    return open_dataset(place)
+
+
+def silent(stage: str, done: int, total: int | None) -> None:
+    """No progress wanted."""
+
+
+def _in_parallel(client: Any, job: Job, writer: ShardWriter) -> bool:
+    """Let the workers of a Dask cluster do it, where the source allows; False: it does not."""
+    from kme_dist.data.cluster import write_in_parallel
+
+    return write_in_parallel(client, job, writer)
+
+
+class _staging:
+    """Where a data set is built, and how it is published. Leaves nothing behind when it fails.
+
+    On a disk, and in a store where an older data set must live until the new one is complete, it is built beside its
+    destination; in a store with nothing at the destination, in place, where its last object makes it openable.
+    """
+
+    def __init__(self, place: Place, scratch: str | Path | None) -> None:
+        self.place = place
+        self.beside = place.is_local or place.exists()
+        token = uuid.uuid4().hex if place.is_local else "new"  # in a store the lease holder may reuse the name
+        self.target = place.sibling(f".{place.name}.{token}.partial") if self.beside else place
+        if place.is_local and scratch is None:
+            self.scratch = place.path.with_name(f".{place.name}.{token}.scratch.partial")
+        else:
+            self.scratch = Path(tempfile.mkdtemp(prefix="kme-", dir=scratch))
+
+    def __enter__(self) -> tuple[Place, Path]:
+        if self.place.is_local:
+            sweep(self.place.path)
+        else:
+            self.target.delete_all()
+        return self.target, self.scratch
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        try:
+            if kind is None and self.place.is_local:
+                publish(self.target.path, self.place.path)
+            elif kind is None and self.beside:
+                self.target.move_objects(self.place, last=METADATA_KEY)
+        finally:
+            if self.beside or kind is not None:
+                self.target.delete_all()
+
+
+@dataclass
+class Job:
+    """One ingest on its way from source to writer."""
+
+    source: Source
+    encoder: Encoder
+    schema: Schema
+    division: Split | None
+    seed: int | None
+    memory: int
+    progress: Progress
+    origin: tuple[str, FileOptions] | None = None  # how a worker would open the source
+    part: str = "all"  # what rows belong to where no rule divides them
+    seen: int = 0  # rows of the source
+    kept: int = 0
+
+    @property
+    def reorders(self) -> bool:
+        return self.seed is not None or self.division is not None
+
+    def new_writer(self, target: Place, layout: ChunkLayout) -> ShardWriter:
+        labelled = self.schema.task != "none"
+        return ShardWriter(
+            target,
+            len(self.schema.feature_names),
+            np.dtype(self.schema.dtype),
+            self.schema.target_dtype if labelled else None,
+            self.reorders or self.schema.missing == "drop",
+            layout,
+        )
+
+    def run(self, writer: ShardWriter, scratch: Path) -> None:
+        """Stream every row into the writer, by way of the scratch files where rows change places."""
+        try:
+            if self.reorders:
+                self._through_spool(writer, scratch)
+            else:
+                for block in self.blocks("rows"):
+                    writer.add(block.X, block.y, block.rows if writer.with_rows else None)
+            writer.finish()
+        finally:
+            writer.abandon()
+
+    def blocks(self, stage: str) -> Iterator[Encoded]:
+        with Prefetched(self.encoder.encoded) as ahead:
+            for block in ahead:
+                self.seen += block.seen
+                self.kept += len(block.X)
+                self.progress(stage, self.seen, self.source.rows)
+                yield block
+
+    def _through_spool(self, writer: ShardWriter, scratch: Path) -> None:
+        bits = Spool.FAN_OUT_BITS if self.seed is not None else 0
+        with Spool(scratch, writer.width, writer.dtype, writer.target_dtype or np.dtype(np.uint8)) as spool:
+            parts, classes = self._deal(spool, bits)
+            spool.close()
+            by_rank = self.division is not None and self.division.by_rank
+            chosen = self._by_rank(spool, bits, classes) if by_rank else self._by_part(spool, bits, parts)
+            for name, records in chosen:
+                if name != writer.segments[-1][0]:
+                    writer.begin(name)
+                writer.add(records["X"], records["y"] if writer.target_dtype is not None else None, records["row"])
+                self.progress("storing", writer.total, self.kept)
+
+    def _deal(self, spool: Spool, bits: int) -> tuple[list[str], np.ndarray]:
+        """Put every row in the scratch file of its part and bucket; returns the parts, and the rows of each class."""
+        parts = [self.part] if self.division is None or self.division.by_rank else list(self.division.names)
+        classes = np.zeros(0, np.int64)
+        for block in self.blocks("reading"):
+            records = np.empty(len(block.X), spool.record)
+            records["X"], records["row"] = block.X, block.rows
+            records["y"] = 0 if block.y is None else block.y
+            bucket = np.zeros(len(records), np.int64)
+            records["key"] = 0
+            if self.seed is not None:
+                records["key"] = order_keys(self.seed, block.rows)
+                bucket = (records["key"] >> np.uint64(64 - bits)).astype(np.int64)
+            if self.division is not None and not self.division.by_rank:
+                extra = block.extras[self.encoder.extras[0]] if self.encoder.extras else None
+                bucket += self.division.assign(block.rows, extra, parts, self.source.name) << bits
+            elif self.division is not None and self.division.stratify and block.y is not None:
+                counts = np.bincount(block.y, minlength=len(self.encoder.codes))
+                classes = np.pad(classes, (0, len(counts) - len(classes))) + counts
+            spool.add(bucket, [f"{i:06x}" for i in range(len(parts) << bits)], records)
+        return parts, classes
+
+    def _buckets(self, spool: Spool, bits: int, part: int) -> Iterator[np.ndarray]:
+        for bucket in range(1 << bits):
+            name = f"{(part << bits) + bucket:06x}"
+            if bits:
+                yield from spool.sorted(name, self.memory // 4, bits)
+            else:
+                yield from spool.read(name, max(1, self.memory // 16 // spool.record.itemsize))
+
+    def _by_part(self, spool: Spool, bits: int, parts: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        order = sorted(range(len(parts)), key=lambda i: _usual_order(parts[i], i))
+        for i in order:
+            for records in self._buckets(spool, bits, i):
+                yield parts[i], records
+
+    def _by_rank(self, spool: Spool, bits: int, classes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Cut the shuffled order at exact shares; when stratified, at exact shares of every class."""
+        assert self.division is not None
+        names = self.division.names
+        if not self.division.stratify:
+            cuts = cut_points(self.division.fractions, self.kept)
+            at = 0
+            for records in self._buckets(spool, bits, 0):
+                for i, name in enumerate(names):
+                    low, high = max(cuts[i] - at, 0), min(cuts[i + 1] - at, len(records))
+                    if low < high:
+                        yield name, records[low:high]
+                at += len(records)
+            return
+        cuts_of = np.array([cut_points(self.division.fractions, int(n)) for n in classes]).reshape(-1, len(names) + 1)
+        # One round over the sorted buckets for each part; they are kept sorted on disk after the first.
+        shape, dtype = spool.record["X"].shape[0], spool.record["X"].base
+        with Spool(spool.folder / "sorted", shape, dtype, spool.record["y"]) as ordered:
+            files: list[str] = []
+            for records in self._buckets(spool, bits, 0):
+                files.append(f"{len(files):08x}")
+                ordered.add(np.zeros(len(records), np.int64), files[-1:], records)
+                ordered.close()
+            for i, name in enumerate(names):
+                met = np.zeros(len(classes), np.int64)
+                for file in files:
+                    for records in ordered.read(file):
+                        rank = _rank_in_class(records["y"], met)
+                        mine = (rank >= cuts_of[records["y"], i]) & (rank < cuts_of[records["y"], i + 1])
+                        yield name, records[mine]
+
+    def finish(self, writer: ShardWriter, target: Place, still_held: Check) -> None:
+        """Give classes their lasting codes, then write the metadata, the group's last."""
+        classes = None
+        if self.schema.task == "classification":
+            classes, places = self.encoder.sorted_classes()
+            if not np.array_equal(places, np.arange(len(classes))):
+                _recode(writer, target, places)
+            _permute_counts(writer, places, len(classes))
+        declare_arrays(target, writer, writer.total)
+        still_held()
+        write_attributes(target, dataset_attributes(self, writer, classes))
+
+
+def _usual_order(name: str, position: int) -> tuple[int, int]:
+    usual = ["train", "training", "validation", "valid", "val", "dev", "test"]
+    return (usual.index(name) if name in usual else len(usual), position)
+
+
+def _rank_in_class(labels: np.ndarray, met: np.ndarray) -> np.ndarray:
+    """For each row how many of its class came before, in all; `met` is brought forward."""
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels, minlength=len(met))
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    rank = np.empty(len(labels), np.int64)
+    rank[order] = np.arange(len(labels)) - starts[labels[order]] + met[labels[order]]
+    met += counts
+    return rank
+
+
+def _recode(writer: ShardWriter, target: Place, places: np.ndarray) -> None:
+    """Labels were stored by order of discovery; store them again by the sorted order. y is small beside X."""
+    from kme_dist.data.chunks import StoredArray
+    from kme_dist.data.store import create_array
+
+    layout = writer.layout
+    create_array(
+        target,
+        "y",
+        (writer.total,),
+        np.dtype(np.int64),
+        chunk_rows=layout.chunk_rows,
+        shard_rows=layout.shard_rows,
+        compressed=bool(layout.compressed),
+    )
+    stored = StoredArray(target, "y")
+    writer.digests["y"] = []
+    for start in range(0, writer.total, layout.shard_rows):
+        stop = min(writer.total, start + layout.shard_rows)
+        buffer = np.zeros(layout.shard_rows, np.int64)
+        buffer[: stop - start] = places[stored.read(start, stop)]
+        writer.digests["y"] += write_shard(target, "y", start // layout.shard_rows, buffer, stop - start, layout)
+    target.delete(f"y/{METADATA_KEY}")
+
+
+def _permute_counts(writer: ShardWriter, places: np.ndarray, count: int) -> None:
+    for split, (features, target, found) in writer.statistics.items():
+        counts = np.zeros(count, np.int64)
+        counts[places[: len(found)]] = found
+        writer.statistics[split] = (features, target, counts)
+
+
+def dataset_attributes(job: Job, writer: ShardWriter, classes: Sequence[Any] | None) -> dict[str, Any]:
+    """Everything a reader needs to know, as JSON."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        written_by = version("kme-dist")
+    except PackageNotFoundError:
+        written_by = "unknown"
+    width = writer.width
+    whole, target, counts = Statistics.empty(width), Statistics.empty(1), np.zeros(len(classes or ()), np.int64)
+    splits = {}
+    bounds = [start for _, start in writer.segments] + [writer.total]
+    for i, (name, start) in enumerate(writer.segments):
+        if name is None or name not in writer.statistics:
+            continue
+        features, targets, found = writer.statistics[name]
+        whole, target = whole + features, target if targets is None else target + targets
+        if classes is not None:
+            counts = counts + found
+        if name != "all":
+            splits[name] = split_entry([[start, bounds[i + 1]]], features, found if classes is not None else None)
+    schema = job.schema
+    return {
+        "format": DATASET_FORMAT,
+        "format_version": DATASET_VERSION,
+        "rows": writer.total,
+        "feature_names": schema.feature_names,
+        "sample_shape": list(schema.sample_shape),
+        "dtype": schema.dtype,
+        "task": schema.task,
+        "classes": classes,
+        "class_counts": None if classes is None else counts.tolist(),
+        "schema": schema.to_json(),
+        "statistics": whole.to_json(),
+        "target_statistics": target.to_json() if schema.task == "regression" else None,
+        "splits": splits,
+        "split_rule": None if job.division is None else job.division.to_json(),
+        "shuffled": job.seed,
+        "chunk_rows": writer.layout.chunk_rows,
+        "shard_rows": writer.layout.shard_rows,
+        "compression": "zstd" if writer.layout.compressed else "none",
+        "digests": {"algorithm": "sha256/128", **writer.digests},
+        "source": {"name": job.source.name, "rows": job.seen, "dropped": job.seen - writer.total},
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "written_by": f"kme-dist {written_by}",
+    }
+
+
+def split_entry(ranges: list[list[int]], features: Statistics, classes: np.ndarray | None) -> dict[str, Any]:
+    return {
+        "ranges": ranges,
+        "rows": features.count,
+        "class_counts": None if classes is None else classes.tolist(),
+        "statistics": features.to_json(),
+    }

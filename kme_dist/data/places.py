@@ -1,0 +1,326 @@
+"""Where things lie: a local folder, file://, s3:// or gs://. The only module that imports obstore.
+
+`Place.of(path)` turns a path or an address into a folder of objects: bytes by key, written whole or not at all,
+with create-if-absent for those who must agree on a single writer. Whatever disks and stores throw leaves
+here in our words: refused credentials and rights are a ConfigError, a missing bucket is a DataError, a full disk
+or an unreachable store is a RetryError. Only "there is no such object" stays a FileNotFoundError, because its
+meaning is the caller's to know.
+
+Object stores are configured by their usual environment variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, AWS_REGION,
+GOOGLE_APPLICATION_CREDENTIALS, ...); KME_STORE_RETRIES sets how often a failed request is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kme_dist.errors import ConfigError, DataError, KMEError, RetryError
+
+METADATA_KEY = "zarr.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of objects under one address. Plain data: it pickles, and opens its connection when first used."""
+
+    address: str
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Place, (self.address,))
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str] | Place) -> Place:
+        if isinstance(path, Place):
+            return path
+        text = os.fspath(path)
+        if not text:
+            raise ConfigError("The path is empty; give a folder, or an s3:// or gs:// address.")
+        scheme, separator, rest = text.partition("://")
+        if not separator:
+            return cls(os.path.abspath(os.path.expanduser(text)))
+        if scheme == "file":
+            return cls(os.path.abspath("/" + rest.lstrip("/")))
+        if scheme not in ("s3", "gs"):
+            raise ConfigError(
+                f"{text}: addresses of kind {scheme}:// are not known; use a local path, file://, s3:// or gs://."
+            )
+        if not rest.strip("/"):
+            raise ConfigError(f"{text}: a bucket name is missing after {scheme}://.")
+        return cls(f"{scheme}://{rest.strip('/')}")
+
+    @property
+    def is_local(self) -> bool:
+        return "://" not in self.address
+
+    @property
+    def path(self) -> Path:
+        if not self.is_local:
+            raise ConfigError(f"{self.address}: a local path is needed here.")
+        return Path(self.address)
+
+    @property
+    def name(self) -> str:
+        return self.address.rstrip("/").rsplit("/", 1)[-1]
+
+    def sibling(self, name: str) -> Place:
+        return Place(f"{self.address.rstrip('/').rsplit('/', 1)[0]}/{name}")
+
+    def child(self, name: str) -> Place:
+        return Place(f"{self.address}/{name}")
+
+    def __str__(self) -> str:
+        return self.address
+
+    def client(self) -> Any:
+        if "store" not in self._cache:
+            self._cache["store"] = _connect(self.address)
+        return self._cache["store"]
+
+    def read(self, key: str, start: int | None = None, length: int | None = None) -> bytes:
+        """The bytes of one object, or `length` of them from `start` (negative: counted from the end).
+
+        FileNotFoundError when there is none; fewer bytes than asked for when the object is shorter.
+        """
+        with store_errors(self):
+            if self.is_local:
+                if not (self.path / key).is_file():
+                    raise FileNotFoundError(f"{self.path / key}")
+                with open(self.path / key, "rb", buffering=0) as file:
+                    if start is None:
+                        return file.readall() or b""
+                    size = os.fstat(file.fileno()).st_size
+                    begin = max(0, size + start) if start < 0 else start
+                    count = size - begin if length is None else length
+                    parts, at = [], begin
+                    while count > 0 and (part := os.pread(file.fileno(), count, at)):
+                        parts.append(part)
+                        at, count = at + len(part), count - len(part)
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+            import obstore
+            import obstore.exceptions
+
+            if start is None:
+                return bytes(obstore.get(self.client(), key).bytes())
+            if start < 0:
+                return bytes(obstore.get(self.client(), key, options={"range": {"suffix": -start}}).bytes())
+            if length is None:
+                return bytes(obstore.get(self.client(), key, options={"range": {"offset": start}}).bytes())
+            try:
+                return bytes(obstore.get_range(self.client(), key, start=start, length=length)) if length else b""
+            except obstore.exceptions.GenericError:
+                if int(obstore.head(self.client(), key)["size"]) >= start + length:
+                    raise
+                return b""  # the object is too short for the range: damage, for the caller to name
+
+    def write(
+        self,
+        key: str,
+        data: bytes | list[Any],
+        *,
+        only_if_absent: bool = False,
+        replacing: str | None = None,
+        sync: bool = True,
+    ) -> bool:
+        """Store one object whole. False when `only_if_absent` met an object, or `replacing` (a version from
+        `version`) is no longer the current one; local disks serve `only_if_absent`, stores serve both. `data` may be
+        a list of buffers. Without `sync` a power failure may lose it (a dying process does not)."""
+        parts = data if isinstance(data, list) else [data]
+        with store_errors(self):
+            if self.is_local:
+                target = self.path / key
+                target.parent.mkdir(parents=True, exist_ok=True)
+                aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+                try:
+                    with open(aside, "wb") as file:
+                        file.writelines(parts)
+                        if sync:
+                            file.flush()
+                            os.fsync(file.fileno())
+                    if only_if_absent:
+                        os.link(aside, target)
+                    else:
+                        os.replace(aside, target)
+                except FileExistsError:
+                    return False
+                finally:
+                    aside.unlink(missing_ok=True)
+                return True
+            import obstore
+            from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+            mode: Any = "create" if only_if_absent else "overwrite"
+            if replacing is not None:
+                mode = {"e_tag": replacing}
+            try:
+                obstore.put(self.client(), key, b"".join(parts), mode=mode)
+            except (AlreadyExistsError, PreconditionError, FileExistsError):
+                return False
+            except FileNotFoundError:
+                if replacing is not None:
+                    return False
+                raise
+            return True
+
+    def version(self, key: str) -> str | None:
+        """The entity tag of an object in a store; None when there is none."""
+        import obstore
+
+        try:
+            with store_errors(self):
+                return str(obstore.head(self.client(), key)["e_tag"])
+        except FileNotFoundError:
+            return None
+
+    def exists(self, key: str = METADATA_KEY) -> bool:
+        if self.is_local:
+            return (self.path / key).exists()
+        return self.version(key) is not None
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Every object below `prefix` with its size in bytes; empty when there is nothing."""
+        with store_errors(self):
+            if self.is_local:
+                root = self.path / prefix
+                found: dict[str, int] = {}
+                for folder, _, names in os.walk(root):
+                    base = os.path.relpath(folder, self.path)
+                    for name in names:
+                        key = name if base == "." else f"{base}/{name}"
+                        found[key] = os.stat(os.path.join(folder, name)).st_size
+                return found
+            import obstore
+
+            listing = obstore.list(self.client(), prefix=prefix or None)
+            return {entry["path"]: int(entry["size"]) for page in listing for entry in page}
+
+    def delete(self, key: str) -> None:
+        with store_errors(self):
+            if self.is_local:
+                (self.path / key).unlink(missing_ok=True)
+                return
+            import obstore
+
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(self.client(), key)
+
+    def delete_all(self) -> None:
+        """Remove everything, the metadata that makes it openable first."""
+        with store_errors(self):
+            if self.is_local:
+                (self.path / METADATA_KEY).unlink(missing_ok=True)
+                shutil.rmtree(self.path, ignore_errors=True)
+                return
+            import obstore
+
+            self.delete(METADATA_KEY)
+            keys = list(self.sizes())
+            if keys:
+                obstore.delete(self.client(), keys)
+
+    def move_objects(self, target: Place, last: str) -> None:
+        """Put all objects of a place in a store at another one of the same bucket, `last` last; what was there goes."""
+        import obstore
+
+        keys = sorted(self.sizes(), key=lambda key: (key == last, key))
+        target.delete_all()
+        home = self.sibling("")
+        with store_errors(self):
+            for key in keys:
+                obstore.copy(Place.of(home.address).client(), f"{self.name}/{key}", f"{target.name}/{key}")
+
+
+def _connect(address: str) -> Any:
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise ConfigError(
+            f"{address}: object stores need the package obstore; install it with `pip install 'kme-dist[s3]'`."
+        ) from None
+    import datetime
+
+    options: dict[str, Any] = {}
+    if address.startswith("s3://"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
+            options["endpoint"] = endpoint
+        if not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+            options["region"] = "us-east-1"
+    plain_http = str(options.get("endpoint", "")).startswith("http://")
+    retries: Any = {
+        "max_retries": int(os.environ.get("KME_STORE_RETRIES", "5")),
+        "retry_timeout": datetime.timedelta(seconds=60),
+    }
+    client: Any = {"allow_http": True} if plain_http else {}
+    with store_errors(Place(address)):
+        return from_url(address, retry_config=retries, client_options=client, **options)
+
+
+@contextlib.contextmanager
+def store_errors(place: Place | str) -> Iterator[None]:
+    """Turn what disks and object stores throw into our errors; FileNotFoundError passes, for the caller to judge."""
+    try:
+        yield
+    except KMEError:
+        raise
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise _store_error(place, error) from None
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise RetryError(
+                f"{place}: no space left while writing ({error.strerror}). Nothing half-finished was published; "
+                "free some space and run the same command again."
+            ) from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            raise ConfigError(f"{place}: a file or folder is in the way ({error}). Choose another path.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConfigError(
+                f"{place}: {error.strerror}. Choose a folder that may be written, or fix its rights."
+            ) from error
+        raise _store_error(place, error) from error
+    except Exception as error:  # obstore's own errors, sorted by name: it may not be installed
+        if type(error).__module__.startswith(("obstore", "builtins")) and _is_store_error(error):
+            translated = _store_error(place, error)
+            if isinstance(translated, FileNotFoundError):
+                raise translated from None
+            raise translated from error
+        raise
+
+
+def _is_store_error(error: BaseException) -> bool:
+    if "obstore" not in sys.modules:
+        return False
+    from obstore.exceptions import BaseError
+
+    return isinstance(error, BaseError)
+
+
+def _store_error(place: Place | str, error: BaseException) -> Exception:
+    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    if kind == "NotFoundError" and "NoSuchBucket" not in text:
+        return FileNotFoundError(f"{place}: {text}")
+    if "NoSuchBucket" in text:
+        return DataError(f"{place}: the bucket does not exist; create it or correct its name.")
+    denied = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "403 Forbidden", "401 Unauthorized")
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or any(word in text for word in denied):
+        return ConfigError(
+            f"{place}: the object store refused the credentials. Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+            f"AWS_SESSION_TOKEN (or the role of this machine) and the bucket's policy. It said: {text}"
+        )
+    if "credential" in text.lower() or "169.254.169.254" in text:
+        return ConfigError(
+            f"{place}: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or "
+            f"AWS_SKIP_SIGNATURE=true for a public bucket). The store client said: {text}"
+        )
+    return RetryError(f"{place}: the store could not be reached or failed ({kind}: {text}). Try again later.")

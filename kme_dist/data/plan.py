@@ -1,0 +1,236 @@
+"""Which rows make which batch: integers and seeds only.
+
+    plan = BatchPlan(ranges=((0, 464809),), batch_size=2000, seed=0, mode="contiguous", chunk_rows=8192)
+    plan.batch(17)               # BatchRef: the rows of step 17, here and on any worker, today and after a restart
+
+A plan is plain data. The rows of a step are a function of the plan and the step's number, computed in constant
+time: nothing is drawn in sequence, so no state is lost with a process and no worker count matters.
+
+    mode         a batch is                                             made for
+    contiguous   one run of neighbouring rows                     data shuffled at ingest: one read
+    blocks       random rows from a few random chunks             data in their original order: a few reads
+    rows         random rows from everywhere                      exact sampling: about a hundred times slower
+                                                                  than contiguous, unless the cache holds the data
+
+    order
+    permutation  an epoch meets each row once before any returns; a remainder smaller than a batch is left out,
+                 another one each epoch
+    sampling     each batch is drawn afresh
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kme_dist.errors import ConfigError, DataError
+
+MODES = ("contiguous", "blocks", "rows")
+ORDERS = ("permutation", "sampling")
+
+
+@dataclass(frozen=True)
+class BatchRef:
+    """The rows of one batch: spans [start, stop) to be read whole, or single rows."""
+
+    step: int
+    spans: tuple[tuple[int, int], ...]
+    rows: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.rows is not None else sum(stop - start for start, stop in self.spans)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How to cut batches from row ranges. See the module's table."""
+
+    ranges: tuple[tuple[int, int], ...]
+    batch_size: int
+    seed: int
+    mode: str = "contiguous"
+    order: str = "permutation"
+    chunk_rows: int = 8192
+    blocks: int = 4  # chunks a batch draws from in mode "blocks"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode is {self.mode!r}; it may be {', '.join(MODES)}.")
+        if self.order not in ORDERS:
+            raise ConfigError(f"order is {self.order!r}; it may be {', '.join(ORDERS)}.")
+        if self.batch_size < 1 or self.blocks < 1 or self.chunk_rows < 1:
+            raise ConfigError(f"batch_size {self.batch_size}, blocks {self.blocks}: both must be at least 1.")
+        if any(not 0 <= start <= stop for start, stop in self.ranges):
+            raise ConfigError(f"row ranges {self.ranges}: each must go from a start to a stop not before it.")
+        if not self.rows:
+            raise DataError("there are no rows to make batches of; the split is empty.")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> BatchPlan:
+        ranges = tuple((int(start), int(stop)) for start, stop in stored["ranges"])
+        return cls(**{**stored, "ranges": ranges})
+
+    @cached_property
+    def rows(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def rows_per_batch(self) -> int:
+        """The batch size, or all rows when there are fewer."""
+        return min(self.batch_size, self.rows)
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """How many batches meet (nearly) every row once."""
+        if self._has_blocks:
+            return int(self._pieces[-1]) // self.blocks
+        return max(1, self.rows // self.batch_size)
+
+    def batch(self, step: int) -> BatchRef:
+        """The rows of batch `step` (0, 1, 2, ...)."""
+        if step < 0:
+            raise ConfigError(f"step is {step}; steps count from 0.")
+        if self.mode == "contiguous":
+            start = self._contiguous_start(step)
+            stop = start + self.rows_per_batch
+            wrapped = self._spans(0, stop - self.rows)
+            return BatchRef(step, self._spans(start, min(stop, self.rows)) + wrapped)
+        virtual = self._from_blocks(step) if self._has_blocks else self._from_everywhere(step)
+        return BatchRef(step, (), self._absolute(virtual))
+
+    # The ranges laid end to end are a virtual row space from 0 to `rows`; batches are made there.
+
+    @cached_property
+    def _edges(self) -> np.ndarray:
+        return np.cumsum([0] + [stop - start for start, stop in self.ranges])
+
+    def _absolute(self, virtual: np.ndarray) -> np.ndarray:
+        part = np.searchsorted(self._edges, virtual, side="right") - 1
+        starts = np.array([start for start, _ in self.ranges])
+        return np.asarray(virtual - self._edges[part] + starts[part])
+
+    def _spans(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        spans = []
+        for (low, high), edge in zip(self.ranges, self._edges[:-1].tolist(), strict=True):
+            a, b = max(start - edge, 0), min(stop - edge, high - low)
+            if a < b:
+                spans.append((low + a, low + b))
+        return tuple(spans)
+
+    def _contiguous_start(self, step: int) -> int:
+        """Rows are taken as a circle, so that those at the ends come up as often as the others."""
+        if self.order == "sampling":
+            return _key(self.seed, "start", step) % self.rows
+        epoch, within = divmod(step, self.steps_per_epoch)
+        spare = self.rows - self.steps_per_epoch * self.rows_per_batch
+        offset = _key(self.seed, "offset", epoch) % self.rows if spare else 0
+        slot = permuted(np.array([within]), self.steps_per_epoch, _key(self.seed, "slots", epoch))
+        return (offset + int(slot[0]) * self.rows_per_batch) % self.rows
+
+    def _from_everywhere(self, step: int) -> np.ndarray:
+        size = self.rows_per_batch
+        if self.order == "sampling":
+            return permuted(np.arange(size), self.rows, _key(self.seed, "rows", step))
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return permuted(np.arange(within * size, (within + 1) * size), self.rows, _key(self.seed, "rows", epoch))
+
+    # Blocks: the virtual space is cut at chunk borders into segments, and each segment into pieces of a few random
+    # rows of it.
+
+    @cached_property
+    def _has_blocks(self) -> bool:
+        """Too few rows for pieces of their own in each block are drawn from everywhere; they fit the cache."""
+        return self.mode == "blocks" and int(self._pieces[-1]) >= self.blocks
+
+    @cached_property
+    def _piece(self) -> int:
+        return -(-self.rows_per_batch // self.blocks)
+
+    @cached_property
+    def _segments(self) -> np.ndarray:
+        """Borders of the segments. None is smaller than a piece, so that every row has its turn."""
+        borders = [np.zeros(1, np.int64)]
+        for (start, stop), edge in zip(self.ranges, self._edges[:-1].tolist(), strict=True):
+            inside = np.arange(-(-(start + 1) // self.chunk_rows), -(-stop // self.chunk_rows)) * self.chunk_rows
+            borders += [inside - start + edge, np.array([edge + stop - start])]
+        cuts = np.unique(np.concatenate(borders))
+        kept = [0]
+        for cut in cuts[1:].tolist():
+            if cut - kept[-1] >= self._piece:
+                kept.append(cut)
+        if len(kept) == 1:
+            kept.append(self.rows)
+        kept[-1] = self.rows
+        return np.array(kept)
+
+    @cached_property
+    def _pieces(self) -> np.ndarray:
+        """Running count of pieces before each segment, and in all."""
+        return np.concatenate([[0], np.cumsum(np.maximum(1, np.diff(self._segments) // self._piece))])
+
+    def _from_blocks(self, step: int) -> np.ndarray:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if self.order == "sampling":
+            anchors = [_key(self.seed, "block", step, j) % self.rows for j in range(self.blocks)]
+            segments = np.searchsorted(self._segments, anchors, side="right") - 1
+            places = np.zeros(self.blocks, np.int64)
+        else:
+            total = int(self._pieces[-1])
+            wanted = np.arange(within * self.blocks, (within + 1) * self.blocks) % total
+            pieces = permuted(wanted, total, _key(self.seed, "pieces", epoch))
+            segments = np.searchsorted(self._pieces, pieces, side="right") - 1
+            places = pieces - self._pieces[segments]
+        low, high = self._segments[segments], self._segments[segments + 1]
+        if self.order == "sampling":
+            keys = [_key(self.seed, "inside", step, j) for j in range(self.blocks)]
+        else:
+            keys = [_key(self.seed, "inside", epoch, segment) for segment in segments.tolist()]
+        size = (high - low)[:, None]
+        picks = (places[:, None] * self._piece + np.arange(self._piece)) % size
+        key_of = np.array(keys, np.uint64)[:, None]
+        return np.asarray(low[:, None] + permuted(picks, size, key_of)).reshape(-1)[: self.rows_per_batch]
+
+
+def _key(*parts: object) -> int:
+    """A 64-bit number from a seed and names of things; never Python's `hash`, which differs between processes."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def permuted(index: np.ndarray, count: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
+    """Where a random permutation of 0 ... count - 1 sends these indices, without making the permutation.
+
+    A Feistel network of four rounds permutes the next power of four; indices that land outside go round again, which
+    is a permutation of the inside. `count` and `key` may differ from index to index (they are broadcast).
+    """
+    counts = np.broadcast_to(np.asarray(count, np.uint64), index.shape).reshape(-1)
+    keys = np.broadcast_to(np.asarray(key, np.uint64), index.shape).reshape(-1)
+    out = np.array(index, np.uint64).reshape(-1)
+    bits = np.frexp((counts - np.uint64(1)).astype(np.float64))[1]  # of the largest index
+    half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    rounds = [_mix(keys + np.uint64(i)) for i in range(4)]
+    todo = np.arange(len(out))
+    while len(todo):
+        h, m = half[todo], mask[todo]
+        left, right = out[todo] >> h, out[todo] & m
+        for round_keys in rounds:
+            left, right = right, left ^ (_mix(right ^ round_keys[todo]) & m)
+        out[todo] = (left << h) | right
+        todo = todo[out[todo] >= counts[todo]]
+    return out.astype(np.int64).reshape(index.shape)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64; arithmetic on arrays wraps around, as it should."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))

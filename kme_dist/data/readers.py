@@ -1,0 +1,372 @@
+"""Every source of rows as a stream of blocks, so that nobody downstream cares where rows come from.
+
+    open_source(source, options)   a path, a folder, or an object in memory -> TableSource or MatrixSource
+
+A TableSource yields Arrow record batches with named columns of mixed kinds (csv, Parquet, Arrow, pandas, Dask data
+frames); a MatrixSource yields plain number matrices, perhaps with a target beside them (npy, npz, LIBSVM, IDX, Zarr,
+NumPy, Dask arrays). Blocks are small (`block_bytes`), come in row order, and know the file and the row they start at,
+so that any complaint further down names both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kme_dist.errors import ConfigError, DataError
+
+Kind = Literal["number", "integer", "boolean", "text", "date", "other"]
+FORMATS = ("csv", "parquet", "npy", "npz", "libsvm", "idx", "zarr")
+_SUFFIXES = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".tab": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".npy": "npy",
+    ".npz": "npz",
+    ".libsvm": "libsvm",
+    ".svm": "libsvm",
+    ".svmlight": "libsvm",
+    ".zarr": "zarr",
+}
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".lz4")
+MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A", "?", "-nan", "<NA>")
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How to read a file, where its name and content leave a choice."""
+
+    format: str | None = None  # one of FORMATS; None: by the file's name
+    delimiter: str | None = None  # csv; None: by the first line
+    header: bool | None = None  # csv; None: there is one unless the first line holds a number
+    quote: str = '"'
+    encoding: str = "utf-8"
+    missing_texts: tuple[str, ...] = MISSING_TEXTS
+    target: str | None = None  # a second file, or a second array of the same npz, zarr, with the labels
+    array: str | None = None  # which array of an npz or zarr holds the features; None: X, or the only one
+    block_bytes: int = 4 << 20
+    window: tuple[int, int] | None = None  # only these rows; for sources that can begin anywhere
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive rows: a record batch, or a matrix and perhaps a target."""
+
+    origin: str
+    first_row: int  # counted within `origin`, from 0
+    table: pa.RecordBatch | None = None
+    matrix: np.ndarray | None = None
+    target: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Named columns. `blocks({name: type})` streams those, in that order.
+
+    Text formats parse a column as the type asked for; typed ones deliver what they hold, for the encoder to cast.
+    """
+
+    name: str
+    kinds: dict[str, Kind]
+    rows: int | None
+    blocks: Callable[[Mapping[str, pa.DataType]], Iterator[Block]]
+
+
+@dataclass(frozen=True)
+class MatrixSource:
+    """A matrix by rows, features named or not, and a target or not."""
+
+    name: str
+    feature_names: list[str]
+    dtype: np.dtype[Any]
+    target_dtype: np.dtype[Any] | None
+    rows: int | None
+    sample_shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[Block]]
+    class_names: tuple[Any, ...] | None = None  # of targets 0, 1, 2, ..., where the source knows them
+    whole_targets: bool = False  # float targets that are integers throughout (LIBSVM writes classes so)
+
+
+Source = TableSource | MatrixSource
+
+
+def open_source(source: Any, options: FileOptions | None = None) -> Source:
+    """Find out what `source` is and prepare to stream it. Nothing but headers is read yet."""
+    options = options or FileOptions()
+    if options.format is not None and options.format not in FORMATS:
+        raise ConfigError(f"format is {options.format!r}; known are {', '.join(FORMATS)}.")
+    if isinstance(source, (TableSource, MatrixSource)):
+        return source
+    if isinstance(source, (list, tuple)) and source and all(isinstance(item, (str, os.PathLike)) for item in source):
+        return _open_files([Path(item) for item in source], options)
+    if isinstance(source, (str, os.PathLike)):
+        return _open_path(os.fspath(source), options)
+    return _open_object(source, options)
+
+
+def _open_path(text: str, options: FileOptions) -> Source:
+    from kme_dist.data.places import Place
+
+    if "://" in text and not text.startswith("file://"):
+        from kme_dist.data.matrix_readers import open_zarr
+
+        if options.format not in (None, "zarr"):
+            raise ConfigError(
+                f"{text}: from object stores only Zarr is read; copy {options.format} files to a disk first."
+            )
+        return open_zarr(Place.of(text), options)
+    path = Place.of(text).path
+    if not path.exists():
+        raise DataError(f"{path}: there is no such file or folder.")
+    if path.is_file():
+        return _open_files([path], options)
+    if options.format == "zarr" or (path / "zarr.json").exists():
+        from kme_dist.data.matrix_readers import open_zarr
+
+        return open_zarr(Place.of(path), options)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(("_", ".")) for part in file.relative_to(path).parts)
+    )
+    formats = {file: format_of(file, options) for file in files if options.format or _known(file)}
+    chosen = set(formats.values())
+    if not chosen:
+        raise DataError(f"{path}: no file of a known kind in this folder; known endings are {', '.join(_SUFFIXES)}.")
+    if len(chosen) > 1:
+        raise DataError(f"{path}: the folder mixes {' and '.join(sorted(chosen))} files; pass format to choose one.")
+    return _open_files(list(formats), options, root=path)
+
+
+def _known(file: Path) -> bool:
+    return _bare(file).suffix.lower() in _SUFFIXES
+
+
+def _bare(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+
+
+def format_of(path: Path, options: FileOptions) -> str:
+    """The format of a file by option, name, or the look of its first line."""
+    if options.format:
+        return options.format
+    bare = _bare(path)
+    if known := _SUFFIXES.get(bare.suffix.lower()):
+        return known
+    if re.search(r"idx\d-(ubyte|byte|short|int|float|double)$|\.idx\d?$", bare.name):
+        return "idx"
+    if bare.suffix.lower() in (".txt", ".data", ".dat"):
+        first = first_line(path, options.encoding)
+        return "libsvm" if re.match(r"^\S+(\s+\d+:\S+)+\s*(#.*)?$", first) else "csv"
+    raise DataError(
+        f"{path}: the kind of this file is not known from its name; pass format (one of {', '.join(FORMATS)})."
+    )
+
+
+def first_line(path: Path, encoding: str) -> str:
+    with open_bytes(path) as stream:
+        head = stream.read(1 << 16)
+    return (
+        head.decode(encoding, errors="replace").lstrip("\ufeff").lstrip("\r\n").splitlines()[0] if head.strip() else ""
+    )
+
+
+def open_bytes(path: Path) -> Any:
+    """A file's bytes as a stream, decompressed when its name says gzip, zstd, bz2 or lz4."""
+    try:
+        return pa.input_stream(str(path), compression="detect")
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: cannot be opened ({error}).") from error
+
+
+def _open_files(files: list[Path], options: FileOptions, root: Path | None = None) -> Source:
+    from kme_dist.data import matrix_readers
+    from kme_dist.data.csv_reader import open_csv_files
+
+    for file in files:
+        if not file.exists():
+            raise DataError(f"{file}: there is no such file.")
+    formats = {format_of(file, options) for file in files}
+    if len(formats) > 1:
+        raise DataError(f"the files mix {' and '.join(sorted(formats))}; ingest one kind at a time.")
+    kind = formats.pop()
+    if kind == "csv":
+        return open_csv_files(files, options)
+    if kind == "parquet":
+        return _open_parquet(files, root, options)
+    if len(files) > 1:
+        raise DataError(f"{files[0].parent}: several {kind} files; ingest them one by one, or append the others.")
+    opener = {
+        "npy": matrix_readers.open_npy,
+        "npz": matrix_readers.open_npz,
+        "libsvm": matrix_readers.open_libsvm,
+        "idx": matrix_readers.open_idx,
+    }.get(kind)
+    if opener is None:
+        raise DataError(f"{files[0]}: a Zarr array or group is a folder, this is a file.")
+    return opener(files[0], options)
+
+
+def _open_object(source: Any, options: FileOptions) -> Source:
+    if isinstance(source, (pa.Table, pa.RecordBatch)):
+        return _arrow_source(pa.table(source) if isinstance(source, pa.RecordBatch) else source, "Arrow table", options)
+    if isinstance(source, np.ndarray):
+        from kme_dist.data.matrix_readers import numpy_source
+
+        return numpy_source(source, None, "NumPy array", options)
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
+        from kme_dist.data.matrix_readers import numpy_source
+
+        return numpy_source(source[0], np.asarray(source[1]), "NumPy arrays", options)
+    module = type(source).__module__.partition(".")[0]
+    if module == "pandas":
+        return _arrow_source(_from_pandas(source), "pandas data frame", options)
+    if module in ("dask", "dask_expr") or (isinstance(source, tuple) and type(source[0]).__module__.startswith("dask")):
+        from kme_dist.data.cluster import open_dask
+
+        return open_dask(source, options)
+    raise DataError(
+        f"a source of type {type(source).__name__} is not known; give a path, an Arrow table, a pandas "
+        "or Dask data frame, "
+        "a NumPy or Dask array, or a pair of arrays (X, y)."
+    )
+
+
+# ------------------------------------------------------------------------------------ Arrow, pandas, Parquet
+
+
+def kind_of(data_type: pa.DataType) -> Kind:
+    """What a column is to us, by its Arrow type."""
+    types = pa.types
+    if types.is_dictionary(data_type):
+        return kind_of(data_type.value_type)
+    if types.is_boolean(data_type):
+        return "boolean"
+    if types.is_integer(data_type):
+        return "integer"
+    if types.is_floating(data_type) or types.is_decimal(data_type) or types.is_null(data_type):
+        return "number"
+    if types.is_string(data_type) or types.is_large_string(data_type) or types.is_string_view(data_type):
+        return "text"
+    if types.is_temporal(data_type):
+        return "date"
+    return "other"
+
+
+def check_names(name: str, columns: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for column in columns:
+        if column in seen:
+            raise DataError(f"{name}: two columns are called {column!r}; rename one of them.")
+        seen.add(column)
+
+
+def _from_pandas(frame: Any) -> pa.Table:
+    if type(frame).__name__ == "Series":
+        frame = frame.to_frame()
+    frame = frame.rename(columns=str)
+    check_names("pandas data frame", list(frame.columns))
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise DataError(
+            f"pandas data frame: a column mixes kinds of values ({'; '.join(map(str, error.args))})."
+        ) from error
+
+
+def _arrow_source(table: pa.Table, name: str, options: FileOptions) -> TableSource:
+    check_names(name, table.column_names)
+    rows = max(1, options.block_bytes // max(1, 8 * table.num_columns))
+
+    def blocks(columns: Mapping[str, pa.DataType]) -> Iterator[Block]:
+        at = 0
+        for batch in table.select(list(columns)).to_batches(max_chunksize=rows):
+            yield Block(name, at, table=batch)
+            at += batch.num_rows
+
+    return TableSource(name, {f.name: kind_of(f.type) for f in table.schema}, table.num_rows, blocks)
+
+
+def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) -> TableSource:
+    """Parquet files, one after the other; `key=value` folders below `root` become text columns."""
+    schema, rows = None, 0
+    begins: dict[Path, int] = {}
+    sizes: dict[Path, int] = {}
+    for file in files:
+        try:
+            with pq.ParquetFile(file) as opened:
+                found, begins[file], sizes[file] = opened.schema_arrow, rows, opened.metadata.num_rows
+                rows += sizes[file]
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{file}: not a readable Parquet file ({error}).") from error
+        check_names(str(file), found.names)
+        if schema is None:
+            schema = found
+        for field in schema:
+            if field.name not in found.names:
+                raise DataError(f"{file}: the column {field.name!r} is missing, it is there in {files[0]}.")
+            if kind_of(found.field(field.name).type) != kind_of(field.type):
+                raise DataError(
+                    f"{file}: the column {field.name!r} holds {found.field(field.name).type}, in {files[0]} "
+                    f"{field.type}."
+                )
+    assert schema is not None
+    folders = [_folder_values(file, root) for file in files]
+    kinds = {f.name: kind_of(f.type) for f in schema} | {key: "text" for key in folders[0]}
+    batch_rows = max(256, 4 * options.block_bytes // max(1, 8 * len(kinds)))  # decoding small batches is slow
+
+    def blocks(columns: Mapping[str, pa.DataType]) -> Iterator[Block]:
+        for file, values in zip(files, folders, strict=True):
+            stored = [column for column in columns if column not in values]
+            at, (low, high) = begins[file], window
+            if high <= at or low >= at + sizes[file]:
+                continue
+            base, groups = at, _groups_within(file, low - at, high - at)
+            at += groups[1]
+            try:
+                with pq.ParquetFile(file, pre_buffer=False) as opened:
+                    for whole in opened.iter_batches(
+                        batch_size=batch_rows, columns=stored, use_threads=True, row_groups=groups[0]
+                    ):
+                        skip = max(0, low - at)
+                        batch = whole.slice(skip, max(0, min(at + whole.num_rows, high) - at - skip))
+                        at += whole.num_rows
+                        if not batch.num_rows:
+                            continue
+                        full = {**dict(zip(batch.schema.names, batch.columns, strict=True))}
+                        for key, value in values.items():
+                            full[key] = pa.array([value] * batch.num_rows, pa.string())
+                        ordered = [full[column] for column in columns]
+                        table = pa.RecordBatch.from_arrays(ordered, names=list(columns))
+                        yield Block(str(file), at - base - whole.num_rows + skip, table=table)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise DataError(f"{file}: damaged Parquet data after row {at - base} ({error}).") from error
+
+    window = options.window or (0, rows)
+    name = str(root or files[0])
+    return TableSource(name, kinds, rows, blocks)
+
+
+def _groups_within(file: Path, low: int, high: int) -> tuple[list[int], int]:
+    """The row groups of a file that hold some of its rows [low, high), and the row the first of them begins at."""
+    metadata = pq.read_metadata(file)
+    edges = np.cumsum([0] + [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+    groups = [i for i in range(metadata.num_row_groups) if edges[i] < high and edges[i + 1] > low]
+    return groups, int(edges[groups[0]]) if groups else 0
+
+
+def _folder_values(file: Path, root: Path | None) -> dict[str, str]:
+    if root is None:
+        return {}
+    parts = (part.partition("=") for part in file.relative_to(root).parts[:-1] if "=" in part)
+    return {key: value for key, _, value in parts}

@@ -1,0 +1,247 @@
+"""What becomes of each column: plain data, decided once, stored with the data set.
+
+`draft_schema` reads headers and options; `kme_dist.data.survey.plan_schema` completes it where the rows must be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from kme_dist.data.readers import Kind, MatrixSource, Source, TableSource
+from kme_dist.errors import ConfigError, DataError
+
+Task = Literal["classification", "regression", "none"]
+MISSING = ("error", "drop", "mean", "median")
+DTYPES = ("auto", "float32", "float64", "uint8")
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """What to take from a source. Columns are named, or counted from 0 (from the end when negative)."""
+
+    label: str | int | None = None
+    features: tuple[str | int, ...] | None = None  # None: all but the label and columns with another duty
+    exclude: tuple[str | int, ...] = ()
+    task: str = "auto"
+    one_hot: tuple[str | int, ...] | Literal["auto"] = "auto"  # "auto": every text column not in `ordinal`
+    ordinal: tuple[str | int, ...] = ()
+    missing: str | float = "error"  # "error", "drop", "mean", "median", or a number to put there
+    dtype: str = "auto"  # uint8 where the source holds nothing else, float32 otherwise
+    max_categories: int = 256
+    max_classes: int = 10_000
+    class_names: tuple[str, ...] | None = None  # for labels 0, 1, 2, ...
+    feature_names: tuple[str, ...] | None = None  # for sources without names
+
+    def __post_init__(self) -> None:
+        if self.task not in ("auto", "classification", "regression"):
+            raise ConfigError(f"task is {self.task!r}; it may be auto, classification or regression.")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it may be {', '.join(DTYPES)}.")
+        if isinstance(self.missing, str) and self.missing not in MISSING:
+            raise ConfigError(f"missing is {self.missing!r}; it may be {', '.join(MISSING)} or a number.")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One source column among the features."""
+
+    name: str
+    kind: str  # number, one_hot, ordinal
+    position: int = 0  # of a matrix
+    categories: tuple[str, ...] = ()
+    fill: float | None = None  # what a missing number becomes; None: see Schema.missing
+
+    @property
+    def outputs(self) -> list[str]:
+        return [f"{self.name}={c}" for c in self.categories] if self.kind == "one_hot" else [self.name]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """How rows of a source become rows of X and y."""
+
+    columns: tuple[Column, ...]
+    label: str | None
+    label_kind: str  # text, integer, number, boolean; "none" without a label
+    label_position: int | None
+    task: Task
+    dtype: str
+    missing: str  # error, drop, fill
+    sample_shape: tuple[int, ...]
+    classes: tuple[Any, ...] | None = None  # once known
+    class_names: tuple[Any, ...] | None = None
+
+    @property
+    def feature_names(self) -> list[str]:
+        return [name for column in self.columns for name in column.outputs]
+
+    @property
+    def target_dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.int64 if self.task == "classification" else np.float64)
+
+    def to_json(self) -> dict[str, Any]:
+        columns = [
+            {"name": c.name, "kind": c.kind, "position": c.position, "categories": list(c.categories), "fill": c.fill}
+            for c in self.columns
+        ]
+        if all(c.kind == "number" and c.fill is None for c in self.columns):
+            columns = []  # feature names and their order say it all
+        return {
+            "columns": columns,
+            "label": self.label,
+            "label_kind": self.label_kind,
+            "label_position": self.label_position,
+            "missing": self.missing,
+        }
+
+    @classmethod
+    def from_json(cls, attributes: Mapping[str, Any]) -> Schema:
+        stored = attributes["schema"]
+        columns = tuple(
+            Column(c["name"], c["kind"], int(c["position"]), tuple(c["categories"]), c["fill"])
+            for c in stored["columns"]
+        ) or tuple(Column(name, "number", i) for i, name in enumerate(attributes["feature_names"]))
+        return cls(
+            columns,
+            stored["label"],
+            stored["label_kind"],
+            stored["label_position"],
+            attributes["task"],
+            attributes["dtype"],
+            stored["missing"],
+            tuple(attributes["sample_shape"]),
+            None if attributes.get("classes") is None else tuple(attributes["classes"]),
+            None if attributes.get("class_names") is None else tuple(attributes["class_names"]),
+        )
+
+
+def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
+    """All that headers and options decide; categories and fill values are still empty."""
+    names, kinds = _names_and_kinds(source, options)
+    find = finder(source.name, names)
+    label = None if options.label is None else _label_name(source, options, find)
+    taken = {find(name) for name in reserved} | {find(name) for name in options.exclude}
+    if label is not None:
+        taken.add(label)
+    if options.features is None:
+        features = [name for name in names if name not in taken]
+    else:
+        features = [find(name) for name in options.features]
+        if label in features:
+            raise ConfigError(
+                f"{source.name}: the label {label!r} is also listed among the features; leave it out of one."
+            )
+    if not features:
+        raise DataError(f"{source.name}: no feature column is left; found columns {names}.")
+    schema = Schema(
+        tuple(_column(source.name, name, names.index(name), kinds[name], options, find) for name in features),
+        *_label_plan(source, options, label, names, kinds),
+        dtype=_dtype(source, options, features, kinds),
+        missing=options.missing if options.missing in ("error", "drop") else "fill",
+        sample_shape=source.sample_shape if isinstance(source, MatrixSource) and len(features) == len(names) else (),
+        class_names=options.class_names or (source.class_names if isinstance(source, MatrixSource) else None),
+    )
+    if not schema.sample_shape:
+        schema = replace(schema, sample_shape=(len(schema.feature_names),))
+    return schema
+
+
+def _names_and_kinds(source: Source, options: TableOptions) -> tuple[list[str], dict[str, Kind]]:
+    if isinstance(source, TableSource):
+        return list(source.kinds), source.kinds
+    names = list(options.feature_names or source.feature_names)
+    if len(names) != len(source.feature_names):
+        raise ConfigError(f"{source.name}: {len(names)} feature_names for {len(source.feature_names)} columns.")
+    return names, {name: "number" for name in names}
+
+
+def finder(where: str, names: list[str]) -> Callable[[str | int], str]:
+    known = set(names)
+
+    def find(wanted: str | int) -> str:
+        if isinstance(wanted, str) and wanted in known:
+            return wanted
+        try:
+            position = int(wanted)
+        except ValueError:
+            import difflib
+
+            near = difflib.get_close_matches(str(wanted), names, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(map(repr, names[:20]))}."
+            raise DataError(f"{where}: there is no column {wanted!r}.{hint}") from None
+        if not -len(names) <= position < len(names):
+            raise DataError(f"{where}: there is no column number {position}; there are {len(names)}, counted from 0.")
+        return names[position]
+
+    return find
+
+
+def _label_name(source: Source, options: TableOptions, find: Callable[[str | int], str]) -> str | None:
+    if isinstance(source, MatrixSource) and source.target_dtype is not None:
+        return None  # the target beside the matrix is the label
+    return find(options.label)  # type: ignore[arg-type]
+
+
+def _label_plan(
+    source: Source, options: TableOptions, label: str | None, names: list[str], kinds: dict[str, Kind]
+) -> tuple[str | None, str, int | None, Task]:
+    """label, label_kind, label_position, task"""
+    position: int | None = None
+    if isinstance(source, MatrixSource):
+        if label is not None:
+            position = names.index(label)
+            kind = "integer" if source.dtype.kind in "iub" else "number"
+        elif source.target_dtype is not None:
+            label = options.label if isinstance(options.label, str) else "y"
+            letter = source.target_dtype.kind
+            kind = "text" if letter == "U" else "integer" if letter in "iub" or source.whole_targets else "number"
+        else:
+            return None, "none", None, "none"
+    elif label is None:
+        return None, "none", None, "none"
+    else:
+        kind = kinds[label]
+    if kind in ("date", "other"):
+        raise DataError(f"{source.name}: the label {label!r} holds {kind} values; a class or a number is needed.")
+    task: Task = "regression" if kind == "number" else "classification"
+    if options.task != "auto":
+        task = options.task  # type: ignore[assignment]
+    if task == "regression":
+        if kind == "text":
+            raise DataError(f"{source.name}: the label {label!r} holds text; regression needs numbers.")
+        kind = "number"
+    return label, kind, position, task
+
+
+def _column(
+    where: str, name: str, position: int, kind: Kind, options: TableOptions, find: Callable[[str | int], str]
+) -> Column:
+    if name in {find(c) for c in options.ordinal}:
+        return Column(name, "ordinal", position)
+    if options.one_hot != "auto" and name in {find(c) for c in options.one_hot}:
+        return Column(name, "one_hot", position)
+    if kind == "date":
+        raise DataError(
+            f"{where}: the column {name!r} holds dates or times. Turn them into numbers that mean something "
+            "to the model "
+            f"(days since, hour of day), or leave it out with exclude=[{name!r}]."
+        )
+    if kind == "other":
+        raise DataError(f"{where}: the column {name!r} holds neither numbers nor text; leave it out with exclude.")
+    if kind == "text":
+        if options.one_hot != "auto":
+            raise DataError(f"{where}: the column {name!r} holds text; list it in one_hot or ordinal, or exclude it.")
+        return Column(name, "one_hot", position)
+    return Column(name, "number", position)
+
+
+def _dtype(source: Source, options: TableOptions, features: list[str], kinds: dict[str, Kind]) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    if isinstance(source, MatrixSource):
+        return "uint8" if source.dtype in (np.dtype(np.uint8), np.dtype(bool)) else "float32"
+    return "float32"

@@ -1,0 +1,82 @@
+"""Ranges and moments of columns in one pass: stable, mergeable, the same whatever the order of merging up to rounding.
+
+Each piece is centred on its own mean in double precision before it is squared, and pieces are joined by the pairwise
+update of Chan, Golub and LeVeque, so a column around 1e9 with a spread of 1 keeps its variance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_PIECE_BYTES = 1 << 20  # doubles that stay in the processor's cache while they are used three times
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Count, ranges and moments of each column; `+` joins two."""
+
+    count: int
+    minimum: np.ndarray
+    maximum: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray  # sum of squared deviations from the mean
+
+    @property
+    def variance(self) -> np.ndarray:
+        """Population variance (divided by the count)."""
+        return self.squares / max(1, self.count)
+
+    @classmethod
+    def empty(cls, width: int) -> Statistics:
+        zeros = np.zeros(width)
+        return cls(0, np.full(width, np.inf), np.full(width, -np.inf), zeros, zeros)
+
+    @classmethod
+    def of(cls, X: np.ndarray) -> Statistics:
+        """Statistics of the rows of X (a vector counts as one column)."""
+        if X.ndim == 1:
+            X = X[:, None]
+        result = cls.empty(X.shape[1])
+        step = max(64, _PIECE_BYTES // max(1, 8 * X.shape[1]))
+        for start in range(0, len(X), step):
+            result = result + cls._of_piece(X[start : start + step])
+        return result
+
+    @classmethod
+    def _of_piece(cls, X: np.ndarray) -> Statistics:
+        low, high = X.min(axis=0).astype(np.float64), X.max(axis=0).astype(np.float64)
+        values = X.astype(np.float64)
+        mean = np.ones(len(X)) @ values / len(X)
+        values -= mean
+        return cls(len(X), low, high, mean, np.einsum("ij,ij->j", values, values))
+
+    def __add__(self, other: Statistics) -> Statistics:
+        if not self.count or not other.count:
+            return self if self.count else other
+        count = self.count + other.count
+        difference = other.mean - self.mean
+        return Statistics(
+            count,
+            np.minimum(self.minimum, other.minimum),
+            np.maximum(self.maximum, other.maximum),
+            self.mean + difference * (other.count / count),
+            self.squares + other.squares + difference**2 * (self.count * other.count / count),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        if not self.count:
+            return {"count": 0, "minimum": [], "maximum": [], "mean": [], "variance": []}
+        names = ("minimum", "maximum", "mean", "variance")
+        return {"count": self.count, **{name: getattr(self, name).tolist() for name in names}}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any], width: int) -> Statistics:
+        count = int(stored["count"])
+        if not count:
+            return cls.empty(width)
+        low, high, mean, variance = (np.asarray(stored[n], float) for n in ("minimum", "maximum", "mean", "variance"))
+        return cls(count, low, high, mean, variance * count)

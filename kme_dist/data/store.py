@@ -1,0 +1,251 @@
+"""Zarr v3 groups and arrays: the only module that imports zarr.
+
+    create_array   a new array, cut along its first axis, sharded, every chunk with a checksum
+    save_arrays    a handful of arrays and JSON attributes as one group, visible whole or not at all
+    load_arrays    the way back, with every digest checked
+    foreign_array  a Zarr array that somebody else wrote, after the same allow-list
+
+What we write is plain Zarr v3 that any Zarr library reads. Chunks that hold nothing but the fill value are stored
+too, so a missing chunk is damage and never data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.storage import LocalStore, ObjectStore
+
+from kme_dist.data.chunks import DTYPES, StoredArray, check_size, read_attributes, read_layout, write_attributes
+from kme_dist.data.leases import Check, writer_lease
+from kme_dist.data.places import METADATA_KEY, Place, store_errors
+from kme_dist.errors import ConfigError, CorruptError, DataError
+
+ARRAYS_FORMAT = "kme-dist/arrays"
+ARRAYS_VERSION = 1
+CHUNK_BYTES = 32 << 20  # of the arrays of save_arrays; data sets choose their own
+
+
+def zarr_store(place: Place, *, read_only: bool = False) -> Any:
+    return (
+        LocalStore(place.path, read_only=read_only)
+        if place.is_local
+        else ObjectStore(place.client(), read_only=read_only)
+    )
+
+
+def create_array(
+    place: Place,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    chunk_rows: int,
+    shard_rows: int | None = None,
+    compressed: bool = False,
+) -> Any:
+    """A new, empty Zarr array; write it with `array[start:stop] = block`, grow it with `array.resize`."""
+    row_shape = tuple(max(1, size) for size in shape[1:])
+    codecs: list[Any] = [ZstdCodec(level=1, checksum=False)] if compressed else []
+    with store_errors(place):
+        return zarr.create_array(
+            zarr_store(place),
+            name=name,
+            shape=shape,
+            dtype=np.dtype(dtype),
+            chunks=(chunk_rows, *row_shape) if shape else (),
+            shards=(shard_rows, *row_shape) if shard_rows and shape else None,
+            compressors=[*codecs, Crc32cCodec()],
+            fill_value=0,
+            config={"write_empty_chunks": True},
+        )
+
+
+def foreign_array(place: Place, name: str = "") -> Any:
+    """A Zarr array of any layout on the allow-list, opened by zarr for reading by slices."""
+    try:
+        layout = read_layout(place, name)
+    except FileNotFoundError:
+        raise DataError(f"{place}/{name}: there is no Zarr array here.") from None
+    stored = sum(size for key, size in place.sizes(name).items() if not key.endswith(METADATA_KEY))
+    check_size(place, name, layout, stored)
+    with store_errors(place):
+        return zarr.open_array(zarr_store(place, read_only=True), path=name, mode="r", zarr_format=3)
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Put a finished folder in its place in one step; a folder already there is swapped out, then removed."""
+    if not target.exists():
+        os.rename(staging, target)
+        return
+    if _exchange(staging, target):
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    os.rename(target, aside)
+    os.rename(staging, target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names at once, where the kernel can: no moment without a folder under the name."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    at_fdcwd, exchange = -100, 2
+    return bool(call(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), exchange) == 0)
+
+
+def sweep(target: Path) -> None:
+    """Remove what writers that died left beside `target`. Call it with the lease held."""
+    for litter in target.parent.glob(f".{target.name}.*.partial"):
+        shutil.rmtree(litter, ignore_errors=True)
+
+
+def check_replaceable(place: Place, format_name: str) -> bool:
+    """True when something of the same format lies at `place`, False when nothing does; refuses anything else."""
+    if place.is_local and not place.path.exists():
+        return False
+    if place.is_local and place.path.is_dir() and not any(place.path.iterdir()):
+        return True
+    try:
+        found = read_attributes(place).get("format")
+    except FileNotFoundError:
+        if not place.is_local:
+            return False
+        found = None
+    except (DataError, CorruptError):
+        found = None
+    if found != format_name:
+        raise ConfigError(
+            f"{place}: something that is not a {format_name} lies there ({found or 'no kme-dist format'}). "
+            "It will not be replaced; choose another path or remove it yourself."
+        )
+    return True
+
+
+def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, Any]) -> None:
+    """Write arrays and JSON attributes as one Zarr v3 group.
+
+    Locally it is written aside, synced and renamed into place, replacing an older group of the same
+    format; in an object store the object that makes it openable is written last. Names may have one
+    level ("part/0"). The format is `attributes["format"]`, "kme-dist/arrays" when not given.
+    """
+    place = Place.of(path)
+    for reserved in ("digests", "format_version"):
+        if reserved in attributes:
+            raise ConfigError(f"{place}: the attribute {reserved!r} is written by save_arrays itself; rename yours.")
+    ready = {name: _storable(place, name, array) for name, array in arrays.items()}
+    complete = {
+        "format": ARRAYS_FORMAT,
+        **attributes,
+        "format_version": ARRAYS_VERSION,
+        "digests": {name: hashlib.sha256(array.data).hexdigest() for name, array in ready.items()},
+    }
+    with store_errors(place), writer_lease(place, wait_s=30.0) as still_held:
+        replacing = check_replaceable(place, complete["format"])
+        if not place.is_local:
+            if replacing:
+                place.delete(METADATA_KEY)
+            place.delete_all()
+            _write_group(place, ready, complete, still_held)
+            return
+        place.path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(place.path)
+        staging = Place.of(place.path.with_name(f".{place.name}.{uuid.uuid4().hex}.partial"))
+        try:
+            _write_group(staging, ready, complete, still_held)
+            _sync_tree(staging.path)
+            publish(staging.path, place.path)
+        finally:
+            shutil.rmtree(staging.path, ignore_errors=True)
+
+
+def _storable(place: Place, name: str, array: np.ndarray) -> np.ndarray:
+    parts = name.split("/")
+    if not 1 <= len(parts) <= 2 or not all(
+        p and p not in (".", "..", "c", METADATA_KEY) and "\\" not in p for p in parts
+    ):
+        raise ConfigError(f"{place}: {name!r} is no name for an array; use a word, or two joined by one '/'.")
+    array = np.asarray(array)
+    if array.dtype.name not in DTYPES:
+        raise ConfigError(
+            f"{place}: array {name!r} has type {array.dtype}; only numbers and booleans are stored. "
+            "Put texts in the attributes."
+        )
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+
+
+def _write_group(
+    place: Place, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, Any], still_held: Check
+) -> None:
+    for parent in {name.split("/")[0] for name in arrays if "/" in name}:
+        write_attributes(place.child(parent), {})
+    for name, array in arrays.items():
+        row_bytes = max(1, math.prod(array.shape[1:]) * array.dtype.itemsize)
+        rows = max(1, min(array.shape[0] if array.shape else 1, CHUNK_BYTES // row_bytes))
+        target = create_array(place, name, array.shape, array.dtype, chunk_rows=rows)
+        if array.size:
+            target[...] = array
+    still_held()
+    write_attributes(place, attributes)
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root, topdown=False):
+        for entry in [*(os.path.join(folder, name) for name in names), folder]:
+            descriptor = os.open(entry, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays and attributes that `save_arrays` wrote. Nothing is executed; every digest is verified."""
+    place = Place.of(path)
+    try:
+        attributes = read_attributes(place)
+    except FileNotFoundError:
+        raise DataError(f"{place}: there is nothing to load here (looked for {place}/{METADATA_KEY}).") from None
+    digests = attributes.pop("digests", None)
+    version = attributes.pop("format_version", None)
+    if not isinstance(digests, dict) or not str(attributes.get("format", "")).startswith("kme-dist/"):
+        raise DataError(
+            f"{place}: this Zarr group was not written by kme-dist (no format or digests in its attributes)."
+        )
+    if version != ARRAYS_VERSION:
+        raise DataError(
+            f"{place}: written in format version {version}; this kme-dist reads {ARRAYS_VERSION}. Update kme-dist."
+        )
+    arrays: dict[str, np.ndarray] = {}
+    for name, expected in digests.items():
+        _storable(place, name, np.zeros(0))  # a name that leads out of the group is refused
+        arrays[name] = _load_array(place, name)
+        if hashlib.sha256(arrays[name].data).hexdigest() != expected:
+            raise CorruptError(
+                f"{place}: array {name!r} does not match its digest; restore it from a copy or write it again."
+            )
+    return arrays, attributes
+
+
+def _load_array(place: Place, name: str) -> np.ndarray:
+    try:
+        stored = StoredArray(place, name)
+    except FileNotFoundError:
+        raise CorruptError(f"{place}: array {name!r} is missing; restore it from a copy or write it again.") from None
+    total = sum(size for key, size in place.sizes(name).items() if not key.endswith(METADATA_KEY))
+    check_size(place, name, stored.layout, total)
+    if not stored.layout.shape:
+        return stored.chunk(0).copy()
+    return stored.read(0, stored.layout.shape[0])

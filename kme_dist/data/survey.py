@@ -1,0 +1,121 @@
+"""The first pass over a source, made only when it is needed: categories of text columns, means and medians."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kme_dist.data.encode import Encoder, as_text, texts_of
+from kme_dist.data.readers import MatrixSource, Source
+from kme_dist.data.schema import Column, Schema, TableOptions, draft_schema
+from kme_dist.errors import DataError
+
+
+def plan_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
+    """Decide columns, label, categories, fills and type; `reserved` columns (keys, splits) are no features."""
+    return _survey(source, draft_schema(source, options, reserved), options)
+
+
+def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
+    """Stream the source for categories, and for means or medians, where they are asked for."""
+    categorical = [c.name for c in schema.columns if c.kind != "number"]
+    columns = {c.name: c for c in schema.columns}
+    if categorical:
+        for name, found in _find_categories(source, schema, categorical, options).items():
+            columns[name] = replace(columns[name], categories=found)
+    if not isinstance(options.missing, str):
+        value = float(options.missing)
+        columns = {n: replace(c, fill=value) if c.kind == "number" else c for n, c in columns.items()}
+    elif options.missing in ("mean", "median"):
+        numbers = [c for c in schema.columns if c.kind == "number"]
+        fills = _find_fills(source, schema, numbers, options.missing)
+        columns |= {c.name: replace(c, fill=fills[i]) for i, c in enumerate(numbers)}
+    done = replace(schema, columns=tuple(columns.values()))
+    if (not options.features and done.sample_shape != schema.sample_shape) or categorical:
+        done = replace(done, sample_shape=(len(done.feature_names),))
+    return done
+
+
+def _find_categories(
+    source: Source, schema: Schema, names: list[str], options: TableOptions
+) -> dict[str, tuple[str, ...]]:
+    found: dict[str, set[str]] = {name: set() for name in names}
+    if isinstance(source, MatrixSource):
+        positions = {c.name: c.position for c in schema.columns}
+        blocks = (
+            {name: pa.array(texts_of(block.matrix[:, positions[name]])) for name in names}
+            for block in source.blocks()
+            if block.matrix is not None
+        )
+    else:
+        blocks = (
+            {name: as_text(block.table.column(i)) for i, name in enumerate(names)}
+            for block in source.blocks(dict.fromkeys(names, pa.string()))
+            if block.table is not None
+        )
+    for block in blocks:
+        for name, array in block.items():
+            found[name].update(value for value in pc.unique(array).to_pylist() if value is not None)
+            if len(found[name]) > options.max_categories:
+                raise DataError(
+                    f"{source.name}: the text column {name!r} has more than {options.max_categories} different "
+                    "values; it "
+                    "looks like free text or an identifier. Leave it out with exclude, or raise max_categories."
+                )
+    return {name: tuple(_sorted_texts(values)) for name, values in found.items()}
+
+
+def _sorted_texts(values: set[str]) -> list[str]:
+    """Numbers by size, words by letter."""
+    try:
+        return sorted(values, key=lambda text: (float(text), text))
+    except ValueError:
+        return sorted(values)
+
+
+def _find_fills(source: Source, schema: Schema, columns: list[Column], how: str) -> list[float]:
+    """Mean, or exact median, of each column over the values that are there."""
+    probe = Encoder(source, replace(schema, columns=tuple(columns), missing="fill", label=None, task="none"))
+    width = len(columns)
+    total, count = np.zeros(width), np.zeros(width, np.int64)
+    for _, X in probe.numbers():
+        there = ~np.isnan(X)
+        count += there.sum(axis=0)
+        total += np.where(there, X, 0).sum(axis=0, dtype=np.float64)
+    if (count == 0).any():
+        name = columns[int(np.argmin(count))].name
+        raise DataError(f"{source.name}: the column {name!r} has no value at all; leave it out with exclude.")
+    if how == "mean":
+        return [float(v) for v in total / count]
+    # Float32 bits, made to sort like numbers, in two halves: 65,536 counters a column find the upper half of the
+    # median's bits, the second pass the lower one. Exact, and independent of the number of rows.
+    ranks = (count - 1) // 2
+    high, below = _count_halves(probe, width, ranks, None)
+    low, _ = _count_halves(probe, width, ranks - below, high)
+    keys = (high.astype(np.uint32) << np.uint32(16)) | low.astype(np.uint32)
+    bits = np.where(keys >> np.uint32(31), keys ^ np.uint32(1 << 31), ~keys).astype(np.uint32)
+    return [float(v) for v in bits.view(np.float32)]
+
+
+def _count_halves(
+    probe: Encoder, width: int, ranks: np.ndarray, high: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.zeros((width, 1 << 16), np.int64)
+    for _, X in probe.numbers():
+        bits = np.ascontiguousarray(X.T, np.float32).view(np.uint32)
+        keys = np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(1 << 31))
+        for j in range(width):
+            mine = keys[j][~np.isnan(X[:, j])]
+            if high is not None:
+                mine = mine[(mine >> np.uint32(16)) == high[j]] & np.uint32(0xFFFF)
+            else:
+                mine = mine >> np.uint32(16)
+            counts[j] += np.bincount(mine, minlength=1 << 16)
+    running = np.cumsum(counts, axis=1)
+    found = np.array([int(np.searchsorted(running[j], ranks[j], side="right")) for j in range(width)])
+    below = np.array([int(running[j, f - 1]) if f else 0 for j, f in enumerate(found)])
+    return found, below

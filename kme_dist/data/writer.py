@@ -1,0 +1,309 @@
+"""Rows in, Zarr shards out: the part of ingest that touches the destination.
+
+A ShardWriter collects rows until a shard is full, then hashes, measures and stores it on a thread of its own while the
+next one fills. Chunk rows are chosen by bytes, and a shard holds several chunks in one object. A Spool is the scratch
+space of shuffles and splits: rows go to one of many files by bucket and come back bucket by bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from kme_dist.data.chunks import encode_shard
+from kme_dist.data.places import Place, store_errors
+from kme_dist.data.statistics import Statistics
+from kme_dist.data.store import create_array
+from kme_dist.errors import ConfigError
+
+CHUNK_BYTES = 2 << 20
+SHARD_BYTES = 16 << 20
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 1024, 1 << 16
+COMPRESSIONS = ("auto", "zstd", "none")
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How rows are cut. `chunk_rows` is a power of two; a shard is a whole number of chunks."""
+
+    chunk_rows: int
+    shard_rows: int
+    compressed: bool | None  # None: not measured yet
+
+    @classmethod
+    def choose(cls, row_bytes: int, chunk_bytes: int, shard_bytes: int, compression: str) -> ChunkLayout:
+        if compression not in COMPRESSIONS:
+            raise ConfigError(f"compression is {compression!r}; it may be {', '.join(COMPRESSIONS)}.")
+        fitting = max(1, chunk_bytes // max(1, row_bytes))
+        rows = min(MAX_CHUNK_ROWS, 1 << (fitting.bit_length() - 1))
+        per_shard = max(1, shard_bytes // max(1, rows * row_bytes))
+        return cls(rows, rows * per_shard, {"auto": None, "zstd": True, "none": False}[compression])
+
+
+def pays_off(chunk: np.ndarray) -> bool:
+    """Whether zstd halves a chunk: below that, the time to decompress costs more than the bytes it saves."""
+    raw = np.ascontiguousarray(chunk)
+    return raw.nbytes > 0 and len(pa.compress(raw.data.cast("B"), codec="zstd", asbytes=True)) < raw.nbytes // 2
+
+
+def digest(array: np.ndarray) -> str:
+    """The first 128 bits of SHA-256 over the values, little endian, row by row."""
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()[:32]
+
+
+@dataclass
+class _Written:
+    """What one shard leaves behind."""
+
+    digests: dict[str, list[str]]
+    statistics: dict[str, tuple[Statistics, Statistics | None, np.ndarray]]
+
+
+@dataclass
+class ShardWriter:
+    """Append rows to arrays X, y (optional) and row (optional) of a group, shard by shard."""
+
+    place: Place
+    width: int
+    dtype: np.dtype[Any]
+    target_dtype: np.dtype[Any] | None
+    with_rows: bool
+    layout: ChunkLayout
+    first_row: int = 0  # where writing starts, a shard boundary
+    settled: bool = False  # the layout is given by an existing data set
+    total: int = 0
+    segments: list[tuple[str | None, int]] = field(default_factory=list)  # (split, first row) in order
+    digests: dict[str, list[str]] = field(default_factory=dict)
+    statistics: dict[str, tuple[Statistics, Statistics | None, np.ndarray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.total = self.first_row
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kme-writer")
+        self._pending: Future[_Written] | None = None
+        self._buffers = self._new_buffers()
+        self._filled = 0
+        self.digests = {name: [] for name in self._buffers}
+        if not self.segments:
+            self.segments = [("all", self.first_row)]
+
+    def _new_buffers(self) -> dict[str, np.ndarray]:
+        rows = self.layout.shard_rows
+        buffers = {"X": np.zeros((rows, self.width), self.dtype)}
+        if self.target_dtype is not None:
+            buffers["y"] = np.zeros(rows, self.target_dtype)
+        if self.with_rows:
+            buffers["row"] = np.zeros(rows, np.int64)
+        return buffers
+
+    def begin(self, split: str | None) -> None:
+        """Rows added from here on belong to `split`; None: they were counted before and are not measured again."""
+        if self.segments and self.segments[-1][1] == self.total:
+            self.segments[-1] = (split, self.total)
+        else:
+            self.segments.append((split, self.total))
+
+    def add(self, X: np.ndarray, y: np.ndarray | None, rows: np.ndarray | None) -> None:
+        given = {"X": X, "y": y, "row": rows}
+        at = 0
+        while at < len(X):
+            count = min(self.layout.shard_rows - self._filled, len(X) - at)
+            for name, buffer in self._buffers.items():
+                values = given[name]
+                assert values is not None
+                buffer[self._filled : self._filled + count] = values[at : at + count]
+            self._filled += count
+            self.total += count
+            at += count
+            if self._filled == self.layout.shard_rows:
+                self._flush()
+
+    def finish(self) -> None:
+        """Store what is left and wait until everything is stored."""
+        if not self.settled:  # everything fits one shard: small data get small chunks
+            needed = 1 << max(0, math.ceil(math.log2(max(1, self._filled))))
+            rows = min(self.layout.chunk_rows, max(MIN_CHUNK_ROWS, needed))
+            shard_rows = min(self.layout.shard_rows, rows * 64)  # the index of a shard has an entry for each chunk
+            self.layout = ChunkLayout(rows, shard_rows, self.layout.compressed)
+        if self._filled:
+            self._flush(last=True)
+        self._settle(self._buffers["X"][:0])
+        self._collect()
+        self._pool.shutdown()
+
+    def abandon(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _settle(self, first_chunk: np.ndarray) -> None:
+        if self.layout.compressed is None:
+            compressed = pays_off(first_chunk)
+            self.layout = ChunkLayout(self.layout.chunk_rows, self.layout.shard_rows, compressed)
+        self.settled = True
+
+    def _flush(self, last: bool = False) -> None:
+        self._settle(self._buffers["X"][: min(self._filled, self.layout.chunk_rows)])
+        self._collect()
+        start = self.total - self._filled
+        self._pending = self._pool.submit(self._write, self._buffers, start, self._filled)
+        self._filled = 0
+        if not last:
+            self._buffers = self._new_buffers()
+
+    def _collect(self) -> None:
+        if self._pending is None:
+            return
+        written, self._pending = self._pending.result(), None
+        for name, values in written.digests.items():
+            self.digests[name] += values
+        for split, (features, target, classes) in written.statistics.items():
+            self.statistics[split] = joined(self.statistics.get(split), (features, target, classes))
+
+    def _write(self, buffers: dict[str, np.ndarray], start: int, count: int) -> _Written:
+        shard = start // self.layout.shard_rows
+        result = _Written({}, {})
+        with store_errors(self.place):
+            for name, buffer in buffers.items():
+                result.digests[name] = write_shard(self.place, name, shard, buffer, count, self.layout)
+        for split, low, high in self._pieces(start, start + count):
+            chunk = slice(low - start, high - start)
+            y = buffers.get("y")
+            target = Statistics.of(y[chunk]) if y is not None and y.dtype.kind == "f" else None
+            classes = np.bincount(y[chunk]) if y is not None and y.dtype.kind == "i" else np.zeros(0, np.int64)
+            piece = (Statistics.of(buffers["X"][chunk]), target, classes)
+            result.statistics[split] = joined(result.statistics.get(split), piece)
+        return result
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        bounds = [*self.segments, (None, 2**62)]
+        for (split, low), (_, high) in pairwise(bounds):
+            low, high = max(low, start), min(high, stop)
+            if split is not None and low < high:
+                yield split, low, high
+
+
+def joined(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> tuple[Any, ...]:
+    if old is None:
+        return new
+    target = None if new[1] is None else old[1] + new[1]
+    classes = np.zeros(max(len(old[2]), len(new[2])), np.int64)
+    classes[: len(old[2])] += old[2]
+    classes[: len(new[2])] += new[2]
+    return old[0] + new[0], target, classes
+
+
+def write_shard(place: Place, name: str, shard: int, buffer: np.ndarray, count: int, layout: ChunkLayout) -> list[str]:
+    """Store the first `count` rows of a shard's buffer (zeros behind them); returns a digest per chunk."""
+    rows = layout.chunk_rows
+    chunks = [buffer[i : i + rows] for i in range(0, count, rows)]
+    tail = len(chunks[-1])
+    if tail < rows:  # only when the buffer is no whole number of chunks long
+        padded = np.zeros((rows, *buffer.shape[1:]), buffer.dtype)
+        padded[:tail] = chunks[-1]
+        chunks[-1] = padded
+    parts = encode_shard(chunks, layout.shard_rows // rows, compressed=bool(layout.compressed))
+    key = "/".join([name, "c", str(shard), *["0"] * (buffer.ndim - 1)])
+    place.write(key, parts, sync=False)
+    return [digest(buffer[i : min(i + rows, count)]) for i in range(0, count, rows)]
+
+
+def declare_arrays(place: Place, writer: ShardWriter, rows: int) -> None:
+    """Write the metadata of arrays whose shards are already there."""
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {"X": ((rows, writer.width), writer.dtype)}
+    if writer.target_dtype is not None:
+        shapes["y"] = ((rows,), writer.target_dtype)
+    if writer.with_rows:
+        shapes["row"] = ((rows,), np.dtype(np.int64))
+    for name, (shape, dtype) in shapes.items():
+        create_array(
+            place,
+            name,
+            shape,
+            dtype,
+            chunk_rows=writer.layout.chunk_rows,
+            shard_rows=writer.layout.shard_rows,
+            compressed=bool(writer.layout.compressed),
+        )
+
+
+class Spool:
+    """Scratch files by bucket. Records keep the order in which they were added."""
+
+    FAN_OUT_BITS = 6
+
+    def __init__(self, folder: Path, width: int, dtype: np.dtype[Any], target_dtype: np.dtype[Any]) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.record = np.dtype([("key", "<u8"), ("row", "<i8"), ("y", target_dtype), ("X", dtype, (width,))])
+        self._files: dict[str, Any] = {}
+
+    def add(self, bucket_of: np.ndarray, names: list[str], records: np.ndarray) -> None:
+        """Put each record in the file of its bucket; `names[b]` is the file of bucket b."""
+        order = np.argsort(bucket_of, kind="stable")
+        sorted_buckets = bucket_of[order]
+        edges = np.flatnonzero(np.diff(sorted_buckets)) + 1
+        records = records[order]
+        with store_errors(str(self.folder)):
+            for part in np.split(np.arange(len(order)), edges):
+                if len(part):
+                    data = records[part[0] : part[-1] + 1].data.cast("B")
+                    file = self._file(names[int(sorted_buckets[part[0]])])
+                    while len(data):  # an unbuffered file may take less than it is given
+                        data = data[file.write(data) :]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = open(self.folder / name, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close the files; what they hold stays, and more can be added."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, name: str, max_records: int | None = None) -> Iterator[np.ndarray]:
+        """The records of one file, in pieces of `max_records`."""
+        path = self.folder / name
+        if not path.exists():
+            return
+        total = path.stat().st_size // self.record.itemsize
+        step = max_records or max(1, total)
+        with open(path, "rb") as file:
+            for start in range(0, total, step):
+                yield np.fromfile(file, self.record, min(step, total - start))
+
+    def sorted(self, name: str, max_bytes: int, bits_used: int) -> Iterator[np.ndarray]:
+        """The records of one file by key. Too large a file is split by the next bits of the key first."""
+        path = self.folder / name
+        if not path.exists():
+            return
+        if path.stat().st_size <= max_bytes or bits_used + self.FAN_OUT_BITS > 60:
+            for records in self.read(name):
+                yield records[np.argsort(records["key"], kind="stable")]
+            os.unlink(path)
+            return
+        fan = 1 << self.FAN_OUT_BITS
+        names = [f"{name}-{i:02x}" for i in range(fan)]
+        shift = np.uint64(64 - bits_used - self.FAN_OUT_BITS)
+        for records in self.read(name, max(1, max_bytes // 4 // self.record.itemsize)):
+            buckets = (records["key"] >> shift).astype(np.int64) & (fan - 1)
+            self.add(buckets, names, records)
+        self.close()
+        os.unlink(path)
+        for part in names:
+            yield from self.sorted(part, max_bytes, bits_used + self.FAN_OUT_BITS)

@@ -1,0 +1,68 @@
+"""Every error that kme-dist raises on purpose.
+
+    KMEError                          exit code
+    ├── ConfigError   (ValueError)        2   usage, configuration, arguments
+    ├── DataError     (ValueError)        2   the user's tables: shapes, types, missing values, labels
+    ├── NumericalError (ArithmeticError)  3   a factorisation or a solve failed for good
+    ├── CorruptError  (OSError)          65   stored data is damaged or missing
+    └── RetryError    (RuntimeError)     75   try again: store unreachable, disk full, lease held, cluster lost
+
+A message says what was seen, what was needed and what to do. Errors cross process borders, so each one survives
+pickling with its attributes. Anything else that escapes is a bug of ours and exits with 1 and a traceback.
+"""
+
+from __future__ import annotations
+
+
+class KMEError(Exception):
+    """Base of all errors of kme-dist; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class ConfigError(KMEError, ValueError):
+    """A setting is wrong: an unknown name, a value out of range, settings that contradict each other."""
+
+    exit_code = 2
+
+
+class DataError(KMEError, ValueError):
+    """The data handed in cannot be used as they are."""
+
+    exit_code = 2
+
+
+class NumericalError(KMEError, ArithmeticError):
+    """Linear algebra failed after every remedy was tried.
+
+    Attributes carry the facts: `rows`, `regularization`, `dtype` (None where not known).
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        rows: int | None = None,
+        regularization: float | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        super().__init__(message, rows, regularization, dtype)
+        self.rows = rows
+        self.regularization = regularization
+        self.dtype = dtype
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CorruptError(KMEError, OSError):
+    """What lies on disk is damaged, incomplete or not what it claims to be."""
+
+    exit_code = 65
+
+
+class RetryError(KMEError, RuntimeError):
+    """Nothing is wrong with the request; the surroundings failed. The same command may succeed later."""
+
+    exit_code = 75

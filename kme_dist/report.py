@@ -1,0 +1,468 @@
+"""Pictures of a run, and the one HTML page that shows them.
+
+    svg = confusion_matrix(counts, ["cat", "dog"])
+    page = render_html("Pets", headline=[("Accuracy", "97.2 %", "350 of 360 test rows")],
+                       figures=[Picture("Confusion", svg, "Rows are true classes, ...")])
+
+Each picture function returns an inline SVG drawn with matplotlib's object interface (no global
+figure, no display). Axes and text take the colour of the page around them, so one picture serves
+the light and the dark theme. Class colours are distinguishable with colour-blind eyes, and classes
+also differ by marker shape. The page needs no network and no script.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, ListedColormap, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+# Okabe and Ito's palette; the first three are its red, green and blue.
+PALETTE = ("#D55E00", "#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#B8A900")
+MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
+ACCENT = "#3B8BD0"
+# Two colours that stand for "whatever the page uses" and are replaced in the finished SVG.
+INK, GRID = "#010203", "#040506"
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One figure of the page: title, inline SVG, and a sentence that tells how to read it."""
+
+    title: str
+    svg: str
+    caption: str
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What a model says on a grid over two features.
+
+    probabilities : (rows, columns, m) array   clip-normalised class probabilities
+    entropy : (rows, columns) array            in nats
+    """
+
+    title: str
+    probabilities: np.ndarray
+    entropy: np.ndarray
+
+
+# ------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Objective, risk and complexity against the learning step; one line per history."""
+
+    def draw(figure: Figure) -> None:
+        columns = (("objective", "objective q"), ("risk", "risk"), ("complexity", "complexity r"))
+        for axes, (key, title) in zip(figure.subplots(1, 3), columns, strict=True):
+            values: list[float] = []
+            for color, style, (name, history) in zip(
+                _cycle((ACCENT, *PALETTE[:2], *PALETTE[3:])),
+                _cycle(("-", "--", "-.", ":")),
+                histories.items(),
+                strict=False,
+            ):
+                steps = [record["step"] for record in history]
+                series = [float(record[key]) for record in history]
+                values += series
+                axes.plot(steps, series, color=color, linestyle=style, linewidth=1.6, label=name)
+            axes.set_title(title)
+            axes.set_xlabel("learning step")
+            axes.grid(axis="y")
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            if values and min(values) > 0 and max(values) > 20 * min(values):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
+        if len(histories) > 1:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(histories))
+
+    return _svg(draw, (10.5, 3.2 if len(histories) > 1 else 2.9), "curves")
+
+
+def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequence[str]) -> str:
+    """Counts of true class (rows) against predicted class (columns), coloured by share of the row."""
+    matrix = np.asarray(counts)
+    share = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        _plain(axes)
+        axes.imshow(share, cmap=_pale_to_blue(), vmin=0, vmax=1)
+        labels = [_short(name, 14) for name in names]
+        axes.set_xticks(range(len(names)), labels, rotation=_tilt(labels), ha="center")
+        axes.set_yticks(range(len(names)), labels)
+        axes.set_xlabel("predicted class")
+        axes.set_ylabel("true class")
+        if len(names) > 30:
+            return
+        size = 10 if len(names) <= 12 else 7
+        for (row, column), count in np.ndenumerate(matrix):
+            if count:
+                color = "white" if share[row, column] > 0.45 else "#202020"
+                axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=size)
+
+    return _svg(draw, (5.0, 4.6), "confusion")
+
+
+def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
+    """Share of correct answers against stated confidence, above a histogram of the confidences."""
+
+    def draw(figure: Figure) -> None:
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
+        top.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (4, 4)), alpha=0.6)
+        confidence = [b["confidence"] for b in bins]
+        accuracy = [b["accuracy"] for b in bins]
+        top.vlines(confidence, confidence, accuracy, color=PALETTE[0], linewidth=2, alpha=0.7)
+        top.plot(confidence, accuracy, "o-", color=ACCENT, linewidth=1.6, markersize=6)
+        top.set_ylabel("share that is correct")
+        top.set_ylim(-0.02, 1.02)
+        top.set_xlim(0, 1)
+        top.set_aspect("auto")
+        top.grid()
+        widths = [b["high"] - b["low"] for b in bins]
+        bottom.bar(
+            [b["low"] for b in bins],
+            [b["rows"] for b in bins],
+            widths,
+            align="edge",
+            color=ACCENT,
+            alpha=0.8,
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        bottom.set_ylabel("rows")
+        bottom.set_xlabel("probability given to the predicted class")
+        bottom.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+
+    return _svg(draw, (5.0, 4.6), "reliability")
+
+
+def abstention_curve(confidence: np.ndarray, correct: np.ndarray) -> str:
+    """Accuracy on the surest rows against how many of the rows that is."""
+    order = np.argsort(-confidence, kind="stable")
+    kept = np.arange(1, len(order) + 1)
+    accuracy = np.cumsum(correct[order]) / kept
+    first = max(1, len(order) // 20)  # fewer rows than that say nothing
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.step(kept[first - 1 :] / len(order), accuracy[first - 1 :], color=ACCENT, linewidth=1.8)
+        axes.axhline(accuracy[-1], color=INK, linewidth=1, linestyle=(0, (4, 4)), alpha=0.6)
+        axes.set_xlim(0, 1.01)
+        low = min(0.95, float(accuracy[first - 1 :].min()))
+        axes.set_ylim(low - 0.05 * (1 - low), 1 + 0.05 * (1 - low))
+        axes.set_xlabel("share of the rows that are answered, the surest first")
+        axes.set_ylabel("share that is correct")
+        axes.grid()
+
+    return _svg(draw, (5.0, 4.2), "abstention")
+
+
+def relevance_image(relevance: np.ndarray, shape: tuple[int, int]) -> str:
+    """Relevance of each pixel as an image."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        _plain(axes)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        picture = axes.imshow(relevance.reshape(shape), cmap="cividis", vmin=0)
+        bar = figure.colorbar(picture, ax=axes, shrink=0.85, label="relevance (1 / length scale)")
+        bar.outline.set_visible(False)
+
+    return _svg(draw, (5.0, 4.2), "relevance")
+
+
+def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) -> str:
+    """The most relevant features as bars, the strongest on top."""
+    order = np.argsort(relevance, kind="stable")[::-1][:most]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        labels = [_short(names[index], 28) for index in order]
+        axes.barh(range(len(order)), relevance[order], color=ACCENT, height=0.7)
+        axes.set_yticks(range(len(order)), labels)
+        axes.set_ylim(max(len(order), 8) - 0.4, -0.6)  # few bars stay slim
+        axes.set_xlim(left=0)
+        axes.set_xlabel("relevance (1 / length scale)")
+        axes.grid(axis="x")
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", length=0)
+
+    return _svg(draw, (5.0, max(4.2, 0.7 + 0.24 * len(order))), "relevance")
+
+
+def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, int], columns: int = 8) -> str:
+    """Small pictures in rows, each with a title (mistakes, for one)."""
+    rows = -(-len(images) // columns)
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for axes, image, title in zip(grid.flat, images, titles, strict=False):
+            axes.imshow(image.reshape(shape), cmap="gray_r")
+            axes.set_title(title, fontsize=9, loc="center")
+
+    return _svg(draw, (10.5, 1.5 * rows), "gallery")
+
+
+def probability_maps(
+    panels: Sequence[Panel],
+    extent: tuple[float, float, float, float],
+    points: Sequence[tuple[np.ndarray, np.ndarray, bool]],
+    class_names: Sequence[str],
+    axis_names: tuple[str, str],
+) -> str:
+    """Class probabilities as mixed colours above entropy, one column per panel, data on top.
+
+    points : sequence of (xy, class index, held out)   held-out rows get a dark rim
+    """
+    colors = np.array([to_rgb(color) for color in _take(PALETTE, len(class_names))])
+    ceiling = float(np.log(len(class_names)))
+
+    def draw(figure: Figure) -> None:
+        shape = (2, len(panels)) if len(panels) > 1 else (1, 2)  # a single model lies on its side
+        grid = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).reshape(2, -1)
+        for column, panel in enumerate(panels):
+            top, bottom = grid[:, column]
+            mixture = np.clip(panel.probabilities @ colors, 0, 1)
+            # Half-way to white, so that the points of a class stand out from its own region.
+            pale = 0.35 + 0.65 * mixture
+            top.imshow(pale, origin="lower", extent=extent, aspect="auto")
+            heat = bottom.imshow(
+                panel.entropy,
+                origin="lower",
+                extent=extent,
+                aspect="auto",
+                cmap="cividis",
+                vmin=0,
+                vmax=ceiling,
+            )
+            for axes in (top, bottom):
+                _plain(axes)
+                _scatter(axes, points, class_names, size=1.0 if len(panels) > 2 else 1.8)
+                axes.set_xlim(extent[:2])
+                axes.set_ylim(extent[2:])
+            top.set_title(panel.title)
+            bottom.set_xlabel(axis_names[0])
+        grid[0, 0].set_ylabel(axis_names[1])
+        if len(panels) > 1:
+            grid[1, 0].set_ylabel(axis_names[1])
+        else:
+            grid[0, 0].set_xlabel(axis_names[0])
+        bar = figure.colorbar(heat, ax=grid[1, :], label="entropy (nats)", pad=0.01)
+        bar.outline.set_visible(False)
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), markerscale=2)
+
+    height = 5.6 if len(panels) > 3 else 6.2 if len(panels) > 1 else 4.4
+    return _svg(draw, (10.5, height), "map")
+
+
+def _scatter(
+    axes: Axes,
+    points: Sequence[tuple[np.ndarray, np.ndarray, bool]],
+    class_names: Sequence[str],
+    size: float,
+) -> None:
+    for xy, index, held_out in points:
+        for number, name in enumerate(class_names):
+            chosen = xy[index == number]
+            axes.scatter(
+                chosen[:, 0],
+                chosen[:, 1],
+                s=size * (24 if held_out else 9),
+                marker=MARKERS[number % len(MARKERS)],
+                color=PALETTE[number % len(PALETTE)],
+                edgecolors="black" if held_out else "white",
+                linewidths=0.9 if held_out else 0.4,
+                label=None if held_out else _short(name, 20),
+            )
+
+
+# ------------------------------------------------------------------------------------------------
+# Drawing helpers
+
+
+def _svg(draw: Callable[[Figure], None], size: tuple[float, float], name: str) -> str:
+    """Run a drawing on a fresh figure and return SVG text ready to be put into a page."""
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Names inside one picture must not meet those of another on the same page.
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)
+    text = re.sub(r"(font: [^;\"]*?px)[^;\"]*", r"\1 system-ui, sans-serif", text)
+    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text)
+    return text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+
+
+def _plain(axes: Axes) -> None:
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _pale_to_blue() -> Colormap:
+    low, high = np.array(to_rgb("#EEF2F6")), np.array(to_rgb("#0B4F8A"))
+    return ListedColormap([low + (high - low) * t for t in np.linspace(0, 1, 256)])
+
+
+def _cycle(values: Sequence[str]) -> Iterable[str]:
+    while True:
+        yield from values
+
+
+def _take(values: Sequence[str], count: int) -> list[str]:
+    return [values[index % len(values)] for index in range(count)]
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _tilt(labels: Sequence[str]) -> int:
+    return 90 if sum(map(len, labels)) > 50 else 0
+
+
+# ------------------------------------------------------------------------------------------------
+# The page
+
+
+def render_html(
+    title: str,
+    *,
+    subtitle: str = "",
+    headline: Sequence[tuple[str, str, str]] = (),
+    figures: Sequence[Picture] = (),
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = (),
+    config_text: str = "",
+    footer: str = "",
+) -> str:
+    """One self-contained page. All text is escaped; only the SVG of the pictures is put in as is.
+
+    headline : (label, value, note) per tile        tables : (title, column names, rows) per table
+    """
+    tiles = "".join(
+        f'<div class="tile"><dt>{_text(label)}</dt><dd>{_text(value)}</dd><p>{_text(note)}</p></div>'
+        for label, value, note in headline
+    )
+    pictures = "".join(
+        f'<figure class="{"wide" if picture.wide else ""}"><h2>{_text(picture.title)}</h2>'
+        f"{picture.svg}<figcaption>{_text(picture.caption)}</figcaption></figure>"
+        for picture in figures
+    )
+    return _PAGE.format(
+        title=_text(title),
+        subtitle=_text(subtitle),
+        tiles=tiles,
+        pictures=pictures,
+        tables="".join(_table(*table) for table in tables),
+        config=f"<section><h2>Configuration</h2><pre>{_text(config_text)}</pre></section>" if config_text else "",
+        footer=_text(footer),
+    )
+
+
+def _text(value: str) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f'<section><h2>{_text(title)}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title} · kme-dist</title>
+<style>
+:root {{ --page: #f6f7f9; --card: #ffffff; --ink: #1c2126; --soft: #5b6670; --grid: #d8dde2;
+        --accent: #1f6fb2; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --page: #12161a; --card: #1b2127; --ink: #e4e8ec; --soft: #9aa6b1; --grid: #39434c;
+          --accent: #6db3f2; }} }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0; background: var(--page); color: var(--ink);
+       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
+main {{ max-width: 1120px; margin: 0 auto; padding: 32px 20px 48px; }}
+h1 {{ font-size: 28px; margin: 0; letter-spacing: -0.01em; }}
+h2 {{ font-size: 16px; margin: 0 0 8px; }}
+.subtitle {{ color: var(--soft); margin: 4px 0 20px; }}
+dl {{ display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 12px;
+     margin: 0 0 20px; }}
+.tile, figure, section {{ background: var(--card); border: 1px solid var(--grid);
+                        border-radius: 10px; padding: 14px 16px; margin: 0; }}
+dt {{ color: var(--soft); font-size: 13px; }}
+dd {{ margin: 0; font-size: 25px; font-weight: 600; font-variant-numeric: tabular-nums;
+     overflow-wrap: anywhere; line-height: 1.25; }}
+.tile:first-child dd {{ color: var(--accent); }}
+.tile p {{ margin: 2px 0 0; color: var(--soft); font-size: 12.5px; }}
+.pictures {{ display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px;
+            margin-bottom: 16px; }}
+.wide {{ grid-column: 1 / -1; }}
+figure svg {{ width: 100%; height: auto; display: block; }}
+figcaption {{ color: var(--soft); font-size: 13.5px; margin-top: 8px; }}
+section {{ margin-bottom: 16px; }}
+.scroll {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: right; padding: 5px 12px; border-bottom: 1px solid var(--grid); }}
+th {{ color: var(--soft); font-weight: 500; font-size: 13px; }}
+th:first-child, td:first-child {{ text-align: left; }}
+tbody tr:last-child td {{ border-bottom: 0; }}
+pre {{ margin: 0; overflow-x: auto; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, monospace; }}
+footer {{ color: var(--soft); font-size: 13px; }}
+@media (max-width: 760px) {{ .pictures {{ grid-template-columns: minmax(0, 1fr); }}
+  dl {{ grid-template-columns: repeat(2, minmax(0, 1fr)); }} }}
+</style></head>
+<body><main>
+<h1>{title}</h1><p class="subtitle">{subtitle}</p>
+<dl>{tiles}</dl>
+<div class="pictures">{pictures}</div>
+{tables}
+{config}
+<footer>{footer}</footer>
+</main></body></html>
+"""

@@ -1,0 +1,1 @@
+"""Where mathematics meets data: the learning loop and the final solve."""

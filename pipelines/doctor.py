@@ -1,0 +1,75 @@
+"""`kme-dist doctor`: what is installed here, what the machine offers, and what would get in the way."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn")
+
+
+def examine(folder: str | Path = ".") -> dict[str, Any]:
+    """Versions, BLAS and threads, cores and memory, GPUs, write access; `problems` lists what is wrong."""
+    # The libraries must be loaded for threadpoolctl to see their BLAS.
+    import numpy as np
+    import scipy.linalg
+    from threadpoolctl import threadpool_info
+
+    from kme_dist import backend
+
+    problems = []
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+            problems.append(f"{package} is not installed; install kme-dist with pip")
+    blas = [
+        {key: pool.get(key) for key in ("internal_api", "version", "num_threads", "architecture")}
+        for pool in threadpool_info()
+        if pool.get("user_api") == "blas"
+    ]
+    matrix = np.eye(8) * 4.0
+    if not np.allclose(scipy.linalg.cho_solve(scipy.linalg.cho_factor(matrix), matrix), np.eye(8)):
+        problems.append("the linear algebra of scipy gives wrong results; reinstall numpy and scipy")
+    cores = _usable_cores()
+    threads = max((pool["num_threads"] or 1 for pool in blas), default=1)
+    if threads > cores:
+        problems.append(f"BLAS would use {threads} threads on {cores} cores; set OPENBLAS_NUM_THREADS={cores}")
+    gpu = backend.gpu_report()
+    if gpu["self_test"] == "FAILED":
+        problems.append("CuPy gives wrong results on this GPU; use backend: numpy")
+    writable = _write_error(Path(folder))
+    if writable is not None:
+        problems.append(writable)
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "cores": cores,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free_memory_bytes": backend.free_bytes("numpy"),
+        "blas": blas,
+        "gpu": gpu,
+        "folder": {"path": str(Path(folder).resolve()), "writable": writable is None},
+        "problems": problems,
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _write_error(folder: Path) -> str | None:
+    """None when a file can be made in `folder`, else why not and what to do."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"cannot write in {folder.resolve()} ({error.strerror}); change to another folder, or set output.folder"

@@ -1,0 +1,165 @@
+"""Any table into a data set: `kme-dist ingest SOURCE DEST`, or `python pipelines/ingest.py SOURCE DEST --label COL`.
+
+`run` takes plain values (what a command line or a config file can say), shows progress, and returns the data set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from kme_dist.data.append import append
+from kme_dist.data.dataset import Dataset
+from kme_dist.data.ingest import ingest
+from kme_dist.errors import KMEError
+
+LINE_EVERY_S = 5.0
+
+
+def run(
+    source: Any,
+    dest: str | Path,
+    *,
+    label: str | int | None = None,
+    features: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    task: str = "auto",
+    one_hot: Sequence[str] | None = None,
+    ordinal: Sequence[str] = (),
+    missing: str | float = "error",
+    dtype: str = "auto",
+    shuffle: int | None = None,
+    split: str | None = None,
+    split_key: str | None = None,
+    split_column: str | None = None,
+    stratify: bool = False,
+    format: str | None = None,
+    delimiter: str | None = None,
+    header: bool | None = None,
+    encoding: str = "utf-8",
+    compression: str = "auto",
+    memory: int | str = "512MiB",
+    overwrite: bool = False,
+    add: bool = False,
+    quiet: bool = False,
+    client: Any = None,
+    progress: Callable[[str, int, int | None], None] | None = None,
+) -> Dataset:
+    """Ingest `source` into `dest`, or with `add` append its rows to the data set that is there.
+
+    `missing` is error, drop, mean, median, or a number; texts that look like numbers count as numbers. The other
+    options are those of `kme_dist.data.ingest.ingest`.
+    """
+    files: dict[str, Any] = {"format": format, "delimiter": delimiter, "header": header, "encoding": encoding}
+    with ShownProgress(quiet=quiet or progress is not None) as shown:
+        if add:
+            return append(dest, source, split=split, memory=memory, progress=progress or shown, **files)
+        return ingest(
+            source,
+            dest,
+            label=label,
+            features=None if features is None else tuple(features),
+            exclude=tuple(exclude),
+            task=task,
+            one_hot="auto" if one_hot is None else tuple(one_hot),
+            ordinal=tuple(ordinal),
+            missing=_number_or_word(missing),
+            dtype=dtype,
+            shuffle=shuffle,
+            split=split,
+            split_key=split_key,
+            split_column=split_column,
+            stratify=stratify,
+            compression=compression,
+            memory=memory,
+            overwrite=overwrite,
+            client=client,
+            progress=progress or shown,
+            **files,
+        )
+
+
+def _number_or_word(value: str | float) -> str | float:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+class ShownProgress:
+    """Progress for people: a bar with rows/s on a terminal, a line now and then elsewhere, nothing when quiet."""
+
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        self.quiet = quiet
+        self.console = Console(file=stream or sys.stderr)
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._began: dict[str, float] = {}
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> ShownProgress:
+        if not self.quiet and self.console.is_terminal:
+            rate = TextColumn("{task.fields[rate]}")
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), rate, TimeRemainingColumn(), console=self.console
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        if self.quiet:
+            return
+        now = time.monotonic()
+        began = self._began.setdefault(stage, now)
+        rate = done / (now - began) if now > began else 0.0
+        if self._bar is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bar.add_task(stage, total=total, rate="")
+            self._bar.update(self._tasks[stage], completed=done, total=total, rate=f"{done:,} rows, {rate:,.0f} rows/s")
+        elif now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            of = f" of {total:,}, about {(total - done) / rate:,.0f} s left" if total and rate else ""
+            self.console.print(f"{stage}: {done:,} rows{of} ({rate:,.0f} rows/s)", highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make a data set from a file, a folder or a Zarr array.")
+    parser.add_argument("source")
+    parser.add_argument("dest")
+    parser.add_argument("--label", help="column of the classes or targets, by name or position")
+    parser.add_argument("--missing", default="error", help="error, drop, mean, median, or a number")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="store the rows in a random order")
+    parser.add_argument("--split", help="for example train=0.8,test=0.2")
+    parser.add_argument("--split-key", help="column whose equal values stay together")
+    parser.add_argument("--split-column", help="column that names the split")
+    parser.add_argument("--stratify", action="store_true")
+    parser.add_argument("--memory", default="512MiB")
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--append", dest="add", action="store_true", help="add the rows to the data set at DEST")
+    parser.add_argument("--quiet", action="store_true")
+    options = vars(parser.parse_args(arguments))
+    try:
+        data = run(options.pop("source"), options.pop("dest"), **options)
+    except KMEError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(data)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,253 @@
+"""The report of a run: which figures and pictures are shown, in which order, with which words.
+
+`build` gathers what was learned into one HTML page; the drawing itself is in `kme_dist.report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kme_dist import report as draw
+from kme_dist.report import Panel, Picture
+
+if TYPE_CHECKING:
+    from kme_dist.pipelines.run import Attempt, Job
+    from kme_dist.pipelines.tables import Tables
+
+GRID_POINTS = 160
+MOST_MISTAKES = 16
+
+
+def build(job: Job, best: Attempt, *, config_text: str, learn_seconds: float, footer: str) -> str:
+    """The page, as text. `best` is the attempt whose model was kept."""
+    rows, attempts, image_shape = job.rows, job.attempts, job.config.data.image_shape
+    classes = [str(label) for label in best.model.classes_]
+    steps = sum(len(attempt.model.history_) for attempt in attempts)
+    pictures = [
+        *_curves(attempts),
+        *_maps(rows, attempts, classes),
+        Picture(
+            "Confusion matrix",
+            draw.confusion_matrix(best.metrics["confusion"], classes),
+            "Test rows by true class (down) and predicted class (across); off the diagonal lie the mistakes.",
+        ),
+        Picture(
+            "Reliability",
+            draw.reliability_diagram(best.metrics["reliability"]),
+            "On the dashed line the stated probability equals the share of correct answers; "
+            "above it the model is too modest, below it too sure.",
+        ),
+        *_relevance(rows, best, image_shape),
+    ]
+    if sum(not picture.wide for picture in pictures) % 2:  # they stand in pairs
+        pictures.append(_abstention(rows, best))
+    pictures += _mistakes(rows, best, image_shape)
+    return draw.render_html(
+        job.name,
+        subtitle=f"{len(rows.y_train):,} training rows, {len(rows.y_test):,} test rows, "
+        f"{len(rows.feature_names)} features, {len(classes)} classes",
+        headline=_headline(best, rows, steps, learn_seconds),
+        figures=pictures,
+        tables=[*_starts_table(attempts), _class_table(best)],
+        config_text=config_text,
+        footer=footer,
+    )
+
+
+def _headline(best: Attempt, rows: Tables, steps: int, learn_seconds: float) -> list[tuple[str, str, str]]:
+    metrics = best.metrics
+    right = round(metrics["accuracy"] * metrics["rows"])
+    kernel, kernel_note = _kernel(best.model.kernel_)
+    return [
+        (
+            "Test accuracy",
+            f"{100 * metrics['accuracy']:.2f} %",
+            f"{right:,} of {metrics['rows']:,} test rows",
+        ),
+        ("Log loss", f"{metrics['log_loss']:.3f}", "of the test rows, lower is better"),
+        (
+            "Calibration error",
+            f"{100 * metrics['calibration_error']:.1f} %",
+            "mean gap of confidence and accuracy",
+        ),
+        ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
+        ("Rows", f"{len(rows.y_train):,}", f"for training, {len(rows.y_test):,} for the test"),
+        ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} steps, objective {best.model.objective_}"),
+        ("Regularisation", f"{float(best.model.regularization_):.3g}", "learned"),
+        ("Kernel", kernel, kernel_note),
+    ]
+
+
+def _kernel(kernel: Any) -> tuple[str, str]:
+    """A kernel in two short lines: its name, and its parameters as values or ranges."""
+    words = []
+    for key, value in kernel.parameters.items():
+        values = np.atleast_1d(value)
+        text = f"{values[0]:.3g}" if values.size == 1 else f"{values.min():.2g} … {values.max():.2g}"
+        words.append(f"{key.replace('_', ' ')} {text}")
+    return type(kernel).__name__, ", ".join(words[:4])
+
+
+def _curves(attempts: Sequence[Attempt]) -> list[Picture]:
+    histories: dict[str, list[dict[str, Any]]] = {}
+    for attempt in attempts:
+        phases = dict.fromkeys(str(record["phase"]) for record in attempt.model.history_)
+        for phase in phases:
+            words = [attempt.name, phase if len(phases) > 1 or not attempt.name else ""]
+            histories[" ".join(filter(None, words))] = [
+                record for record in attempt.model.history_ if record["phase"] == phase
+            ]
+    if not histories:
+        return []
+    return [
+        Picture(
+            "Learning curves",
+            draw.learning_curves(histories),
+            "The objective q is what the steps make small: the risk on the training rows plus the "
+            "weighted complexity r of the model. Flat ends mean that learning has finished.",
+            wide=True,
+        )
+    ]
+
+
+def _relevance(rows: Tables, best: Attempt, image_shape: tuple[int, int] | None) -> list[Picture]:
+    scales = best.model.kernel_.parameters.get("length_scale")
+    if scales is None or np.size(scales) != len(rows.feature_names) or np.size(scales) < 2:
+        return []
+    # A feature that never changes keeps the length scale it started with, and decides nothing.
+    varies = np.ptp(rows.X_train, axis=0) > 0
+    relevance = np.where(varies, 1.0 / np.asarray(scales, dtype=np.float64), 0.0)
+    if image_shape is not None:
+        return [
+            Picture(
+                "Pixel relevance",
+                draw.relevance_image(relevance, image_shape),
+                "Bright pixels decide: a small change there changes the prediction. Dark pixels are ignored.",
+            )
+        ]
+    return [
+        Picture(
+            "Feature relevance",
+            draw.relevance_bars(relevance, rows.feature_names),
+            "Long bars decide: a small change of that feature, in units of its scaled range, changes the prediction.",
+        )
+    ]
+
+
+def _abstention(rows: Tables, best: Attempt) -> Picture:
+    probabilities = np.asarray(best.model.predict_proba(rows.X_test))
+    correct = best.model.classes_[probabilities.argmax(axis=1)] == rows.y_test
+    return Picture(
+        "If it may abstain",
+        draw.abstention_curve(probabilities.max(axis=1), correct),
+        "Accuracy when only the surest test rows are answered; a curve that falls to the right "
+        "means that the stated probabilities know which answers to trust.",
+    )
+
+
+def _mistakes(rows: Tables, best: Attempt, image_shape: tuple[int, int] | None) -> list[Picture]:
+    if image_shape is None:
+        return []
+    probabilities = np.asarray(best.model.predict_proba(rows.X_test))
+    guess = best.model.classes_[probabilities.argmax(axis=1)]
+    wrong = np.flatnonzero(guess != rows.y_test)
+    wrong = wrong[np.argsort(-probabilities.max(axis=1)[wrong], kind="stable")][:MOST_MISTAKES]
+    if not len(wrong):
+        return []
+    titles = [f"{rows.y_test[row]} → {guess[row]}  {100 * probabilities[row].max():.0f} %" for row in wrong]
+    return [
+        Picture(
+            "Mistakes",
+            draw.image_gallery(rows.X_test[wrong], titles, image_shape),
+            "Wrongly classified test images, the surest first: true class → predicted class, "
+            "and the probability given to the latter.",
+            wide=True,
+        )
+    ]
+
+
+def _maps(rows: Tables, attempts: Sequence[Attempt], classes: list[str]) -> list[Picture]:
+    """For two features: what the models say everywhere in the plane."""
+    if len(rows.feature_names) != 2:
+        return []
+    everything = np.concatenate([rows.X_train, rows.X_test])
+    low, high = everything.min(axis=0), everything.max(axis=0)
+    low, high = low - 0.08 * (high - low), high + 0.08 * (high - low)
+    axes = [np.linspace(low[i], high[i], GRID_POINTS) for i in range(2)]
+    points = np.stack(np.meshgrid(*axes), axis=-1).reshape(-1, 2)
+    panels = []
+    for attempt in attempts:
+        shown = [("before", attempt.given, attempt.metrics_given)] if attempt.given else []
+        for moment, model, metrics in [*shown, ("after", attempt.model, attempt.metrics)]:
+            accuracy = f"{100 * metrics['accuracy']:.2f} %"
+            title = f"{attempt.name}, {moment}: {accuracy}" if attempt.name else accuracy
+            panels.append(
+                Panel(
+                    title,
+                    np.asarray(model.predict_proba(points)).reshape(GRID_POINTS, GRID_POINTS, -1),
+                    np.asarray(model.entropy(points)).reshape(GRID_POINTS, GRID_POINTS),
+                )
+            )
+    index = {label: number for number, label in enumerate(attempts[0].model.classes_)}
+    markers = [
+        (X, np.array([index[label] for label in y]), held_out)
+        for X, y, held_out in (
+            (rows.X_train, rows.y_train, False),
+            (rows.X_test, rows.y_test, True),
+        )
+    ]
+    extent = (float(low[0]), float(high[0]), float(low[1]), float(high[1]))
+    names = (rows.feature_names[0], rows.feature_names[1])
+    return [
+        Picture(
+            "Probability map",
+            draw.probability_maps(panels, extent, markers, classes, names),
+            "The colours of the classes mixed by their probabilities, and the entropy: "
+            "dark where the model is sure, bright where it is not. Small marks with a light rim are "
+            "training rows, large ones with a dark rim test rows; percentages are test accuracies.",
+            wide=True,
+        )
+    ]
+
+
+def _starts_table(
+    attempts: Sequence[Attempt],
+) -> list[tuple[str, list[str], list[list[str]]]]:
+    if attempts[0].given is None:
+        return []
+    columns = ["start", "accuracy before", "accuracy after", "objective q", "regularisation", "kernel"]
+    return [
+        (
+            "Starting points",
+            columns,
+            [
+                [
+                    attempt.name,
+                    f"{100 * attempt.metrics_given['accuracy']:.2f} %",
+                    f"{100 * attempt.metrics['accuracy']:.2f} %",
+                    f"{attempt.objective:.5g}",
+                    f"{float(attempt.model.regularization_):.4g}",
+                    ": ".join(_kernel(attempt.model.kernel_)),
+                ]
+                for attempt in attempts
+            ],
+        )
+    ]
+
+
+def _class_table(best: Attempt) -> tuple[str, list[str], list[list[str]]]:
+    return (
+        "Classes",
+        ["class", "test rows", "precision", "recall", "F1"],
+        [
+            [
+                row["class"],
+                f"{row['rows']:,}",
+                *(f"{100 * row[key]:.1f} %" for key in ("precision", "recall", "f1")),
+            ]
+            for row in best.metrics["per_class"]
+        ],
+    )

@@ -1,0 +1,118 @@
+"""What all tests share: the array libraries that the mathematics must run on, and seeded data.
+
+`arrays` is the heart of it: one fixture, three libraries. A test that takes it makes its arrays with `arrays(...)`,
+looks at results with `arrays.host(...)`, and so states its promise for NumPy, for a GPU (through a stand-in that is
+stricter than a GPU) and for any library that follows the array API standard (on a device that is not the host). With
+`pytest -m gpu` the same tests run on a real device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import array_api_strict
+import numpy as np
+import pytest
+import strict_cupy
+
+from kme_dist import backend
+
+
+class HostArrays:
+    name = "numpy"
+
+    def __call__(self, values, dtype=None):
+        return np.asarray(values, dtype=dtype)
+
+    def host(self, array):
+        assert isinstance(array, np.ndarray | np.generic), f"left the library: {type(array)}"
+        return np.asarray(array)
+
+
+class DeviceArrays:
+    name = "strict cupy"
+
+    def __call__(self, values, dtype=None):
+        return strict_cupy.cupy.asarray(np.asarray(values, dtype=dtype))
+
+    def host(self, array):
+        assert isinstance(array, strict_cupy.ndarray), f"left the device: {type(array)}"
+        return array.get()
+
+
+class GpuArrays:
+    name = "cupy"
+
+    def __call__(self, values, dtype=None):
+        return backend.to_device(np.asarray(values, dtype=dtype), "cupy")
+
+    def host(self, array):
+        assert backend.is_cupy(array), f"left the device: {type(array)}"
+        return array.get()
+
+
+class StandardArrays:
+    name = "array API"
+    device = array_api_strict.Device("device1")
+
+    def __call__(self, values, dtype=None):
+        return array_api_strict.asarray(np.array(values, dtype=dtype), device=self.device)
+
+    def host(self, array):
+        assert array.device == self.device, f"left the device: {array.device}"
+        return backend.to_host(array)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """CuPy's place taken by the strict stand-in, for this test."""
+    for name, module in strict_cupy.MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return DeviceArrays()
+
+
+@pytest.fixture(params=["numpy", "cupy", "standard", pytest.param("gpu", marks=pytest.mark.gpu)])
+def arrays(request):
+    """A function from host values to an array of the library under test; see the top of this file."""
+    match request.param:
+        case "numpy":
+            return HostArrays()
+        case "cupy":
+            return request.getfixturevalue("device")
+        case "standard":
+            return StandardArrays()
+    return request.getfixturevalue("gpu")
+
+
+@pytest.fixture
+def gpu():
+    if not backend.gpu_available():  # that cupy imports proves nothing
+        pytest.skip("no CUDA device, or cupy is not installed")
+    return GpuArrays()
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20)
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """A function from the name of a shared data set to its arrays X, y; skips where the data are not at hand."""
+    folder = Path(os.environ.get("KME_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+    def read(name):
+        path = folder / f"{name}.npz"
+        if not path.exists():
+            pytest.skip(f"data set {name!r} not found in {folder}; set KME_DATA to the folder that holds it")
+        with np.load(path, allow_pickle=False) as found:
+            return found["X"], found["y"]
+
+    return read

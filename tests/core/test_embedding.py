@@ -1,0 +1,129 @@
+"""The embedding once the kernel and λ are known: weights, probabilities, entropies, expectations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from kernel_table import ARD, STRING_KERNELS, labels, strings, vectors
+
+from kme_dist.core import embedding as mce
+from kme_dist.core.kernels import Gaussian, Linear, Matern
+from kme_dist.core.objective import Workspace
+
+M, LAM = 3, 0.05
+TOLERANCE = {"float64": 1e-10, "float32": 2e-3}
+
+
+def plain_weights(kernel, X, y):
+    K = oracles.gram(kernel, dict(kernel.parameters), X, X)
+    return np.linalg.solve(K + len(y) * LAM * np.eye(len(y)), np.eye(M)[y])
+
+
+@pytest.mark.parametrize("kernel", [Gaussian(length_scale=ARD), Matern(nu=0.5), Gaussian() + Linear()])
+def test_weights_and_decisions_match_the_formula(kernel, arrays, dtype):
+    host, queries, y = vectors(20).astype(dtype), vectors(7, seed=9).astype(dtype), labels(20)
+    X, Y = arrays(host), arrays(np.eye(M)[y], dtype)
+    V = mce.solve_dual(kernel, X, Y, LAM)
+    exact = plain_weights(kernel, host.astype(float), y)
+    np.testing.assert_allclose(arrays.host(V), exact, rtol=0, atol=TOLERANCE[dtype] * abs(exact).max())
+    found = mce.Embedding(kernel, X, V, LAM).decision(arrays(queries))
+    K = oracles.gram(kernel, dict(kernel.parameters), queries.astype(float), host.astype(float))
+    np.testing.assert_allclose(arrays.host(found), K @ exact, rtol=0, atol=5 * TOLERANCE[dtype])
+
+
+def test_decisions_do_not_depend_on_tiles(rng):
+    X, V = vectors(50), rng.normal(size=(50, M))
+    queries = vectors(1300, seed=4)
+    fitted = mce.Embedding(Gaussian(), X, V, LAM)
+    np.testing.assert_allclose(fitted.decision(queries), Gaussian().gram(queries, X) @ V, rtol=1e-12, atol=1e-13)
+    assert fitted.decision(queries[:0]).shape == (0, M)
+
+
+def test_training_rows_are_fitted_as_the_regularisation_vanishes():
+    X, y = vectors(15), labels(15)
+    V = mce.solve_dual(Matern(nu=0.5), X, np.eye(M)[y], 1e-12)
+    np.testing.assert_allclose(mce.Embedding(Matern(nu=0.5), X, V, 1e-12).decision(X), np.eye(M)[y], atol=1e-6)
+
+
+def test_strings_can_be_embedded():
+    texts, y = strings(20), labels(20)
+    kernel = STRING_KERNELS["spectrum"]
+    V = mce.solve_dual(kernel, texts, np.eye(M)[y], LAM)
+    np.testing.assert_allclose(V, plain_weights(kernel, texts, y), rtol=1e-9)
+    assert mce.Embedding(kernel, texts, V, LAM).decision(["acgt", "tt"]).shape == (2, M)
+
+
+def test_leave_one_out_equals_refits_with_the_same_shift(arrays, dtype):
+    n, kernel = 12, Gaussian(length_scale=ARD)
+    host, y = vectors(n).astype(dtype), labels(n)
+    Y = np.eye(M)[y]
+    space = Workspace()
+    for _ in range(2):  # the second time in used memory
+        P, V = mce.leave_one_out(kernel, arrays(host), arrays(Y, dtype), LAM, space)
+    K = oracles.gram(kernel, dict(kernel.parameters), host.astype(float), host.astype(float))
+    for i in range(n):
+        rest = np.arange(n) != i
+        V_i = np.linalg.solve(K[np.ix_(rest, rest)] + n * LAM * np.eye(n - 1), Y[rest])
+        np.testing.assert_allclose(arrays.host(P)[i], K[i, rest] @ V_i, rtol=0, atol=TOLERANCE[dtype])
+    exact = plain_weights(kernel, host.astype(float), y)
+    np.testing.assert_allclose(arrays.host(V), exact, rtol=0, atol=TOLERANCE[dtype] * abs(exact).max())
+
+
+# --- probabilities ---------------------------------------------------------------------------------
+
+decisions = hnp.arrays(
+    np.float64,
+    hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=6),
+    elements=st.floats(-2, 3, allow_subnormal=False),
+)
+
+
+@given(P=decisions, floor=st.sampled_from([0.0, 0.01]))
+def test_clip_normalised_rows_are_distributions(P, floor):
+    p = mce.clip_normalise(P, floor)
+    assert (p >= 0).all()
+    np.testing.assert_allclose(p.sum(axis=1), 1.0, rtol=1e-12)
+    m = P.shape[1]
+    np.testing.assert_allclose(p[(P <= 0).all(axis=1)], 1 / m, rtol=1e-12)
+    h = mce.entropy(P, floor)
+    assert (h >= -1e-12).all()
+    assert (h <= math.log(m) + 1e-12).all()
+
+
+@given(P=decisions)
+def test_clip_normalising_twice_changes_nothing(P):
+    p = mce.clip_normalise(P)
+    np.testing.assert_allclose(mce.clip_normalise(p), p, rtol=1e-12)
+
+
+def test_probabilities_entropies_and_expectations(arrays, dtype):
+    P = arrays([[0.5, 0.7, -0.2], [-1.0, -1.0, 0.0], [0.25, 0.25, 0.5]], dtype)
+    expected = [[5 / 12, 7 / 12, 0], [1 / 3, 1 / 3, 1 / 3], [0.25, 0.25, 0.5]]
+    np.testing.assert_allclose(arrays.host(mce.clip_normalise(P)), expected, rtol=1e-6)
+    h = [-(5 / 12) * math.log(5 / 12) - (7 / 12) * math.log(7 / 12), math.log(3), 1.5 * math.log(2)]
+    np.testing.assert_allclose(arrays.host(mce.entropy(P)), h, rtol=1e-6)
+    raw = [-0.5 * math.log(0.5) - 0.7 * math.log(0.7), 0.0, 1.5 * math.log(2)]
+    np.testing.assert_allclose(arrays.host(mce.rkhs_entropy(P)), raw, rtol=1e-6, atol=1e-7)
+    g = [1.0, 10.0, 100.0]
+    np.testing.assert_allclose(arrays.host(mce.expectation(P, g)), [-12.5, -11.0, 52.75], rtol=1e-6)
+    assert arrays.host(mce.expectation(P, np.eye(3))).shape == (3, 3)
+
+
+def test_floor_keeps_labels_possible(arrays, dtype):
+    p = arrays.host(mce.clip_normalise(arrays([[0.5, 0.4, -0.2]], dtype), floor=0.1))
+    np.testing.assert_allclose(p, [[0.5, 0.4, 0.1]], rtol=1e-6)
+
+
+def test_log_loss_is_of_clip_normalised_probabilities(arrays, dtype):
+    P = arrays([[0.5, 0.7, -0.2], [0.25, 0.25, 0.5], [0.2, 0.3, -0.5]], dtype)
+    Y = arrays([[1, 0, 0], [0, 0, 1], [0, 0, 1]], dtype)
+    first_two = math.log(5 / 12) + math.log(0.5)
+    assert float(mce.log_loss(Y, P)) == pytest.approx(-(first_two + math.log(1e-15)) / 3, rel=1e-6)
+    first_two = math.log(0.5 / 1.3) + math.log(0.5)
+    assert float(mce.log_loss(Y, P, floor=0.1)) == pytest.approx(-(first_two + math.log(0.1 / 0.6)) / 3, rel=1e-6)

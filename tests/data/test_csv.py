@@ -1,0 +1,162 @@
+"""Delimited text: it loads right, or fails with file, row and column. Python's csv module is the judge."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kme_dist.data.ingest import read_table
+from kme_dist.data.readers import MISSING_TEXTS
+from kme_dist.errors import DataError
+
+TOKENS = st.sampled_from(
+    [
+        *rb"""1 2.5 -3e2 word NA ? " "" "q" "a,b" , , , ; 0x1F 1_000 inf nan 1e999 true ' \\ # +7 .5 5. -""".split(),
+        *(b"", b'"x\ny"', b"\n", b"\n", b"\r\n", b"\r", b"\n\n", b"\0", b" ", b"\t", b"9" * 40, b"z" * 3000),
+        *(b"\xef\xbb\xbf", b"\xff\xfe", b"\xc3\xa9", b"\xe9"),
+    ]
+)
+ROWS = st.lists(
+    st.tuples(st.sampled_from(["1", "2.5", "x", "y z", "NA", ""]), st.integers(-5, 5)), min_size=0, max_size=8
+)
+
+
+def judged(raw: bytes) -> list[list[str]] | None:
+    """The rows behind the header by Python's csv module; None when it cannot make a table of them."""
+    try:
+        text = raw.decode("utf-8-sig")
+        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except (UnicodeDecodeError, csv.Error):
+        return None
+    if not rows or len({len(row) for row in rows}) != 1 or "\0" in text:
+        return None
+    return rows
+
+
+def check(path, raw: bytes) -> None:
+    path.write_bytes(raw)
+    try:
+        table = read_table(path, header=True, missing=0.0, delimiter=",", max_categories=1000)
+    except DataError as error:
+        message = str(error)
+        assert str(path) in message
+        named = re.search(r"row \d+.*column|column '|columns are called|is empty|header", message)
+        assert named, f"no row and column in: {message}"
+        return
+    rows = judged(raw)
+    assert rows is not None, f"loaded what is no table: {raw!r}"
+    names = [name.strip() or f"column_{i}" for i, name in enumerate(rows[0])]
+    assert len(table.X) == len(rows) - 1
+    for i, name in enumerate(names):
+        cells = [row[i] for row in rows[1:]]
+        if name in table.feature_names:
+            got = table.X[:, table.feature_names.index(name)]
+            with np.errstate(over="ignore"):
+                want = [0.0 if c in MISSING_TEXTS else {"true": 1.0, "false": 0.0}.get(c.lower()) for c in cells]
+                want = [np.float32(c) if w is None else w for w, c in zip(want, cells, strict=True)]
+            np.testing.assert_array_equal(got, np.array(want, np.float32).reshape(-1))
+        else:
+            for r, cell in enumerate(cells):
+                hot = [f for j, f in enumerate(table.feature_names) if f.startswith(f"{name}=") and table.X[r, j] == 1]
+                assert hot == ([] if cell in MISSING_TEXTS else [f"{name}={cell}"])
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TOKENS, max_size=25))
+def test_fuzzed_text_loads_right_or_fails_with_its_place(tmp_path, tokens):
+    check(tmp_path / "fuzz.csv", b"a,b\n" + b"".join(tokens))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ROWS, st.lists(st.tuples(st.integers(0, 200), TOKENS), max_size=2))
+def test_a_good_table_with_a_few_wounds(tmp_path, rows, wounds):
+    raw = b"a,b\n" + "".join(f"{a},{b}\n" for a, b in rows).encode()
+    for position, token in wounds:
+        at = position % (len(raw) + 1)
+        raw = raw[:at] + token + raw[at:]
+    check(tmp_path / "wounded.csv", raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "place"),
+    [
+        (b"a,b\n1,2\n3\n", r"row 2 \(line 3\), column 2: 1 fields where 2 belong"),
+        (b"a,b\n1,2\n3,4,5\n", r"row 2 \(line 3\), column 3: 3 fields where 2 belong"),
+        (b"a,b\n1,2\n\n\n3,\x00\n", r"row 2 \(line 5\), column 'b': a NUL byte"),
+        (b"a,b\n1,2\n3,\xe9\n", r"row 2 .*column 'b'.* not utf-8"),
+        (b'a,b\n1,2\n3,"4\n5,6\n', r"row 2 .*column 'b': a quote opens and never closes"),
+        (
+            b"a,b\n" + b"1,2\n" * 300_000 + b"3,four\n",
+            r"row 300001 \(line 300002\), column 'b': 'four' is not a number",
+        ),
+        (b"a,b\n1,2\n3," + b"x" * (3 << 20) + b"\n", r"row 2 .*column 'b': a field of 3145728 characters"),
+        (b"a,a\n1,2\n", r"two columns are called 'a'"),
+        (b"", r"the file is empty"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(tmp_path, raw, place):
+    path = tmp_path / "bad.csv"
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=place) as caught:
+        read_table(path, header=True)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_late_class_that_breaks_the_label_type_is_named(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"a,y\n" + b"1,0\n" * 300_000 + b"1,2.5\n")
+    with pytest.raises(DataError, match=r"row 300001 .*column 'y': '2.5' is not a whole number"):
+        read_table(path, label="y")
+
+
+@pytest.mark.parametrize(
+    ("raw", "options"),
+    [
+        ("a;b\n1;2\n3;4\n", {}),
+        ("a|b\n1|2\n3|4\n", {}),
+        ("a\tb\n1\t2\n3\t4\n", {}),
+        ("1,2\n3,4\n", {}),
+        ("a,b\r\n1,2\r\n3,4\r\n", {}),
+        ("\ufeffa,b\n1,2\n3,4\n", {}),
+        ("'a'~'b'\n'1'~2\n3~4\n", {"delimiter": "~", "quote": "'"}),
+        ('"a","b"\n"1","2"\n"3","4"\n', {}),
+        ("a,b\n1,2\n\n3,4", {}),
+        ("1,2\n3,4\n", {"header": False}),
+        ("a,b\n 1, 2\n3 ,4 \n", {}),
+    ],
+)
+def test_dialects(tmp_path, raw, options):
+    path = tmp_path / "t.csv"
+    path.write_text(raw, encoding="utf-8", newline="")
+    np.testing.assert_array_equal(read_table(path, **options).X, [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "cp1252"])
+def test_other_encodings_are_read_when_named(tmp_path, encoding):
+    path = tmp_path / "t.csv"
+    path.write_bytes("a,café\n1,été\n2,né\n".encode(encoding))
+    assert read_table(path, encoding=encoding, label="café").class_names == ["né", "été"]
+
+
+def test_a_damaged_gzip_file_is_one_line(tmp_path):
+    import gzip
+
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 100_000)[:-2000])
+    with pytest.raises(DataError, match=r"t\.csv\.gz"):
+        read_table(path)
+
+
+def test_quoted_newlines_across_blocks_are_kept(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n" + '1,"one\ntwo"\n2,three\n' * 2000)
+    table = read_table(path, label="b", block_bytes=200)
+    assert table.class_names == ["one\ntwo", "three"]
+    np.testing.assert_array_equal(table.X[:, 0], [1, 2] * 2000)

@@ -1,0 +1,463 @@
+"""Ingest: whatever the format, the same rows; whatever the option, what it says."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kme_dist.data.dataset import open_dataset
+from kme_dist.data.ingest import ingest, parse_bytes, read_table
+from kme_dist.data.splits import Split, cut_points, order_keys
+from kme_dist.data.statistics import Statistics
+from kme_dist.errors import ConfigError, DataError
+
+ROWS, WIDTH = 5000, 7
+CLASSES = ["oak", "ash", "fir"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    random = np.random.default_rng(0)
+    X = random.standard_normal((ROWS, WIDTH), dtype=np.float32)
+    X[:, 0] = np.arange(ROWS)
+    return X, random.integers(0, 3, ROWS)
+
+
+def as_table(X, y, *, names=CLASSES) -> pa.Table:
+    columns = {f"f{j}": pa.array(X[:, j]) for j in range(X.shape[1])}
+    return pa.table({**columns, "tree": pa.array([names[k] for k in y])})
+
+
+def write_libsvm(path: Path, X, y) -> None:
+    rows = (" ".join(f"{j + 1}:{float(v)!r}" for j, v in enumerate(row)) for row in X)
+    path.write_text("".join(f"{label} {row}\n" for label, row in zip(y, rows, strict=True)))
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    codes = {"uint8": 8, "float32": 13}
+    head = bytes([0, 0, codes[array.dtype.name], array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(head + array.astype(array.dtype.newbyteorder(">")).tobytes())
+
+
+def make_source(kind: str, folder: Path, X, y):
+    """A source of one kind, and the options to ingest it with."""
+    table = as_table(X, y)
+    if kind == "csv":
+        pa.csv.write_csv(table, folder / "t.csv")
+        return folder / "t.csv", {"label": "tree"}
+    if kind == "csv.gz":
+        pa.csv.write_csv(table, folder / "t.csv")
+        (folder / "t.csv.gz").write_bytes(gzip.compress((folder / "t.csv").read_bytes()))
+        return folder / "t.csv.gz", {"label": -1}
+    if kind == "tsv.zst":
+        pa.csv.write_csv(table, folder / "t.tsv", pa.csv.WriteOptions(delimiter="\t", include_header=False))
+        (folder / "t.tsv.zst").write_bytes(pa.compress((folder / "t.tsv").read_bytes(), codec="zstd", asbytes=True))
+        return folder / "t.tsv.zst", {"label": str(WIDTH)}
+    if kind == "csv folder":
+        for i in range(3):
+            part = table.slice(i * 2000, 2000)
+            (folder / "parts").mkdir(exist_ok=True)
+            pa.csv.write_csv(part, folder / "parts" / f"{i}.csv")
+        return folder / "parts", {"label": "tree"}
+    if kind == "parquet":
+        pq.write_table(table, folder / "t.parquet", row_group_size=700)
+        return folder / "t.parquet", {"label": "tree"}
+    if kind == "parquet folder":
+        for i in range(3):
+            (folder / "parts" / f"day={i}").mkdir(parents=True, exist_ok=True)
+            pq.write_table(table.slice(i * 2000, 2000), folder / "parts" / f"day={i}" / "x.parquet")
+        return folder / "parts", {"label": "tree", "exclude": ["day"]}
+    if kind == "npy":
+        np.save(folder / "X.npy", X)
+        np.save(folder / "y.npy", y)
+        return folder / "X.npy", {"target": str(folder / "y.npy")}
+    if kind == "npz":
+        np.savez(folder / "t.npz", X=X, y=y)
+        return folder / "t.npz", {"label": "y"}
+    if kind == "npz by columns":
+        np.savez_compressed(folder / "t.npz", X=np.asfortranarray(X), y=y)
+        return folder / "t.npz", {}
+    if kind == "libsvm":
+        write_libsvm(folder / "t.libsvm", X, y)
+        return folder / "t.libsvm", {}
+    if kind == "idx":
+        write_idx(folder / "train-images-idx2-float32", X)
+        write_idx(folder / "train-labels-idx1-ubyte", y.astype(np.uint8))
+        return folder / "train-images-idx2-float32", {
+            "format": "idx",
+            "target": str(folder / "train-labels-idx1-ubyte"),
+        }
+    if kind == "zarr":
+        group = zarr.open_group(folder / "t.zarr", mode="w")
+        group.create_array("X", data=X, chunks=(333, 3))
+        group.create_array("y", data=y, chunks=(1000,))
+        return folder / "t.zarr", {}
+    if kind == "arrow":
+        return table, {"label": "tree"}
+    if kind == "pandas":
+        return table.to_pandas(), {"label": "tree"}
+    assert kind == "numpy"
+    return (X, y), {}
+
+
+KINDS = [
+    "csv",
+    "csv.gz",
+    "tsv.zst",
+    "csv folder",
+    "parquet",
+    "parquet folder",
+    "npy",
+    "npz",
+    "npz by columns",
+    "libsvm",
+    "idx",
+    "zarr",
+    "arrow",
+    "pandas",
+    "numpy",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_the_same_rows(kind, tmp_path, rows):
+    X, y = rows
+    source, options = make_source(kind, tmp_path, X, y)
+    data = ingest(source, tmp_path / "out.zarr", memory="16MiB", block_bytes=20_000, **options)
+    got_X, got_y = data.read()
+    np.testing.assert_array_equal(got_X, X)
+    assert got_X.dtype == np.float32
+    expected = np.array(CLASSES)[y] if isinstance(data.classes[0], str) else y
+    np.testing.assert_array_equal(np.array(data.classes)[got_y], expected)
+    assert data.classes == sorted(data.classes)
+    assert data.class_counts == [int((expected == c).sum()) for c in data.classes]
+    data.verify()
+    table = read_table(source, **options)
+    np.testing.assert_array_equal(table.X, X)
+    np.testing.assert_array_equal(np.array(table.class_names)[table.y], expected)
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_statistics_in_the_attributes_are_those_of_the_rows(tmp_path, rows):
+    X, y = rows
+    data = ingest((X, y), tmp_path / "d.zarr", shuffle=1, split="train=0.7,test=0.3")
+    np.testing.assert_array_equal(data.statistics.minimum, X.min(axis=0))
+    np.testing.assert_array_equal(data.statistics.maximum, X.max(axis=0))
+    np.testing.assert_allclose(data.statistics.mean, X.mean(axis=0, dtype=float), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(data.statistics.variance, X.var(axis=0, dtype=float), rtol=1e-12)
+    train, labels = data.read("train")
+    np.testing.assert_allclose(
+        data.split_statistics("train").mean, train.mean(axis=0, dtype=float), rtol=1e-10, atol=1e-10
+    )
+    assert data.attributes["splits"]["train"]["class_counts"] == np.bincount(labels).tolist()
+
+
+def test_variance_of_a_large_offset_survives():
+    values = 1e9 + np.random.default_rng(0).standard_normal((50_000, 1))
+    joined = Statistics.of(values[:17]) + Statistics.of(values[17:])
+    np.testing.assert_allclose(joined.variance, values.var(axis=0), rtol=1e-8)
+    naive = (values**2).mean() - values.mean() ** 2
+    assert abs(naive - values.var()) > 1e-3, "the naive formula must fail here, or this shows nothing"
+
+
+# ------------------------------------------------------------------------------------ columns and types
+
+
+MIXED = """city,rooms,price,when,lift
+Rome,3,1.5,2024-01-01,true
+Oslo,4,2.5,2024-01-02,false
+Rome,5,,2024-01-03,true
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    (tmp_path / "m.csv").write_text(MIXED)
+    return tmp_path / "m.csv"
+
+
+def test_text_is_one_hot_and_booleans_are_numbers(mixed):
+    table = read_table(mixed, exclude=["when"], missing=0.0)
+    assert table.feature_names == ["city=Oslo", "city=Rome", "rooms", "price", "lift"]
+    np.testing.assert_array_equal(table.X, [[0, 1, 3, 1.5, 1], [1, 0, 4, 2.5, 0], [0, 1, 5, 0, 1]])
+
+
+def test_ordinal_columns_become_one_number(mixed):
+    table = read_table(mixed, features=["city", "rooms"], ordinal=["city"])
+    np.testing.assert_array_equal(table.X, [[1, 3], [0, 4], [1, 5]])
+
+
+def test_dates_are_refused_by_name(mixed):
+    with pytest.raises(DataError, match="'when' holds dates"):
+        read_table(mixed, missing="drop")
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("mean", 2.0), ("median", 1.5), (-1.0, -1.0), ("drop", None)])
+def test_missing_values_follow_the_policy(mixed, tmp_path, policy, expected):
+    data = ingest(mixed, tmp_path / "d.zarr", features=["rooms", "price"], missing=policy)
+    X, _ = data.read()
+    if expected is None:
+        np.testing.assert_array_equal(X, [[3, 1.5], [4, 2.5]])
+        np.testing.assert_array_equal(data.row.read(0, 2), [0, 1])
+        assert data.attributes["source"] == {"name": str(mixed), "rows": 3, "dropped": 1}
+    else:
+        assert X[2, 1] == expected
+
+
+def test_a_missing_value_is_an_error_with_row_and_column(mixed):
+    with pytest.raises(DataError, match=r"m\.csv: row 3, column 'price': the value is missing"):
+        read_table(mixed, exclude=["when"])
+
+
+def test_the_median_is_exact(tmp_path):
+    random = np.random.default_rng(3)
+    values = np.concatenate([random.standard_normal(501), -(10.0 ** random.uniform(-30, 30, 500))]).astype(np.float32)
+    column = values.astype(object)
+    column[::7] = None
+    table = read_table(pa.table({"a": pa.array(column, pa.float32()), "b": pa.array(values)}), missing="median")
+    there = np.sort(values[np.array([v is not None for v in column])])
+    assert table.X[0, 0] == there[(len(there) - 1) // 2]
+
+
+def test_a_missing_label_is_an_error_or_dropped(tmp_path):
+    (tmp_path / "t.csv").write_text("a,label\n1,x\n2,\n3,y\n")
+    with pytest.raises(DataError, match="row 2, column 'label'"):
+        read_table(tmp_path / "t.csv", label="label")
+    assert read_table(tmp_path / "t.csv", label="label", missing="drop").class_names == ["x", "y"]
+
+
+def test_infinite_and_too_large_values_are_named(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n3,1e39\n")
+    with pytest.raises(DataError, match=r"row 2, column 'b'.*too large for float32"):
+        read_table(tmp_path / "t.csv")
+    assert read_table(tmp_path / "t.csv", dtype="float64").X[1, 1] == 1e39
+
+
+def test_bytes_stay_bytes_and_images_keep_their_shape(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (100, 4, 5), np.uint8)
+    write_idx(tmp_path / "train-images-idx3-ubyte", images)
+    write_idx(tmp_path / "train-labels-idx1-ubyte", (np.arange(100) % 10).astype(np.uint8))
+    data = ingest(tmp_path / "train-images-idx3-ubyte", tmp_path / "d.zarr")
+    assert data.dtype == np.uint8
+    assert data.sample_shape == (4, 5)
+    np.testing.assert_array_equal(data.read()[0].reshape(images.shape), images)
+    assert data.classes == list(range(10)), "the labels beside the images are found by name"
+
+
+def test_labels_decide_the_task(tmp_path):
+    X = np.zeros((4, 2), np.float32)
+    assert ingest((X, np.array([1.5, 2, 3, 4])), tmp_path / "r.zarr").task == "regression"
+    assert ingest((X, np.array([3, 1, 3, 7])), tmp_path / "c.zarr").classes == [1, 3, 7]
+    data = ingest((X, np.array([3, 1, 3, 7])), tmp_path / "q.zarr", task="regression")
+    assert data.task == "regression"
+    assert data.attributes["target_statistics"]["maximum"] == [7.0]
+    assert ingest(X, tmp_path / "n.zarr").task == "none"
+    named = ingest((X, np.array([0, 1, 1, 0])), tmp_path / "m.zarr", class_names=["no", "yes"])
+    assert named.classes == ["no", "yes"]
+    np.testing.assert_array_equal(named.read()[1], [0, 1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"label": "tre"}, DataError, "Did you mean 'tree'"),
+        ({"label": 99}, DataError, "no column number 99"),
+        ({"features": ["f0", "tree"], "label": "tree"}, ConfigError, "also listed among the features"),
+        ({"missing": "guess"}, ConfigError, "missing is 'guess'"),
+        ({"dtype": "int4"}, ConfigError, "dtype"),
+        ({"compression": "rar"}, ConfigError, "compression"),
+        ({"memory": "much"}, ConfigError, "not a size"),
+        ({"lable": "tree"}, ConfigError, "Did you mean 'label'"),
+        ({"split": "train=0.5,test=0.6"}, ConfigError, "add up to"),
+        ({"split": "half"}, ConfigError, "write it like"),
+        ({"split_key": "f0"}, ConfigError, "need a split with fractions"),
+        ({"split": "a=0:10,b=5:20"}, ConfigError, "overlap"),
+        ({"split": "a=0:10,b=10:20"}, DataError, "in no range"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path, rows, options, error, message):
+    with pytest.raises(error, match=message):
+        ingest(as_table(*rows), tmp_path / "d.zarr", **{"label": "tree", **options})
+    assert list(tmp_path.iterdir()) == [], "a refused ingest leaves nothing"
+
+
+def test_a_text_column_with_endless_values_is_refused(tmp_path, rows):
+    table = as_table(*rows).append_column("id", pa.array([str(i) for i in range(ROWS)]))
+    with pytest.raises(DataError, match="'id' has more than 256"):
+        read_table(table, label="tree")
+    assert read_table(table, label="tree", id="id").ids[3] == "3"
+
+
+def test_an_existing_data_set_is_replaced_only_when_asked(tmp_path, rows):
+    ingest(rows, tmp_path / "d.zarr")
+    with pytest.raises(ConfigError, match="overwrite"):
+        ingest(rows, tmp_path / "d.zarr")
+    ingest((rows[0][:10], rows[1][:10]), tmp_path / "d.zarr", overwrite=True)
+    assert open_dataset(tmp_path / "d.zarr").rows == 10
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(ConfigError, match="will not be replaced"):
+        ingest(rows, tmp_path / "mine", overwrite=True)
+
+
+def test_no_rows_is_a_data_set_without_rows(tmp_path):
+    data = ingest((np.zeros((0, 3), np.float32), np.zeros(0, np.int64)), tmp_path / "d.zarr")
+    assert data.rows == 0
+    assert data.read()[0].shape == (0, 3)
+    data.verify()
+
+
+def test_chunks_are_cut_by_bytes_and_shards_hold_many(tmp_path):
+    X = np.random.default_rng(0).standard_normal((40_000, 64), dtype=np.float32)
+    data = ingest(X, tmp_path / "d.zarr", chunk_bytes="256KiB", shard_bytes="2MiB")
+    assert (data.chunk_rows, data.shard_rows) == (1024, 8192)
+    assert data.attributes["compression"] == "none", "random floats do not compress"
+    assert len(list((tmp_path / "d.zarr" / "X").glob("c/*/0"))) == 5
+    assert zarr.open_array(tmp_path / "d.zarr" / "X", mode="r").shards == (8192, 64)
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "d.zarr" / "X", mode="r")[:], X)
+    flat = ingest(np.round(X), tmp_path / "e.zarr")
+    assert flat.attributes["compression"] == "zstd", "a few values compress well"
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "e.zarr" / "X", mode="r")[:], np.round(X))
+    np.testing.assert_array_equal(flat.read()[0], np.round(X))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("16MiB", 16 << 20), ("2GB", 2 * 10**9), ("100", 100), ("1.5k", 1500), (7, 7)]
+)
+def test_sizes_are_read(text, value):
+    assert parse_bytes(text) == value
+
+
+# ----------------------------------------------------------------------------------- shuffle and split
+
+
+def source_rows(data) -> np.ndarray:
+    return data.row.read(0, data.rows)
+
+
+def test_a_shuffle_is_a_permutation_decided_by_the_seed_alone(tmp_path, rows):
+    X, y = rows
+    first = ingest((X, y), tmp_path / "a.zarr", shuffle=5)
+    order = source_rows(first)
+    np.testing.assert_array_equal(np.sort(order), np.arange(ROWS))
+    np.testing.assert_array_equal(first.read()[0], X[order])
+    np.testing.assert_array_equal(first.read()[1], y[order])
+    other_memory = ingest((X, y), tmp_path / "b.zarr", shuffle=5, memory="16MiB", block_bytes=3000)
+    np.testing.assert_array_equal(source_rows(other_memory), order)
+    assert (source_rows(ingest((X, y), tmp_path / "c.zarr", shuffle=6)) != order).mean() > 0.9
+
+
+def test_a_shuffle_larger_than_memory_splits_its_buckets_again(tmp_path, monkeypatch, rows):
+    from kme_dist.data.writer import Spool
+
+    monkeypatch.setattr(Spool, "FAN_OUT_BITS", 1)
+    X = np.arange(400_000, dtype=np.float32).reshape(-1, 2)
+    data = ingest(X, tmp_path / "d.zarr", shuffle=1, memory=16 << 20)
+    monkeypatch.undo()
+    expected = np.argsort(order_keys(1, np.arange(len(X))), kind="stable")
+    np.testing.assert_array_equal(source_rows(data), expected)
+    np.testing.assert_array_equal(data.read()[0], X[expected])
+
+
+def test_order_keys_look_random():
+    keys = order_keys(0, np.arange(100_000)) / 2.0**64
+    counts = np.histogram(keys, 64, (0, 1))[0]
+    assert ((counts - 100_000 / 64) ** 2 / (100_000 / 64)).sum() < 120, "chi-squared, 63 degrees of freedom"
+    place = np.argsort(keys)
+    assert abs(np.corrcoef(place[:-1], place[1:])[0, 1]) < 0.02
+
+
+def test_fractions_are_exact(tmp_path, rows):
+    data = ingest(rows, tmp_path / "d.zarr", shuffle=0, split={"train": 0.8, "validation": 0.1, "test": 0.1})
+    assert data.splits == {"train": ((0, 4000),), "validation": ((4000, 4500),), "test": ((4500, 5000),)}
+    np.testing.assert_array_equal(data.read("test")[0], rows[0][source_rows(data)[4500:]])
+    assert len(set(source_rows(data))) == ROWS
+
+
+def test_stratified_fractions_keep_class_shares(tmp_path):
+    y = np.repeat([0, 1, 2], [900, 90, 10])
+    data = ingest(
+        (np.arange(1000, dtype=np.float32)[:, None], y), tmp_path / "d.zarr", split="train=0.7,test=0.3", stratify=True
+    )
+    assert data.attributes["splits"]["train"]["class_counts"] == [630, 63, 7]
+    assert data.attributes["splits"]["test"]["class_counts"] == [270, 27, 3]
+    np.testing.assert_array_equal(np.sort(source_rows(data)), np.arange(1000))
+    np.testing.assert_array_equal(data.read()[1], y[source_rows(data)])
+
+
+def test_a_key_never_lands_on_both_sides(tmp_path, rows):
+    X, y = rows
+    subject = [f"subject {i % 97}" for i in range(ROWS)]
+    table = as_table(X, y).append_column("who", pa.array(subject))
+    data = ingest(table, tmp_path / "d.zarr", label="tree", split="train=0.7,test=0.3", split_key="who", shuffle=3)
+    assert "who" not in "".join(data.feature_names)
+    order = source_rows(data)
+    (a, b), (c, d) = data.splits["train"][0], data.splits["test"][0]
+    train, test = {subject[i] for i in order[a:b]}, {subject[i] for i in order[c:d]}
+    assert train.isdisjoint(test)
+    assert len(train) + len(test) == 97
+    assert 0.5 < len(train) / 97 < 0.85
+
+
+def test_a_column_names_the_split_and_order_is_kept(tmp_path, rows):
+    X, y = rows
+    part = ["test" if i % 5 == 0 else "train" for i in range(ROWS)]
+    table = as_table(X, y).append_column("part", pa.array(part))
+    data = ingest(table, tmp_path / "d.zarr", label="tree", split_column="part")
+    assert data.splits == {"train": ((0, 4000),), "test": ((4000, 5000),)}
+    np.testing.assert_array_equal(source_rows(data)[4000:], np.arange(0, ROWS, 5))
+    assert data.shuffled is None
+
+
+def test_row_ranges_split_as_they_say(tmp_path, rows):
+    data = ingest(rows, tmp_path / "d.zarr", split="test=0:1000,train=1000:5000")
+    np.testing.assert_array_equal(data.read("test")[0], rows[0][:1000])
+    np.testing.assert_array_equal(data.read("train")[0], rows[0][1000:])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 10_000))
+def test_cuts_are_within_one_row_of_their_share(weights, count):
+    shares = [w / sum(weights) for w in weights]
+    cuts = cut_points(tuple((str(i), s) for i, s in enumerate(shares)), count)
+    assert cuts[0] == 0
+    assert cuts[-1] == count
+    assert all(abs((b - a) - s * count) <= 1 for a, b, s in zip(cuts, cuts[1:], shares, strict=False))
+
+
+def test_a_split_survives_its_json():
+    split = Split.of("train=0.8,test=0.2", stratify=True, seed=4)
+    assert Split.from_json(split.to_json()) == split
+    split = Split.of({"a": (0, 5), "b": "5:9"})
+    assert Split.from_json(split.to_json()) == split
+
+
+def test_one_of_our_own_data_sets_is_a_source_with_its_names(tmp_path, rows):
+    first = ingest(as_table(*rows), tmp_path / "a.zarr", label="tree")
+    second = ingest(tmp_path / "a.zarr", tmp_path / "b.zarr", shuffle=1)
+    order = source_rows(second)
+    assert second.feature_names == first.feature_names
+    assert second.classes == sorted(CLASSES)
+    np.testing.assert_array_equal(second.read()[0], first.read()[0][order])
+    np.testing.assert_array_equal(second.read()[1], first.read()[1][order])
+
+
+def test_progress_counts_every_row(tmp_path, rows):
+    seen = []
+    ingest(rows, tmp_path / "d.zarr", shuffle=1, block_bytes=5000, progress=lambda *event: seen.append(event))
+    assert ("reading", ROWS, ROWS) in seen
+    assert seen[-1] == ("storing", ROWS, ROWS)
+    assert [done for stage, done, _ in seen if stage == "reading"] == sorted(
+        done for s, done, _ in seen if s == "reading"
+    )
