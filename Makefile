@@ -43,7 +43,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/.run
 
 $(VENV)/.bench: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 xgboost-cpu
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
 
 clean:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.defaults [--splits 3] [--rows 3000] [--sets iris,wine,...]
 
-Accuracy, and log loss of the predicted probabilities against a calibrated SVC, on the shared classification sets (folder
-KME_DATA or ../shared/data) and on those that ship with scikit-learn. Random splits, three quarters for training; larger
-sets are sampled down to `--rows` training rows, because SVC needs it. Default gradient boosting stands beside for scale.
-Nothing is tuned to any of these sets.
+Accuracy, and log loss of the predicted probabilities against a calibrated SVC, on the shared classification sets
+(folder KME_DATA or ../shared/data) and on those that ship with scikit-learn. Random splits, three quarters for
+training; larger sets are sampled down to `--rows` training rows, because SVC needs it. Default gradient boosting stands
+beside for scale.
 """
 
 from __future__ import annotations
@@ -28,7 +28,19 @@ import kme_dist as kme
 from benchmarks.machine import load_average, shared_data
 
 SHIPPED = {"iris": load_iris, "wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
-SHARED = ("ecoli", "ionosphere", "parkinsons", "pima", "banknote", "segment", "satimage", "pendigits", "poker", "covtype", "mnist")
+SHARED = (
+    "ecoli",
+    "ionosphere",
+    "parkinsons",
+    "pima",
+    "banknote",
+    "segment",
+    "satimage",
+    "pendigits",
+    "poker",
+    "covtype",
+    "mnist",
+)
 
 
 def table(name):

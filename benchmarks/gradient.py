@@ -2,10 +2,10 @@
 
     python -m benchmarks.gradient [--rows 2000 4000] [--dtype float32]
 
-The same objective (algorithm 1, ARD Gaussian kernel, 64 features, 10 classes) three ways in one run with one BLAS thread
-each: `kme_dist.rcb_objective`, PyTorch autograd, and the floor: one Gram product, one exponential over the lower
-triangle, one Cholesky factorisation in place, one product of an n x n matrix with the data. Ratios are of the fastest of
-several calls, taken in turns. The gradients are compared too, so that equal work is really being timed.
+The same objective (algorithm 1, ARD Gaussian kernel, 64 features, 10 classes) three ways in one run with one BLAS
+thread each: `kme_dist.rcb_objective`, PyTorch autograd, and the floor: one Gram product, one exponential over the lower
+triangle, one Cholesky factorisation in place, one product of an n x n matrix with the data. Ratios are of the fastest
+of several calls, taken in turns. The gradients are compared too, so that equal work is really being timed.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def compare(n, dtype, repeats):
     for name, seconds in times.items():
         print(f"  {name:22}{1e3 * seconds:>10.1f} ms")
     print(
-        f"  step / floor {step / floor:.2f};  torch / step {autograd / step:.1f};  torch / floor {autograd / floor:.1f};  "
-        f"gradients agree to {error:.1e} of the largest entry"
+        f"  step / floor {step / floor:.2f};  torch / step {autograd / step:.1f};  "
+        f"torch / floor {autograd / floor:.1f};  gradients agree to {error:.1e} of the largest entry"
     )
 
 

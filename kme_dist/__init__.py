@@ -1,17 +1,26 @@
-"""kme-dist: kernel embeddings of conditional distributions, learned from data that do not fit one machine."""
+"""kme-dist: kernel embeddings of conditional distributions, learned from data that do not fit one machine.
 
-from kme_dist import errors
-from kme_dist.core import kernels
-from kme_dist.core.objective import (
-    Objective,
-    feature_objective,
-    loo_objective,
-    rcb_objective,
-    validation_objective,
-)
-from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.ingest import Table, ingest, read_table
-from kme_dist.estimators import MCEClassifier, load
+Names are imported when first used, so that a command that only prints help does not wait for scikit-learn.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kme_dist import errors
+    from kme_dist.core import kernels
+    from kme_dist.core.objective import (
+        Objective,
+        feature_objective,
+        loo_objective,
+        rcb_objective,
+        validation_objective,
+    )
+    from kme_dist.data.dataset import Dataset, open_dataset
+    from kme_dist.data.ingest import Table, ingest, read_table
+    from kme_dist.estimators import MCEClassifier, load
 
 __version__ = "0.1.0"
 
@@ -31,3 +40,34 @@ __all__ = [
     "read_table",
     "validation_objective",
 ]
+
+_HOMES = {
+    "Dataset": "kme_dist.data.dataset",
+    "MCEClassifier": "kme_dist.estimators",
+    "Objective": "kme_dist.core.objective",
+    "Table": "kme_dist.data.ingest",
+    "feature_objective": "kme_dist.core.objective",
+    "ingest": "kme_dist.data.ingest",
+    "load": "kme_dist.estimators",
+    "loo_objective": "kme_dist.core.objective",
+    "open_dataset": "kme_dist.data.dataset",
+    "rcb_objective": "kme_dist.core.objective",
+    "read_table": "kme_dist.data.ingest",
+    "validation_objective": "kme_dist.core.objective",
+}
+_MODULES = {"errors": "kme_dist.errors", "kernels": "kme_dist.core.kernels"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value: Any = importlib.import_module(_MODULES[name])
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'kme_dist' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

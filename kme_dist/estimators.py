@@ -27,6 +27,7 @@ from kme_dist.run.learn import LearnSettings, Record
 
 _SELECTED = ("rcb", "validation")  # what objective="auto" chooses between
 _FORMAT = 1
+_ONE_THREAD_ROWS = 4_000
 
 
 class Scaling:
@@ -162,7 +163,9 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         start = kernels.from_config(self.kernel, n_features=X.shape[1])
         report = callback or (_print_record if self.verbose else None)
         choose = {"cv": self._fit_cv, "median": self._fit_median}.get(self.objective, self._fit_learned)
-        choose(start, rows, codes, seed, report)
+        # Small factorisations gain nothing from a second BLAS thread and stall when the other core is busy.
+        with devices.blas_threads(1 if len(rows) <= _ONE_THREAD_ROWS else None):
+            choose(start, rows, codes, seed, report)
         self.kernel_ = self.embedding_.kernel
         self.regularization_ = self.embedding_.regularization
         self.bound_ = self._bound(rows, codes)

@@ -188,19 +188,21 @@ def abstention_curve(confidence: np.ndarray, correct: np.ndarray) -> str:
     return _svg(draw, (5.0, 4.2), "abstention")
 
 
-def relevance_image(relevance: np.ndarray, shape: tuple[int, int]) -> str:
-    """Relevance of each pixel as an image."""
+def relevance_images(relevance: Mapping[str, np.ndarray], shape: tuple[int, int]) -> str:
+    """Relevance of each pixel as images side by side, one per measure, each with its own scale."""
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        _plain(axes)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        picture = axes.imshow(relevance.reshape(shape), cmap="cividis", vmin=0)
-        bar = figure.colorbar(picture, ax=axes, shrink=0.85, label="relevance (1 / length scale)")
-        bar.outline.set_visible(False)
+        for axes, (title, values) in zip(figure.subplots(1, len(relevance)), relevance.items(), strict=True):
+            _plain(axes)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_title(title, fontsize=10)
+            picture = axes.imshow(values.reshape(shape), cmap="cividis", vmin=0)
+            bar = figure.colorbar(picture, ax=axes, location="bottom", shrink=0.9, pad=0.03)
+            bar.outline.set_visible(False)
+            bar.locator = MaxNLocator(4)
 
-    return _svg(draw, (5.0, 4.2), "relevance")
+    return _svg(draw, (6.0, 3.7), "relevance")
 
 
 def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) -> str:

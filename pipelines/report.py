@@ -121,11 +121,14 @@ def _relevance(rows: Tables, best: Attempt, image_shape: tuple[int, int] | None)
     varies = np.ptp(rows.X_train, axis=0) > 0
     relevance = np.where(varies, 1.0 / np.asarray(scales, dtype=np.float64), 0.0)
     if image_shape is not None:
+        spread = rows.X_train.std(axis=0) * best.model.scaling_.factor
+        measures = {"1 / length scale": relevance, "spread / length scale": spread * relevance}
         return [
             Picture(
                 "Pixel relevance",
-                draw.relevance_image(relevance, image_shape),
-                "Bright pixels decide: a small change there changes the prediction. Dark pixels are ignored.",
+                draw.relevance_images(measures, image_shape),
+                "Bright pixels decide. Left, how much a change over a pixel's own range counts; right, how much "
+                "the changes count that occur in the training images (pixels that hardly ever change turn dark).",
             )
         ]
     return [

@@ -31,8 +31,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from kme_dist.pipelines import report, tables
-from kme_dist.pipelines.evaluate import measure
 
 from kme_dist import MCEClassifier, kernels
 from kme_dist.backend import blas_threads
@@ -40,6 +38,8 @@ from kme_dist.config import Config, Start
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
+from kme_dist.pipelines import report, tables
+from kme_dist.pipelines.evaluate import measure
 
 RUN_FORMAT = "kme-dist run 1"
 ROWS_TO_REHEARSE = 20  # of each class

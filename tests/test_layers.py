@@ -37,7 +37,7 @@ def parse(path):
 
 
 def imports(path):
-    """Every module imported anywhere in a file, also inside functions and by name through importlib."""
+    """Every module imported anywhere in a file, also inside functions and by a written name through importlib."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -46,7 +46,8 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
-            yield ast.literal_eval(name)
+            if isinstance(name, ast.Constant):
+                yield name.value
 
 
 def part_of(path):

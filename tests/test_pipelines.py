@@ -11,10 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kme_dist.pipelines import tables
-from kme_dist.pipelines.evaluate import measure
-from kme_dist.pipelines.progress import StepProgress
-from kme_dist.pipelines.run import Listener, run
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
 from threadpoolctl import threadpool_info
 
@@ -25,6 +21,10 @@ from kme_dist.data.ingest import ingest
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, NumericalError, RetryError
+from kme_dist.pipelines import tables
+from kme_dist.pipelines.evaluate import measure
+from kme_dist.pipelines.progress import StepProgress
+from kme_dist.pipelines.run import Listener, run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -403,6 +403,17 @@ def test_the_linear_algebra_keeps_to_the_threads_of_the_config(tmp_path, no_pict
         assert seen == {1}
         run(quick(tmp_path / "all", model={"threads": 2}), name="x", listener=Listener(step=look))
         assert seen == {1, 2}
+
+
+def test_named_features_are_ranked_by_their_relevance(tmp_path):
+    config = load_config(CONFIGS / "wine.yaml", [f"output.folder={tmp_path / 'wine'}"])
+    assert run(config, name="wine")["accuracy"] > 0.9
+    page = (tmp_path / "wine" / "report.html").read_text()
+    bars = page[page.index("<h2>Feature relevance</h2>") :]
+    names = tables.load(config.data).feature_names
+    shown = sorted((bars.index(f">{name}<"), name) for name in names)
+    scales = kme_dist.load(tmp_path / "wine" / "model.zarr").kernel_.parameters["length_scale"]
+    assert [name for _, name in shown] == [names[index] for index in np.argsort(scales, kind="stable")]
 
 
 def test_the_start_with_the_lowest_objective_is_kept(tmp_path, no_pictures):

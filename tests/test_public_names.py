@@ -26,7 +26,7 @@ def test_public_names_are_documented(module):
 
 
 def test_interface_that_others_rely_on():
-    for name in ("MCEClassifier", "load", "kernels", "errors", "rcb_objective"):
+    for name in ("MCEClassifier", "load", "kernels", "errors", "rcb_objective", "open_dataset"):
         assert hasattr(kme_dist, name), name
     for name in ("Gaussian", "Laplace", "Matern", "RationalQuadratic", "Periodic", "Linear", "Polynomial", "Cosine"):
         assert name in kernels.__all__
@@ -48,3 +48,8 @@ def test_every_module_has_a_guide_and_true_examples(name):
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} has no docstring"
     assert doctest.testmod(module).failed == 0
+
+
+def test_unknown_names_are_refused_as_by_any_module():
+    with pytest.raises(AttributeError, match="no attribute 'MCEClasifier'"):
+        kme_dist.MCEClasifier  # noqa: B018

@@ -37,7 +37,7 @@ PICTURES = {
         [{"low": 0.5, "high": 0.6, "rows": 3, "confidence": 0.55, "accuracy": 0.66}]
     ),
     "abstention": lambda: report.abstention_curve(np.linspace(0.3, 1, 40), np.arange(40) % 7 > 0),
-    "image": lambda: report.relevance_image(np.arange(12.0), (3, 4)),
+    "image": lambda: report.relevance_images({"a": np.arange(12.0), NASTY: np.ones(12)}, (3, 4)),
     "bars": lambda: report.relevance_bars(np.arange(30.0), [f"feature {i} {NASTY}" for i in range(30)]),
     "gallery": lambda: report.image_gallery(np.zeros((3, 12)), ["a", "b", NASTY], (3, 4)),
     "map": lambda: report.probability_maps(
@@ -118,7 +118,7 @@ def test_an_image_of_relevance_keeps_its_orientation():
 
     relevance = np.zeros((4, 4))
     relevance[0, 3] = 1.0  # upper right
-    svg = report.relevance_image(relevance.ravel(), (4, 4))
+    svg = report.relevance_images({"a": relevance.ravel(), "b": np.ones(16)}, (4, 4))
     tag = re.search(r"<image[^>]*>", svg).group()
     pixels = imread(BytesIO(b64decode(re.search(r"base64,([^\"]+)", tag).group(1))))
     if "scale(1 -1)" in tag:

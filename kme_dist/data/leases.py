@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from kme_dist.data.places import Place
-from kme_dist.errors import KMEError, RetryError
+from kme_dist.errors import ConfigError, KMEError, RetryError
 
 Check = Callable[[], None]
 BEAT_S = 5.0
@@ -86,6 +86,8 @@ def _local_lease(target: Path, wait_s: float) -> Iterator[Check]:
 
 @contextlib.contextmanager
 def _remote_lease(place: Place, wait_s: float, beat_s: float) -> Iterator[Check]:
+    if place.address.count("/") < 3:
+        raise ConfigError(f"{place}: a whole bucket cannot be one data set; name a path in it, like {place}/data.zarr.")
     # Beside the group, not inside it: sweeping the group must not sweep the lease.
     home, key = place.sibling(""), f"{place.name}.lease"
     home = Place.of(home.address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from kernel_table import ARD, DIFFERENTIABLE, STRING_KERNELS, labels, strings, vectors
 
 from kme_dist import errors
+from kme_dist.backend import cholesky
 from kme_dist.core.kernels import Gaussian, Kernel, Laplace, Linear, Matern, Polynomial
 from kme_dist.core.objective import (
     Workspace,
@@ -339,6 +341,27 @@ def test_workspace_keeps_one_block_per_shape():
     assert space.square(5, reference) is block
     assert space.square(6, reference) is not block
     assert space.square(6, reference.astype(np.float32)).dtype == np.float32
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_one_factorisation_per_call(function, monkeypatch):
+    from kme_dist.core import objective
+
+    calls = []
+    monkeypatch.setattr(objective, "cholesky", lambda A: calls.append(A.shape) or cholesky(A))
+    call(function, Gaussian(), vectors(20), labels(20))
+    assert len(calls) == 1
+
+
+def test_beside_its_workspace_a_step_takes_no_second_matrix():
+    n = 1200
+    X, y, space = vectors(n), labels(n), Workspace()
+    call(rcb_objective, Gaussian(length_scale=ARD), X, y, workspace=space)
+    tracemalloc.start()
+    call(rcb_objective, Gaussian(length_scale=ARD), X, y, workspace=space)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.5 * n * n * 8
 
 
 def test_rows_are_left_alone():

@@ -130,6 +130,8 @@ def test_a_late_class_that_breaks_the_label_type_is_named(tmp_path):
         ("a,b\n1,2\n\n3,4", {}),
         ("1,2\n3,4\n", {"header": False}),
         ("a,b\n 1, 2\n3 ,4 \n", {}),
+        ("\n\r\na,b\n1,2\n3,4\n", {}),
+        ('"a\nof two lines",b\n1,2\n3,4\n', {}),
     ],
 )
 def test_dialects(tmp_path, raw, options):
@@ -156,7 +158,8 @@ def test_a_damaged_gzip_file_is_one_line(tmp_path):
 
 def test_quoted_newlines_across_blocks_are_kept(tmp_path):
     path = tmp_path / "t.csv"
-    path.write_text("a,b\n" + '1,"one\ntwo"\n2,three\n' * 2000)
-    table = read_table(path, label="b", block_bytes=200)
-    assert table.class_names == ["one\ntwo", "three"]
+    verse = "line\n" * 30
+    path.write_text("a,b\n" + f'1,"{verse}"\n2,three\n' * 2000)
+    table = read_table(path, label="b", block_bytes=500)
+    assert table.class_names == [verse, "three"]
     np.testing.assert_array_equal(table.X[:, 0], [1, 2] * 2000)

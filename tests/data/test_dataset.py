@@ -7,6 +7,7 @@ import pickle
 import shutil
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -92,6 +93,18 @@ def test_values_changed_under_a_valid_checksum_are_found_by_digests(stored):
         open_dataset(data.path, verify=True).read_rows(3000, 3001)
     with pytest.raises(CorruptError, match=r"chunk 2 of X .*digest"):
         open_dataset(data.path).verify()
+
+
+def test_a_chunk_left_out_of_its_shard_is_an_error(stored):
+    data = stored[2]
+    shard = data.place.path / "X" / "c" / "0" / "0"
+    raw = bytearray(shard.read_bytes())
+    index = len(raw) - 4 - 16 * 16
+    raw[index + 16 : index + 32] = b"\xff" * 16  # how Zarr marks a chunk that was never written
+    raw[-4:] = google_crc32c.value(bytes(raw[index:-4])).to_bytes(4, "little")
+    shard.write_bytes(raw)
+    with pytest.raises(CorruptError, match=r"chunk 1 of X .*is missing from its shard"):
+        open_dataset(data.path).read_rows(1500, 1501)
 
 
 def edit(data, change) -> None:

@@ -171,3 +171,28 @@ def test_a_failing_old_data_set_is_not_lost_to_a_failed_overwrite(tmp_path):
     with pytest.raises(DataError, match=f"row {OLD}"):
         ingest((bad, y), tmp_path / "d.zarr", overwrite=True)
     assert check_whole(tmp_path / "d.zarr", {OLD}) == OLD
+
+
+PEAK = """
+    import re, sys
+    from kme_dist.data.ingest import ingest
+    ingest(sys.argv[1], sys.argv[2], memory="64MiB", overwrite=True)
+    print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from /proc")
+def test_peak_memory_does_not_grow_with_the_file(tmp_path):
+    line = ",".join(f"0.{i}" for i in range(20)) + "\n"
+    peaks = []
+    for rows in (200_000, 4_000_000):  # 16 MB and 320 MB of float32
+        with open(tmp_path / "t.csv", "w") as file:
+            for _ in range(rows // 10_000):
+                file.write(line * 10_000)
+        arguments = [str(tmp_path / "t.csv"), str(tmp_path / "d.zarr")]
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(PEAK), *arguments], capture_output=True, check=True
+        )
+        peaks.append(int(done.stdout) // 1024)
+    assert peaks[1] < peaks[0] + 64, f"peaks in MiB: {peaks}"

@@ -7,12 +7,12 @@ import json
 
 import numpy as np
 import pytest
-from kme_dist.pipelines import describe as describe_module
-from kme_dist.pipelines import ingest as ingest_module
 from rich.console import Console
 
 from kme_dist.data.store import save_arrays
 from kme_dist.errors import CorruptError, DataError
+from kme_dist.pipelines import describe as describe_module
+from kme_dist.pipelines import ingest as ingest_module
 
 
 @pytest.fixture

@@ -225,6 +225,10 @@ class TestObjectStore:
         with pytest.raises(DataError, match="bucket"):
             save_arrays("s3://no-such-bucket-here/m.zarr", ARRAYS, {})
 
+    def test_a_whole_bucket_is_no_group(self, bucket):
+        with pytest.raises(ConfigError, match="name a path in it"):
+            save_arrays(bucket, ARRAYS, {})
+
     def test_an_unreachable_store_says_try_again(self, bucket, monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         monkeypatch.setenv("KME_STORE_RETRIES", "0")

@@ -1,9 +1,9 @@
 """Table 1 of Hsu, Nock and Ramos: accuracy of the Gaussian MCE on UCI data, mean and deviation over ten folds.
 
-The published protocol: features scaled to [0, 1] by the range of the whole set, one permutation of the rows from NumPy's
-seed 0, ten contiguous folds; length scales, scale and λ start at 1 and are learned as logarithms with Adam at rate 0.1,
-in single precision, summed losses, last iterate, λ kept. "full" is 1000 steps on all rows, "sgd" 10 000 steps on batches
-of a tenth. Full-gradient figures come out as printed; stochastic ones depend on the order of the batches.
+The published protocol: features scaled to [0, 1] by the range of the whole set, one permutation of the rows from
+NumPy's seed 0, ten contiguous folds; length scales, scale and λ start at 1 and are learned as logarithms with Adam at
+rate 0.1, in single precision, summed losses, last iterate, λ kept. The full gradient takes 1000 steps on all rows, the
+stochastic one 10 000 steps on batches of a tenth. The former come out as printed; the latter depend on the batches.
 """
 
 from __future__ import annotations
