@@ -249,6 +249,15 @@ class PlateauWatch:
         self._since += 1
         return self._since > self._patience
 
+    def state(self) -> dict[str, Any]:
+        """Everything it remembers, for a checkpoint."""
+        numbers = {"mean": self._mean, "weight": self._weight, "least": self._best, "since": self._since}
+        return {**numbers, "best": self._parameters}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._mean, self._weight = state["mean"], state["weight"]
+        self._best, self._since, self._parameters = state["least"], state["since"], state.get("best")
+
     def best_parameters(self, otherwise: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return otherwise if self._parameters is None else self._parameters
 

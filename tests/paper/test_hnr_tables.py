@@ -3,7 +3,11 @@
 The published protocol: features scaled to [0, 1] by the range of the whole set, one permutation of the rows from
 NumPy's seed 0, ten contiguous folds; length scales, scale and λ start at 1 and are learned as logarithms with Adam at
 rate 0.1, in single precision, summed losses, last iterate, λ kept. The full gradient takes 1000 steps on all rows, the
-stochastic one 10 000 steps on batches of a tenth. The former come out as printed; the latter depend on the batches.
+stochastic one 10 000 steps on batches of a tenth.
+
+Stochastic figures depend on the order of the batches, to two rows of wine. With the published order (one legacy random
+state through permutation, folds and epochs; a batch that runs over the end of an epoch wraps around in its permutation)
+they come out as printed; with the estimator's own batches they come close.
 """
 
 from __future__ import annotations
@@ -12,16 +16,21 @@ import numpy as np
 import pytest
 from sklearn.model_selection import KFold
 
-from kme_dist import MCEClassifier, backend
+from kme_dist import MCEClassifier, backend, kernels
+from kme_dist.run import solve
+from kme_dist.run.learn import LearnSettings, learn
 
 pytestmark = [pytest.mark.paper, pytest.mark.shared_data, pytest.mark.timeout(4 * 3600)]
 
 
-def ten_folds(X, y, *, stochastic):
+def unit_range(X):
     width = np.ptp(X, axis=0)
-    X = (X - X.min(axis=0)) / np.where(width > 0, width, 1)  # a constant feature becomes 0
+    return (X - X.min(axis=0)) / np.where(width > 0, width, 1)  # a constant feature becomes 0
+
+
+def ten_folds(X, y, *, stochastic):
     order = np.random.RandomState(0).permutation(len(X))
-    X, y = X[order], y[order]
+    X, y = unit_range(X)[order], y[order]
     scores = []
     with backend.blas_threads(1):
         for train, test in KFold(10).split(X):
@@ -36,17 +45,59 @@ def ten_folds(X, y, *, stochastic):
     return np.mean(scores), np.std(scores)
 
 
+class PublishedBatches:
+    """The rows of step t as the published experiments drew them."""
+
+    def __init__(self, rows, size, state):
+        self.rows, self.size, self.state = rows, size, state
+        self.epoch, self.order = 0, state.permutation(rows)
+
+    def __call__(self, step):
+        if step * self.size // self.rows > self.epoch:
+            self.epoch += 1
+            self.order = self.state.permutation(self.rows)
+        return self.order[np.arange(step * self.size, (step + 1) * self.size) % self.rows]
+
+
+def ten_folds_in_published_order(X, y):
+    state = np.random.RandomState(0)
+    order = state.permutation(len(X))
+    X, codes = unit_range(X)[order].astype(np.float32), np.unique(y, return_inverse=True)[1][order]
+    classes = codes.max() + 1
+    start = kernels.Gaussian(length_scale=np.ones(X.shape[1]))
+    scores = []
+    with backend.blas_threads(1):
+        for train, test in KFold(10).split(X):
+            size = len(train) // 10
+            settings = LearnSettings(objective="rcb", steps=10_000, batch_size=size)
+            batches = PublishedBatches(len(train), size, state)
+            learned = learn(start, 1.0, X[train], codes[train], classes, settings, batches=batches)
+            fitted = solve.fit(
+                learned.kernel, X[train], codes[train], classes, regularization=learned.regularization, retune=False
+            )
+            scores.append(100 * np.mean(fitted.embedding.decision(X[test]).argmax(axis=1) == codes[test]))
+    return np.mean(scores), np.std(scores)
+
+
 @pytest.mark.parametrize(("name", "mean", "deviation"), [("wine", 97.2, 3.7), ("ecoli", 87.5, 4.4)])
 def test_full_gradient_gives_the_published_figure(name, mean, deviation, shared_data):
     found = ten_folds(*shared_data(name), stochastic=False)
-    assert found[0] == pytest.approx(mean, abs=0.6)
-    assert found[1] == pytest.approx(deviation, abs=1.0)
+    assert found == (pytest.approx(mean, abs=0.051), pytest.approx(deviation, abs=0.051))
 
 
-@pytest.mark.parametrize(
-    ("name", "mean", "tolerance"),
-    [("wine", 93.3, 2.0), ("ecoli", 84.5, 1.5), ("banknote", 98.8, 0.5), ("segment", 96.1, 0.5)],
-)
-def test_stochastic_gradient_reaches_the_published_figure(name, mean, tolerance, shared_data):
-    found = ten_folds(*shared_data(name), stochastic=True)
-    assert found[0] == pytest.approx(mean, abs=tolerance)
+@pytest.mark.parametrize(("name", "mean", "deviation"), [("wine", 93.3, 6.0), ("ecoli", 84.5, 5.0)])
+def test_stochastic_gradient_gives_the_published_figure(name, mean, deviation, shared_data):
+    found = ten_folds_in_published_order(*shared_data(name))
+    assert found == (pytest.approx(mean, abs=0.051), pytest.approx(deviation, abs=0.051))
+
+
+@pytest.mark.parametrize(("name", "mean"), [("banknote", 98.8), ("segment", 96.1)])
+def test_stochastic_gradient_comes_within_half_a_point(name, mean, shared_data):
+    found, _ = ten_folds_in_published_order(*shared_data(name))
+    assert found == pytest.approx(mean, abs=0.5)
+
+
+@pytest.mark.parametrize(("name", "mean", "deviation"), [("wine", 93.3, 6.0), ("ecoli", 84.5, 5.0)])
+def test_the_estimators_own_batches_stay_within_half_a_deviation(name, mean, deviation, shared_data):
+    found, _ = ten_folds(*shared_data(name), stochastic=True)
+    assert abs(found - mean) < deviation / 2
