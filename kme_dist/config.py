@@ -27,7 +27,9 @@ from kme_dist.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1_000_000
 # Keys beside those of the estimator that a run reads for itself.
-RUN_KEYS = frozenset({"starts", "threads"})
+RUN_KEYS = frozenset(
+    {"starts", "threads", "batches_per_step", "checkpoint_steps", "checkpoint_seconds", "checkpoints_kept"}
+)
 BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer")
 
 _REPR = reprlib.Repr()
@@ -152,6 +154,14 @@ class LearnConfig(_Section):
         default=None, description="rule that turns gradients into steps"
     )
     seed: int | None = Field(default=None, ge=0, description="seed of the batches")
+    batches_per_step: int = Field(
+        default=1,
+        ge=1,
+        description="gradients averaged in one step of `kme-dist learn`, whatever the number of workers",
+    )
+    checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints of `kme-dist learn`")
+    checkpoint_seconds: Positive = Field(default=60.0, description="seconds between checkpoints, where steps are slow")
+    checkpoints_kept: int = Field(default=3, ge=1, description="how many checkpoints stay on disk")
     starts: list[Start] | None = Field(
         default=None,
         min_length=1,
@@ -178,6 +188,39 @@ class FitConfig(_Section):
     )
 
 
+class TlsConfig(_Section):
+    """Files for an encrypted connection to the scheduler."""
+
+    authority: str = Field(min_length=1, description="certificates of the authority (PEM)")
+    certificate: str = Field(min_length=1, description="certificate of this client (PEM)")
+    key: str = Field(min_length=1, description="private key of this client (PEM)")
+
+
+class ClusterConfig(_Section):
+    """Who does the work of `kme-dist learn`. It decides how fast, never what is learned."""
+
+    kind: Literal["serial", "local", "address"] = Field(
+        default="local",
+        description="serial (this process), local (worker processes on this machine) or address (a running scheduler)",
+    )
+    workers: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="worker processes of a local cluster; null takes one for each core"
+    )
+    memory: str | None = Field(
+        default=None,
+        min_length=1,
+        description="memory limit of one worker, e.g. 2GiB; null shares the machine's memory",
+    )
+    address: str | None = Field(
+        default=None, min_length=1, description="address of the scheduler, e.g. tcp://host:8786"
+    )
+    tls: TlsConfig | None = Field(default=None, description="files for an encrypted connection")
+    dashboard: bool = Field(default=True, description="whether a local cluster serves the Dask dashboard")
+    patience_s: Positive = Field(
+        default=60.0, description="seconds after which a worker that does not answer is taken to hang"
+    )
+
+
 class OutputConfig(_Section):
     """Where the results go."""
 
@@ -197,6 +240,7 @@ class Config(_Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     learn: LearnConfig = Field(default_factory=LearnConfig)
     fit: FitConfig = Field(default_factory=FitConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
 
     def estimator_arguments(self) -> dict[str, Any]:
