@@ -2,6 +2,8 @@
 
     kme-dist run configs/digits.yaml --set learn.steps=200
     kme-dist ingest table.csv table.zarr --label species
+    kme-dist plan configs/covtype.yaml
+    kme-dist learn configs/covtype.yaml
     kme-dist inspect runs/digits
     kme-dist doctor
     kme-dist config-schema
@@ -101,6 +103,82 @@ def run(
         f"({result['test_rows']} test rows, {result['steps']} steps, {result['seconds']:.1f} s)"
     )
     print(f"report: {result['report']}")
+
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config.")
+]
+Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Use the Dask cluster that runs there.")]
+
+
+@app.command()
+def learn(
+    config: Annotated[Path, typer.Argument(help="YAML file whose data.source is a data set.")],
+    overrides: Overrides = None,
+    scheduler: Scheduler = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on from a checkpoint.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Learn kernel and regularisation from a data set over a cluster, or go on where that was interrupted."""
+    settings = load_config(config, [*(overrides or []), *_at(scheduler)])
+    job, typed = _pipeline("learn"), ["kme-dist", "learn", str(config), *(f"--set={c}" for c in overrides or [])]
+    with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
+        listener = _pipeline("run").Listener(start=progress.rename, step=progress, say=_talker(quiet))
+        result = job.run(settings, name=config.stem, fresh=fresh, listener=listener, command=shlex.join(typed))
+    if as_json:
+        _print_json(result)
+        return
+    print(
+        f"{result['steps']} steps, {result['steps_now']} of them now in {result['seconds']:.1f} s; "
+        f"regularisation {result['regularization']:.4g}"
+    )
+    print(f"learned: {result['learned']}")
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file whose data.source is a data set.")],
+    overrides: Overrides = None,
+    scheduler: Scheduler = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say what `learn` would do: batches, memory of a worker, time; refuse what cannot fit."""
+    facts = _pipeline("plan").run(load_config(config, [*(overrides or []), *_at(scheduler)]))
+    if as_json:
+        _print_json(facts)
+    else:
+        _print_tree(facts)
+
+
+@app.command()
+def cluster(
+    workers: Annotated[int | None, typer.Option(help="Worker processes; one for each core when absent.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of a worker, e.g. 2GiB.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Start a cluster on this machine and keep it up until interrupted."""
+    from kme_dist.cluster import open_client
+    from kme_dist.config import ClusterConfig
+
+    if workers is not None and workers < 1:
+        raise typer.BadParameter(f"--workers is {workers}; at least 1 is needed.")
+    with open_client(ClusterConfig(workers=workers, memory=memory)) as client:
+        facts = {"scheduler": client.scheduler.address, "dashboard": client.dashboard_link}
+        if as_json:
+            _print_json(facts)
+        else:
+            print(f"scheduler {facts['scheduler']}  dashboard {facts['dashboard']}")
+        sys.stdout.flush()
+        _talker(quiet)("Ctrl-C stops it")
+        with contextlib.suppress(KeyboardInterrupt, Terminated):
+            threading.Event().wait()
+
+
+def _at(scheduler: str | None) -> list[str]:
+    return [] if scheduler is None else ["cluster.kind=address", f"cluster.address={json.dumps(scheduler)}"]
 
 
 @app.command()
@@ -284,7 +362,16 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _is_command(arguments: list[str]) -> bool:
-    return bool(arguments) and arguments[0] in {"run", "ingest", "inspect", "doctor", "config-schema"}
+    return bool(arguments) and arguments[0] in {
+        "run",
+        "learn",
+        "plan",
+        "cluster",
+        "ingest",
+        "inspect",
+        "doctor",
+        "config-schema",
+    }
 
 
 def _pipeline(name: str) -> ModuleType:

@@ -1,0 +1,160 @@
+"""Where a learning run stands, on disk: written aside and renamed, checked when read, few kept.
+
+    checkpoints = Checkpoints("runs/covtype/checkpoints", every_steps=50, every_s=60, keep=3)
+    checkpoints.resume(identity)            # the newest Snapshot, or None when there is none
+    checkpoints.offer(snapshot, identity)   # writes when it is time to
+
+`identity` is plain data that says what is being learned from what: settings, starting point, digests of data and plan.
+A checkpoint of something else is never continued and never overwritten; the refusal names what differs. One that is
+damaged is passed over for the one before it.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist.core.optim import Named, State
+from kme_dist.data import store
+from kme_dist.errors import ConfigError, CorruptError, DataError
+
+FORMAT = "kme-dist/checkpoint"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that the next step depends on, besides the data."""
+
+    step: int  # steps made
+    parameters: Named  # logarithms
+    optimizer: State
+    watch: dict[str, Any]  # of the stopping rule: plain numbers, and `best`, the best iterate, where there is one
+    seconds: float = 0.0  # spent so far
+
+
+class Checkpoints:
+    """A folder of snapshots of one run."""
+
+    def __init__(
+        self, folder: str | Path, *, every_steps: int | None = 100, every_s: float | None = 60.0, keep: int = 3
+    ) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep={keep}: at least one checkpoint has to be kept")
+        self.folder = Path(folder)
+        self.every_steps, self.every_s, self.keep = every_steps, every_s, keep
+        self.passed_over: list[str] = []  # damaged ones, for those who want to know
+        self._last_step, self._last_time = 0, time.monotonic()
+
+    def offer(self, snapshot: Snapshot, identity: Mapping[str, Any]) -> bool:
+        """Write the snapshot when enough steps or seconds have passed since the last one."""
+        steps, seconds = snapshot.step - self._last_step, time.monotonic() - self._last_time
+        due = (self.every_steps and steps >= self.every_steps) or (self.every_s and seconds >= self.every_s)
+        if due:
+            self.save(snapshot, identity)
+        return bool(due)
+
+    def save(self, snapshot: Snapshot, identity: Mapping[str, Any]) -> None:
+        watch = dict(snapshot.watch)
+        slots = {"parameters": snapshot.parameters}
+        slots |= {f"optimizer/{slot}": named for slot, named in snapshot.optimizer.items()}
+        if (best := watch.pop("best", None)) is not None:
+            slots["best"] = best
+        arrays = {slot: _flat(named) for slot, named in slots.items()}
+        attributes = {
+            "format": FORMAT,
+            "step": snapshot.step,
+            "seconds": snapshot.seconds,
+            "watch": {name: _written(value) for name, value in watch.items()},
+            "layout": {slot: [[name, list(v.shape)] for name, v in named.items()] for slot, named in slots.items()},
+            "identity": dict(identity),
+        }
+        store.save_arrays(self.folder / f"step-{snapshot.step:010d}.zarr", arrays, attributes)
+        self._last_step, self._last_time = snapshot.step, time.monotonic()
+        for old in self._paths()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+            old.with_name(f".{old.name}.lock").unlink(missing_ok=True)
+
+    def resume(self, identity: Mapping[str, Any]) -> Snapshot | None:
+        """The newest snapshot that is whole. ConfigError where it belongs to another run."""
+        for path in reversed(self._paths()):
+            try:
+                arrays, found = store.load_arrays(path)
+                snapshot = _read(arrays, found)
+            except (CorruptError, DataError, KeyError, TypeError, ValueError) as error:
+                self.passed_over.append(f"{path}: {error}")
+                continue
+            different = _difference(found.get("identity", {}), identity)
+            if different:
+                raise ConfigError(
+                    f"{self.folder} holds checkpoints of another run: {different}. Choose another output.folder, "
+                    "start over with --fresh, or go back to the settings and data of that run."
+                )
+            self._last_step, self._last_time = snapshot.step, time.monotonic()
+            return snapshot
+        return None
+
+    def clear(self) -> None:
+        """Forget every snapshot."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*.zarr"))
+
+
+def _flat(named: Named) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(np.asarray(value, np.float64).ravel() for value in named.values())])
+
+
+def _read(arrays: Mapping[str, np.ndarray], found: Mapping[str, Any]) -> Snapshot:
+    if found.get("format") != FORMAT:
+        raise DataError(f"{found.get('format')!r} is no checkpoint")
+    slots: dict[str, Named] = {}
+    for slot, layout in found["layout"].items():
+        named, start = {}, 0
+        for name, shape in layout:
+            size = math.prod(shape)
+            named[name] = arrays[slot][start : start + size].reshape(shape).copy()
+            start += size
+        slots[slot] = named
+    watch: dict[str, Any] = {name: _number(value) for name, value in found["watch"].items()}
+    if "best" in slots:
+        watch["best"] = slots.pop("best")
+    parameters = slots.pop("parameters")
+    optimizer = {slot.removeprefix("optimizer/"): named for slot, named in slots.items()}
+    return Snapshot(int(found["step"]), parameters, optimizer, watch, float(found["seconds"]))
+
+
+def _written(value: float) -> float | str:
+    """JSON has no infinity, and texts keep every bit."""
+    return value if isinstance(value, int) else float(value).hex()
+
+
+def _number(value: float | str) -> float:
+    return float.fromhex(value) if isinstance(value, str) else value
+
+
+def _difference(stored: Any, wanted: Any, where: str = "") -> str:
+    """The first place where two trees of plain data differ, in words; empty when they agree."""
+    if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*stored, *wanted}):
+            inner = f"{where}.{key}" if where else str(key)
+            if key not in stored or key not in wanted:
+                return f"{inner} is {'new' if key in wanted else 'gone'}"
+            if different := _difference(stored[key], wanted[key], inner):
+                return different
+        return ""
+    if stored == wanted:
+        return ""
+    return f"{where} was {_short(stored)}, now it is {_short(wanted)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,121 @@
+"""`kme-dist plan CONFIG`: what `kme-dist learn` would do, before it does it.
+
+Prints batches and steps, the memory of one worker, and the time it will take, estimated from a few batches that are
+read and computed here. Refuses what cannot fit the memory of a worker.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import free_bytes
+from kme_dist.cluster import worker_count
+from kme_dist.config import ClusterConfig, Config
+from kme_dist.core import optim
+from kme_dist.data.dataset import CACHE_BYTES
+from kme_dist.errors import ConfigError
+from kme_dist.pipelines.learn import Task, prepare
+from kme_dist.run.executors import SerialExecutor
+from kme_dist.run.rounds import Job, batch_gradient, make_job
+
+PROCESS_BYTES = 260 << 20  # a worker with NumPy, SciPy, Zarr and Dask loaded, before it has any work
+ROUND_S = 0.02  # what a round costs beyond its batches, on a local cluster
+MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4}  # n x n at a time, by objective
+CALIBRATION_BATCHES = 3
+
+
+def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
+    """The plan as plain facts. ConfigError where one batch does not fit a worker."""
+    task = prepare(config)
+    job = make_job(task.data, task.kernel, task.settings, split=task.split, scaling=task.scaling, dtype=task.dtype)
+    workers, limit = _workers(config.cluster)
+    needed = worker_bytes(job, task)
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"learn.batch_size {job.plan.batch_size} needs {needed / 1e9:.2f} GB on a worker, which has "
+            f"{limit / 1e9:.2f} GB: take batches of {_largest_batch(limit, job, task)} rows or fewer, or fewer workers "
+            "with more memory (cluster.workers, cluster.memory)"
+        )
+    steps, per_step = task.settings.steps, task.batches_per_step
+    facts: dict[str, Any] = {
+        "data": task.data.path,
+        "rows": job.plan.rows,
+        "features": task.data.features,
+        "classes": job.n_classes,
+        "batch_size": job.plan.rows_per_batch,
+        "reading": job.plan.mode,
+        "batches_per_epoch": job.plan.steps_per_epoch,
+        "steps": steps,
+        "batches_per_step": per_step,
+        "tasks": steps * per_step,
+        "epochs": round(steps * per_step / job.plan.steps_per_epoch, 2),
+        "workers": workers,
+        "worker_bytes": needed,
+        "worker_limit_bytes": limit,
+        "bytes_read": steps * per_step * job.plan.rows_per_batch * task.data.features * task.data.dtype.itemsize,
+    }
+    if calibrate and steps:
+        batch_s = _calibrated(job, task)
+        rounds_s = steps * (-(-per_step // workers) * batch_s + (ROUND_S if config.cluster.kind != "serial" else 0.0))
+        facts |= {"seconds_per_batch": round(batch_s, 4), "estimated_seconds": round(rounds_s, 1)}
+    return facts
+
+
+def worker_bytes(job: Job, task: Task) -> int:
+    """The most that one worker holds: itself, its chunk caches, and one batch with its Gram matrices.
+
+    A batch that fails in single precision is done again in double, which is the worst case counted here.
+    """
+    return PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(job.plan.rows_per_batch, job, task)
+
+
+def _batch_bytes(rows: int, job: Job, task: Task) -> int:
+    size = np.dtype(job.dtype).itemsize
+    square = size * MATRICES[task.settings.objective] + (8 if size < 8 else 0)
+    return int(rows * rows * square + rows * task.data.features * 4 * 8 + rows * job.n_classes * 8 * 8)
+
+
+def _largest_batch(limit: int, job: Job, task: Task) -> int:
+    low, high = 1, job.plan.rows_per_batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(middle, job, task) <= limit
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _workers(settings: ClusterConfig) -> tuple[int, int | None]:
+    """How many workers there will be and the memory of each; None where only the running cluster knows."""
+    if settings.kind == "address":
+        return settings.workers or 1, None
+    from dask.utils import parse_bytes
+
+    workers = worker_count(settings)
+    if settings.memory is not None:
+        try:
+            return workers, int(parse_bytes(settings.memory))
+        except ValueError:
+            raise ConfigError(f"cluster.memory is {settings.memory!r}; give bytes such as 2GiB") from None
+    return workers, free_bytes("numpy") // workers
+
+
+def _calibrated(job: Job, task: Task) -> float:
+    """Seconds of one batch, read and computed: the median of a few, after one to warm up."""
+    start = {**task.kernel.parameters, "regularization": np.asarray(task.regularization)}
+    parameters = optim.to_log(start)
+    times = []
+    for number in range(1 + CALIBRATION_BATCHES):
+        began = time.perf_counter()
+        SerialExecutor().map(batch_gradient, [(job, number, parameters)], name="calibration")
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[1:]))
+
+
+if __name__ == "__main__":
+    from kme_dist.cli import main
+
+    main(["plan", *sys.argv[1:]])
