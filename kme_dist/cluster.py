@@ -92,7 +92,7 @@ def _start(settings: ClusterConfig) -> Any:
             threads_per_worker=1,
             processes=True,
             memory_limit=settings.memory or "auto",
-            dashboard_address=":8787" if settings.dashboard else None,
+            dashboard_address=":8787" if settings.dashboard else ":0",  # None would take the usual port too
         )
 
 
@@ -102,6 +102,8 @@ def _attach(settings: ClusterConfig) -> Any:
 
     if settings.address is None:
         raise ConfigError("cluster.kind is address: cluster.address is missing, e.g. tcp://scheduler:8786")
+    if settings.address.startswith("tls://") and settings.tls is None:
+        raise ConfigError(f"cluster.address {settings.address}: set cluster.tls for a tls:// address")
     security = None
     if settings.tls is not None:
         for key in ("authority", "certificate", "key"):
@@ -120,8 +122,6 @@ def _attach(settings: ClusterConfig) -> Any:
             return Client(settings.address, security=security, timeout=CONNECT_S, set_as_default=False)
     except ValueError as error:
         raise ConfigError(f"cluster.address {settings.address!r} is no address of a scheduler: {error}") from error
-    except TypeError as error:
-        raise ConfigError(f"cluster.address {settings.address}: set cluster.tls for a tls:// address") from error
     except (OSError, TimeoutError) as error:
         raise RetryError(
             f"no scheduler answers at {settings.address} ({type(error).__name__}); is it running, and does it speak "

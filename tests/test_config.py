@@ -200,7 +200,7 @@ def test_a_config_cannot_be_changed_after_loading(tmp_path):
 
 def test_the_schema_describes_every_key_and_is_json():
     schema = json.loads(json.dumps(json_schema()))
-    assert set(schema["properties"]) == {"data", "model", "learn", "fit", "output"}
+    assert set(schema["properties"]) == {"data", "model", "learn", "fit", "cluster", "output"}
     for definition in schema["$defs"].values():
         assert definition["additionalProperties"] is False
         for key, facts in definition["properties"].items():

@@ -27,8 +27,8 @@ DOORS = {
     "cupyx": ("backend.py",),
     "zarr": ("data/",),
     "obstore": ("data/",),
-    "dask": ("run/", "data/cluster.py"),
-    "distributed": ("run/", "data/cluster.py"),
+    "dask": ("run/", "data/cluster.py", "cluster.py"),
+    "distributed": ("run/", "data/cluster.py", "cluster.py"),
 }
 
 

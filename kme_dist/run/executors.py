@@ -217,8 +217,9 @@ def _cluster_trouble() -> tuple[type[BaseException], ...]:
     from concurrent.futures import CancelledError
 
     from distributed import KilledWorker
+    from distributed.client import ClosedClientError
 
-    return (TimeoutError, OSError, CancelledError, KilledWorker)
+    return (TimeoutError, OSError, CancelledError, KilledWorker, ClosedClientError)
 
 
 def _raise_own(futures: Iterable[Any]) -> None:

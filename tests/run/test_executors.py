@@ -1,0 +1,171 @@
+"""Executors: the same results in the same order, whoever works and whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+from threadpoolctl import threadpool_info
+
+from kme_dist.errors import DataError, RetryError
+from kme_dist.run.executors import DaskExecutor, SerialExecutor, tree_combine
+
+
+def square(x):
+    return x * x
+
+
+def process_and_square(x):
+    return os.getpid(), x * x
+
+
+def refuse(x):
+    if x == 3:
+        raise DataError("row 3 is empty")
+    return x
+
+
+def unreadable(x):
+    raise FileNotFoundError("no such chunk")
+
+
+def blas_thread_counts():
+    import scipy.linalg  # noqa: F401
+
+    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+
+def die_once(marker):
+    """Kills its worker the first time, and works the second time."""
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def hang_once(marker):
+    """Stops its whole process the first time, network and all, and works the second time."""
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_the_tree_has_one_shape_for_each_count(count):
+    shape = tree_combine([str(i) for i in range(count)], lambda a, b: f"({a}{b})" if count < 10 else f"({a} {b})")
+    expected = {1: "0", 2: "(01)", 3: "((01)2)", 5: "(((01)(23))4)", 8: "(((01)(23))((45)(67)))"}
+    assert shape == expected.get(count, shape)
+    assert all(str(i) in shape for i in range(count)), "nothing is left out"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_results_come_in_the_order_of_the_calls(client, direct):
+    calls = [(i,) for i in range(20)]
+    expected = [i * i for i in range(20)]
+    assert SerialExecutor().map(square, calls, name="square") == expected
+    assert DaskExecutor(client, direct=direct).map(square, calls, name="square") == expected
+
+
+def test_both_executors_add_up_in_the_same_order(client):
+    numbers = np.random.default_rng(0).normal(size=11) * 10.0 ** np.arange(11)
+    calls = [(x,) for x in numbers]
+    serial = SerialExecutor().map_reduce(square, calls, np.add, name="sum")
+    assert DaskExecutor(client).map_reduce(square, calls, np.add, name="sum") == serial
+    assert serial != sum(reversed([x * x for x in numbers])), "numbers for which the order shows"
+
+
+def test_tasks_say_on_the_dashboard_what_they_do(client):
+    executor = DaskExecutor(client)
+    executor.map(square, [(1,), (2,)], name="rcb-gradient")
+    executor.map_reduce(square, [(1,), (2,)], np.add, name="moments")
+    prefixes = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.task_prefixes))
+    assert {"rcb-gradient", "moments", "reduce-moments"} <= set(prefixes)
+
+
+def test_a_round_leaves_nothing_behind(client):
+    executor = DaskExecutor(client)
+    for _ in range(3):
+        executor.map(square, [(i,) for i in range(4)], name="square")
+        executor.map_reduce(square, [(i,) for i in range(4)], np.add, name="sum")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
+        if not left:
+            break
+        time.sleep(0.05)
+    assert left == 0
+    assert not client.futures
+
+
+def test_an_error_of_the_function_comes_home_as_it_is(client):
+    executor = DaskExecutor(client)
+    with pytest.raises(DataError, match="row 3 is empty"):
+        executor.map(refuse, [(i,) for i in range(5)], name="refuse")
+    with pytest.raises(FileNotFoundError, match="no such chunk"):
+        executor.map(unreadable, [(0,)], name="unreadable")
+    assert executor.retried == 0, "it would fail again"
+
+
+def test_blas_has_one_thread_on_workers_that_nobody_told(monkeypatch):
+    import dask
+
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    two = {"OPENBLAS_NUM_THREADS": 2, "OMP_NUM_THREADS": 2, "MKL_NUM_THREADS": 2}
+    with (
+        dask.config.set({"distributed.nanny.pre-spawn-environ": two}),
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        before = client.submit(blas_thread_counts).result()
+        inside = DaskExecutor(client).map(blas_thread_counts, [()], name="threads")[0]
+        assert set(inside) == {1}
+        assert set(before) == {2}, "the test would show nothing"
+    assert set(SerialExecutor().map(blas_thread_counts, [()], name="threads")[0]) == {1}
+
+
+def test_a_killed_worker_is_replaced_and_its_call_made_again(client, tmp_path):
+    calls = [(str(tmp_path / "marker"),)] * 3
+    assert DaskExecutor(client).map(die_once, calls, name="die") == ["alive"] * 3
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_path):
+    client.wait_for_workers(2, timeout=30)
+    executor = DaskExecutor(client, patience_s=1.0)
+    executor.map(square, [(1,), (2,)], name="square")
+    found = executor.map(hang_once, [(str(tmp_path / "marker"),)], name="hang")
+    assert executor.retried == 1
+    assert found[0] in client.run(os.getpid).values(), "a worker that is well answered"
+
+
+def test_a_call_that_kills_every_worker_is_given_up(client):
+    with pytest.raises(RetryError, match="1 attempts") as caught:
+        DaskExecutor(client, attempts=1).map(os.abort, [()], name="abort")
+    assert caught.value.exit_code == 75
+
+
+def test_a_lost_scheduler_is_named():
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        executor = DaskExecutor(client, patience_s=0.1)
+        executor.map(square, [(1,)], name="square")
+        cluster.close()
+        with pytest.raises(RetryError, match=r"scheduler at .* was lost"):
+            executor.map(square, [(1,)], name="square")

@@ -1,0 +1,356 @@
+"""Learning over a cluster: the same bits whoever works, whatever dies, wherever it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from kme_dist.core import optim
+from kme_dist.core.kernels import Gaussian
+from kme_dist.data.batches import plan_batches
+from kme_dist.data.ingest import ingest
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.estimators import Scaling
+from kme_dist.run import rounds
+from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.executors import DaskExecutor, SerialExecutor
+from kme_dist.run.learn import LearnSettings, learn
+from kme_dist.run.rounds import BatchRecord, Scale, batch_gradient, learn_on_dataset, make_job
+
+FEATURES = 5
+KERNEL = Gaussian(length_scale=np.full(FEATURES, 0.8))
+SETTINGS = LearnSettings(steps=12, batch_size=100, learning_rate=0.1, seed=3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    X = (rng.random((2300, FEATURES)) * [1, 10, 0.1, 5, 0] + [0, -5, 0, 100, 3]).astype(np.float32)
+    y = (3 * X[:, 0]).astype(int)
+    place = tmp_path_factory.mktemp("rounds") / "d.zarr"
+    return ingest((X, y), place, shuffle=1, split="train=0.8,test=0.2", chunk_bytes="4KiB", shard_bytes="16KiB")
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def run(data, executor=None, settings=SETTINGS, batches_per_step=3, **options):
+    executor = executor or SerialExecutor()
+    return learn_on_dataset(
+        data, KERNEL, 0.1, settings, batches_per_step=batches_per_step, executor=executor, **options
+    )
+
+
+def bits(learned):
+    values = [*learned.kernel.parameters.values(), learned.regularization]
+    return b"".join(np.asarray(value, np.float64).tobytes() for value in values)
+
+
+@pytest.fixture(scope="module")
+def expected(data):
+    return bits(run(data))
+
+
+# --- what is learned --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["rcb", "validation"])
+def test_one_batch_a_step_is_the_loop_in_memory(data, objective):
+    settings = LearnSettings(objective=objective, steps=8, batch_size=150, seed=4, prior_width=1.0)
+    X, y = data.read("train")
+    rows = Scaling.learn(X.astype(np.float64), "unit").apply(X, "float32")
+    plan = plan_batches(data, batch_size=150, seed=4, split="train")
+    order = np.concatenate([np.arange(*span) for span in data.ranges("train")])
+    where = {int(row): i for i, row in enumerate(order)}
+
+    def batches(step):
+        spans = plan.batch(step).spans
+        return np.array([where[row] for span in spans for row in range(*span)])
+
+    in_memory = learn(KERNEL, 0.1, rows, y, 3, settings, batches=batches)
+    assert bits(run(data, settings=settings, batches_per_step=1)) == bits(in_memory)
+
+
+def test_a_step_takes_the_mean_gradient_of_its_batches(data):
+    job = make_job(data, KERNEL, SETTINGS, split="train", scaling="unit", dtype="float64")
+    parameters = optim.to_log({**KERNEL.parameters, "regularization": np.array(0.1)})
+    records = [batch_gradient(job, number, parameters) for number in range(5)]
+    mean = rounds.mean_objective(records)
+    for name, value in mean.gradient.items():
+        np.testing.assert_allclose(value, np.mean([r.objective.gradient[name] for r in records], axis=0), rtol=1e-13)
+    for name in ("value", "risk", "complexity", "bound", "accuracy"):
+        np.testing.assert_allclose(getattr(mean, name), np.mean([getattr(r.objective, name) for r in records]))
+
+
+def test_the_stored_statistics_scale_rows_as_the_estimator_would(data):
+    X, _ = data.read("train")
+    wide = X.astype(np.float64)
+    for kind in ("unit", None):
+        expected = Scaling.learn(wide, kind).apply(X, "float32")
+        np.testing.assert_array_equal(Scale.of(data, "train", kind).apply(X, "float32"), expected)
+    standard = Scale.of(data, "train", "standard").apply(X, "float64")
+    np.testing.assert_allclose(standard, Scaling.learn(wide, "standard").apply(X, "float64"), atol=1e-9)
+    assert not standard[:, 4].any(), "a constant feature says nothing"
+    with pytest.raises(ConfigError, match="scaling='cubic'"):
+        Scale.of(data, "train", "cubic")
+
+
+def test_only_the_training_rows_are_looked_at(data, monkeypatch):
+    seen = set()
+    real = rounds.read_batch
+
+    def spy(dataset, plan, number):
+        for span in plan.batch(number).spans:
+            seen.update(range(*span))
+        return real(dataset, plan, number)
+
+    monkeypatch.setattr(rounds, "read_batch", spy)
+    run(data, settings=LearnSettings(steps=30, batch_size=100))
+    train = {row for span in data.ranges("train") for row in range(*span)}
+    assert seen <= train
+    assert len(seen) > 0.9 * len(train)
+
+
+def test_learning_lowers_the_objective_and_every_step_leaves_a_record(data):
+    records = []
+    learned = run(data, settings=LearnSettings(steps=40, batch_size=100), callback=records.append)
+    assert [record["step"] for record in records] == list(range(1, 41))
+    assert np.mean([r["objective"] for r in records[-5:]]) < 0.8 * np.mean([r["objective"] for r in records[:5]])
+    assert learned.history == records
+    wanted = {"objective", "risk", "complexity", "regularization", "gradient_norm", "rows_per_second", "waiting_share"}
+    assert wanted <= set(records[0])
+    assert all(0 <= record["waiting_share"] <= 1 for record in records)
+    assert all(json.dumps(record) for record in records)
+
+
+def test_a_batch_without_some_classes_is_no_problem(tmp_path):
+    X = np.linspace(0, 1, 400, dtype=np.float32)[:, None].repeat(FEATURES, axis=1)
+    y = np.arange(400) // 100
+    data = ingest((X, y), tmp_path / "sorted.zarr", chunk_bytes="2KiB", shard_bytes="4KiB")
+    job = make_job(data, KERNEL, SETTINGS, split=None, scaling="unit", dtype="float32")
+    job = rounds.dataclasses.replace(job, plan=rounds.dataclasses.replace(job.plan, mode="contiguous", batch_size=50))
+    record = batch_gradient(job, 0, optim.to_log({**KERNEL.parameters, "regularization": np.array(0.1)}))
+    assert isinstance(record, BatchRecord)
+    assert record.objective.gradient["length_scale"].shape == (FEATURES,)
+
+
+def test_what_cannot_be_learned_from_is_refused(data, tmp_path):
+    with pytest.raises(ConfigError, match="batches_per_step=0"):
+        run(data, batches_per_step=0)
+    with pytest.raises(ConfigError, match="dtype='float16'"):
+        run(data, dtype="float16")
+    bare = ingest(np.zeros((10, 2), np.float32), tmp_path / "bare.zarr")
+    with pytest.raises(DataError, match="no class labels"):
+        run(bare)
+
+
+# --- who works does not matter ----------------------------------------------------------------------
+
+
+def test_two_workers_learn_the_same_bits_as_one_process(data, client, expected):
+    assert bits(run(data, DaskExecutor(client))) == expected
+    assert bits(run(data, DaskExecutor(client, direct=True))) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_any_number_of_workers_learns_the_same_bits(data, expected, workers):
+    with (
+        LocalCluster(n_workers=workers, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert bits(run(data, DaskExecutor(client))) == expected
+
+
+def test_workers_killed_at_random_do_not_show(data, client, expected):
+    choose = random.Random(5)
+    killed = []
+
+    def kill(record):
+        if record["step"] in (2, 3, 7, 9):
+            pid = choose.choice(sorted(client.run(os.getpid).values()))
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    assert bits(run(data, DaskExecutor(client), callback=kill)) == expected
+    assert len(set(killed)) == 4
+
+
+def test_a_worker_that_hangs_does_not_show(data, client, expected):
+    client.wait_for_workers(2, timeout=60)
+    executor = DaskExecutor(client, patience_s=1.0)
+
+    def stop(record):
+        if record["step"] == 4:
+            os.kill(sorted(client.run(os.getpid).values())[0], signal.SIGSTOP)
+
+    assert bits(run(data, executor, callback=stop)) == expected
+    assert executor.retried > 0
+
+
+# --- interrupted and resumed ------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """As Ctrl-C: not an Exception."""
+
+
+def stop_at(step):
+    def callback(record):
+        if record["step"] == step:
+            raise Stop
+
+    return callback
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "adadelta"])
+def test_an_interrupted_run_goes_on_to_the_same_bits(data, tmp_path, optimizer):
+    settings = LearnSettings(steps=12, batch_size=100, optimizer=optimizer, seed=3)
+    whole = bits(run(data, settings=settings))
+    for step in (5, 9):
+        with pytest.raises(Stop):
+            run(data, settings=settings, checkpoints=Checkpoints(tmp_path), callback=stop_at(step))
+    seen = []
+    finished = run(data, settings=settings, checkpoints=Checkpoints(tmp_path), callback=seen.append)
+    assert [record["step"] for record in seen] == [10, 11, 12], "every whole step was saved on the way out"
+    assert bits(finished) == whole
+    seen.clear()
+    assert bits(run(data, settings=settings, checkpoints=Checkpoints(tmp_path), callback=seen.append)) == whole
+    assert not seen, "nothing was left to do"
+
+
+def test_the_stopping_rule_and_the_best_iterate_are_resumed_too(data, tmp_path):
+    settings = LearnSettings(steps=400, batch_size=100, learning_rate=0.5, patience=6, seed=1)
+    whole = run(data, settings=settings)
+    stopped = len(whole.history)
+    assert whole.stopped_early
+    with pytest.raises(Stop):
+        run(data, settings=settings, checkpoints=Checkpoints(tmp_path), callback=stop_at(stopped - 2))
+    again = run(data, settings=settings, checkpoints=Checkpoints(tmp_path))
+    assert (bits(again), len(again.history), again.stopped_early) == (bits(whole), 2, True)
+
+
+def test_a_run_may_be_made_longer_but_not_otherwise_changed(data, tmp_path):
+    short = LearnSettings(steps=6, batch_size=100, learning_rate=0.1, seed=3)
+    run(data, settings=short, checkpoints=Checkpoints(tmp_path))
+    assert bits(run(data, checkpoints=Checkpoints(tmp_path))) == bits(run(data))
+    with pytest.raises(ConfigError, match=r"learn\.learning_rate was 0\.1, now it is 0\.2"):
+        run(
+            data,
+            settings=LearnSettings(steps=12, batch_size=100, learning_rate=0.2, seed=3),
+            checkpoints=Checkpoints(tmp_path),
+        )
+    with pytest.raises(ConfigError, match=r"learn\.batches_per_step was 3, now it is 2"):
+        run(data, batches_per_step=2, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(ConfigError, match=r"model\.dtype was 'float32'"):
+        run(data, dtype="float64", checkpoints=Checkpoints(tmp_path))
+
+
+def test_other_data_are_refused(data, tmp_path):
+    run(data, checkpoints=Checkpoints(tmp_path / "c"))
+    X, y = data.read("train")
+    X[0, 0] += 1e-3
+    other = ingest((X, y), tmp_path / "other.zarr")
+    with pytest.raises(ConfigError, match="data was"):
+        run(other, checkpoints=Checkpoints(tmp_path / "c"))
+
+
+CONFIG = """
+data: {{source: {source}}}
+model: {{kernel: {{name: gaussian, ard: true, length_scale: 0.8}}, objective: rcb, regularization: 0.1}}
+learn: {{steps: 60, batch_size: 100, batches_per_step: 3, learning_rate: 0.1, seed: 3, checkpoint_steps: 7}}
+cluster: {{kind: {kind}, workers: 1, dashboard: false}}
+output: {{folder: {folder}}}
+"""
+
+
+def command(tmp_path, data, name, kind="serial"):
+    config = tmp_path / f"{name}.yaml"
+    config.write_text(CONFIG.format(source=data.path, folder=tmp_path / name, kind=kind))
+    return [sys.executable, "-m", "kme_dist", "learn", str(config), "--json", "--quiet"]
+
+
+def call(arguments):
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"), [("local", [30]), pytest.param("serial", [1, 10, 40], marks=pytest.mark.slow)]
+)
+def test_a_killed_driver_goes_on_to_the_same_bits(data, tmp_path, kind, kills):
+    undisturbed = run(data, settings=LearnSettings(steps=60, batch_size=100, learning_rate=0.1, seed=3))
+    arguments = command(tmp_path, data, "killed", kind)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for lines in kills:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < lines):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    code, printed, errors = call(arguments)
+    assert code == 0, errors
+    finished = json.loads(printed)
+    assert finished["steps_now"] < 60, "it did not begin from the start"
+    assert finished["kernel"] == undisturbed.kernel.to_config()
+    assert finished["regularization"] == undisturbed.regularization
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 61)), "every step once, whatever was made twice"
+
+
+def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp_path):
+    arguments = command(tmp_path, data, "stopped")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 10):
+        time.sleep(0.002)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "run it again with: kme-dist learn" in errors
+    made = metrics.read_text().count("\n")
+    code, printed, errors = call(arguments)
+    assert code == 0, errors
+    assert json.loads(printed)["steps_now"] == 60 - made
+
+
+# --- long loops -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_thousand_rounds_leave_memory_and_pace_as_they_were(data):
+    """The scheduler lives in this process, so that one figure covers both."""
+    import psutil
+
+    from kme_dist.cluster import open_executor
+    from kme_dist.config import ClusterConfig
+
+    memory, seconds = [], []
+
+    def watch(record):
+        seconds.append(record["round_seconds"])
+        if record["step"] % 500 == 0:
+            memory.append(psutil.Process().memory_info().rss / 2**20)
+
+    settings = LearnSettings(steps=10_000, batch_size=20, learning_rate=0.01)
+    with open_executor(ClusterConfig(workers=1, dashboard=False)) as executor:
+        run(data, executor, settings=settings, batches_per_step=1, callback=watch)
+    slope = np.polyfit(np.arange(len(memory[4:])) * 0.5, memory[4:], 1)[0]
+    print(f"memory {memory[4]:.0f} to {memory[-1]:.0f} MiB, {slope:.2f} MiB per 1000 rounds")
+    assert slope < 1.0
+    assert np.median(seconds[-1000:]) < 1.5 * np.median(seconds[1000:2000])
