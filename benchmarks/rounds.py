@@ -227,7 +227,7 @@ def main(argv=None):
     parser.add_argument("parts", nargs="*", choices=["overhead", "scaling", "long", "covtype"], default=[])
     parser.add_argument("--rows", type=int, nargs="+", default=[500, 1000, 2000])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--scaling-rows", type=int, default=3500)
+    parser.add_argument("--scaling-rows", type=int, default=2500)
     parser.add_argument("--long-rounds", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--centres", type=int, default=1024)

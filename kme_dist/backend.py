@@ -227,26 +227,22 @@ class Factor:
             if info != 0:
                 raise NumericalError(f"LAPACK potrs refused argument {-info}")
             return X
-        if is_cupy(self.lower):
-            triangular = _cupy_solve_triangular()
-            half = triangular(self.lower, B, lower=True)
-            return triangular(self.lower, half, lower=True, trans="T")
-        xp = namespace_of(self.lower)
-        L = xp.tril(self.lower)
-        return xp.linalg.solve(L.T, xp.linalg.solve(L, B))
+        return self.half_solve(self.half_solve(B), transposed=True)
 
-    def half_solve(self, B: Array) -> Array:
-        """L⁻¹ B, by one triangular solve; |L⁻¹ b|² = bᵀ A⁻¹ b."""
+    def half_solve(self, B: Array, transposed: bool = False) -> Array:
+        """L⁻¹ B (or L⁻ᵀ B), by one triangular solve; |L⁻¹ b|² = bᵀ A⁻¹ b."""
         if isinstance(self.lower, np.ndarray):
             (trtrs,) = lapack.get_lapack_funcs(("trtrs",), (self.lower,))
-            X, info = trtrs(self.lower, np.array(B, self.lower.dtype, order="F"), lower=1, overwrite_b=1)
+            rhs = np.array(B, self.lower.dtype, order="F")
+            X, info = trtrs(self.lower, rhs, lower=1, trans=int(transposed), overwrite_b=1)
             if info != 0:
                 raise NumericalError(f"LAPACK trtrs found a zero on the diagonal at {info}")
             return X
         if is_cupy(self.lower):
-            return _cupy_solve_triangular()(self.lower, B, lower=True)
+            return _cupy_solve_triangular()(self.lower, B, lower=True, trans="T" if transposed else "N")
         xp = namespace_of(self.lower)
-        return xp.linalg.solve(xp.tril(self.lower), B)
+        L = xp.tril(self.lower)
+        return xp.linalg.solve(L.T if transposed else L, B)
 
     def inverse_diagonal(self) -> Array:
         """The diagonal of A⁻¹; overwrites the factor on the host (the cheapest way there is)."""

@@ -8,10 +8,6 @@ One step is one round: `batches_per_step` calls of `batch_gradient`, each of whi
 number and returns a small record; the mean of the records, added up in plan order; one update here. What is learned
 depends on data, settings and `batches_per_step`, never on who did the work: the same bits come from one process, from
 any number of workers, and from a run that was killed and resumed.
-
-    mode    a round is
-    sync    one gradient from each of `batches_per_step` batches, one update with their mean
-    local   `local_steps` updates in each of `batches_per_step` lanes, then the mean of lanes: for slow networks
 """
 
 from __future__ import annotations
@@ -26,9 +22,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,7 +48,6 @@ from kme_dist.run.learn import (
     step_record,
 )
 
-MODES = ("sync", "local")
 BATCH_ROWS = 1000  # where the settings leave the batch size open
 HISTORY_RECORDS = 2000  # kept in memory; the callback sees every one
 
@@ -182,27 +177,20 @@ def learn_on_dataset(
     if batches_per_step < 1:
         raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
     job = make_job(dataset, kernel, settings, split=split, scaling=scaling, dtype=dtype)
-    identity = _identity(job, dataset, regularization, settings, batches_per_step, scaling)
-    loop = _Loop(job, kernel, regularization, settings)
-    if checkpoints is not None and (snapshot := checkpoints.resume(identity)) is not None:
-        loop.restore(snapshot)
-    history: deque[Record] = deque(maxlen=HISTORY_RECORDS)
-    with _saved_on_the_way_out(checkpoints, loop, identity):
-        while loop.step < settings.steps and not loop.stopped:
-            began = time.perf_counter()
-            first = loop.step * batches_per_step
-            parameters = dict(loop.parameters)
-            calls = [(job, first + i, parameters) for i in range(batches_per_step)]
-            records = executor.map(batch_gradient, calls, name="rcb-gradient")
-            record = loop.advance(mean_objective(records), _rows(records))
-            record |= _pace(records, time.perf_counter() - began, executor.workers)
-            history.append(record)
-            if callback:
-                callback(record)
-            if checkpoints is not None:
-                checkpoints.offer(loop.snapshot(), identity)
+    model = {"kernel": kernel.to_config(), "regularization": float(regularization), "dtype": dtype, "scaling": scaling}
+    identity = run_identity(dataset, settings, job.plan, model, batches_per_step)
+
+    def judge(step: int, parameters: optim.Named) -> tuple[Objective, int, Record]:
+        began, first = time.perf_counter(), step * batches_per_step
+        calls = [(job, first + i, parameters) for i in range(batches_per_step)]
+        records = executor.map(batch_gradient, calls, name="rcb-gradient")
+        pace = _pace(records, time.perf_counter() - began, executor.workers)
+        return mean_objective(records), records[0].rows, pace  # all batches of a plan have as many rows
+
+    loop = Loop(kernel, regularization, settings, job.plan.rows)
+    history = loop.run(judge, identity, checkpoints, callback)
     learned_kernel, lam = assemble(kernel, loop.result())
-    return Learned(learned_kernel, lam, list(history), stopped_early=loop.stopped)
+    return Learned(learned_kernel, lam, history, stopped_early=loop.stopped)
 
 
 def make_job(
@@ -230,23 +218,56 @@ def make_job(
     )
 
 
-class _Loop:
+class Parametrised(Protocol):
+    """What a loop learns: a kernel, or whatever else has parameters by name."""
+
+    @property
+    def parameters(self) -> Mapping[str, np.ndarray]: ...
+
+
+# From the step's number and the parameters: the objective with its gradient, the rows of one batch, how fast it went.
+Judge = Callable[[int, optim.Named], tuple[Objective, int, Record]]
+
+
+class Loop:
     """Parameters, optimiser and stopping rule: all that changes from step to step."""
 
-    def __init__(self, job: Job, kernel: Kernel, regularization: float, settings: LearnSettings) -> None:
+    def __init__(self, start: Parametrised, regularization: float, settings: LearnSettings, rows: int) -> None:
         self.settings = settings
-        start = {**kernel.parameters, "regularization": np.asarray(regularization, dtype=np.float64)}
-        self.parameters = optim.to_log(start)
+        self.parameters = optim.to_log(
+            {**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)}
+        )
         self.names = optim.learnable(self.parameters, settings.frozen)
         self.optimizer = optim.optimizer_by_name(settings.optimizer)
         self.state = self.optimizer.init({name: self.parameters[name] for name in self.names})
         schedule = settings.schedule or (lambda rate, steps: optim.constant(rate))
         self.rate = schedule(settings.learning_rate, settings.steps)
         self.watch = PlateauWatch(settings.patience)
-        self.prior = LengthScalePrior(kernel, self.parameters, settings, job.plan.rows)
+        self.prior = LengthScalePrior(start, self.parameters, settings, rows)  # type: ignore[arg-type]
         self.step, self.stopped = 0, False
         self._began, self._earlier = time.perf_counter(), 0.0
         self._snapshot = self._take()
+
+    def run(
+        self,
+        judge: Judge,
+        identity: dict[str, Any],
+        checkpoints: Checkpoints | None = None,
+        callback: Callable[[Record], None] | None = None,
+    ) -> list[Record]:
+        """Step after step to the end, from the last checkpoint where there is one; the last records."""
+        if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
+            self.restore(found)
+        history: deque[Record] = deque(maxlen=HISTORY_RECORDS)
+        with self._saved_on_the_way_out(checkpoints, identity):
+            while self.step < self.settings.steps and not self.stopped:
+                out, rows, pace = judge(self.step, dict(self.parameters))
+                history.append({**self.advance(out, rows), **pace})
+                if callback:
+                    callback(history[-1])
+                if checkpoints is not None:
+                    checkpoints.offer(self._snapshot, identity)
+        return list(history)
 
     def advance(self, out: Objective, rows: int) -> Record:
         """One update with the mean gradient of the step; `rows` are those of one batch."""
@@ -275,10 +296,6 @@ class _Loop:
         watch = {**self.watch.state(), "stopped": int(self.stopped)}
         return Snapshot(self.step, self.parameters, self.state, watch, self.seconds)
 
-    def snapshot(self) -> Snapshot:
-        """As of the last whole step, also when the present one was interrupted half-way."""
-        return self._snapshot
-
     def restore(self, snapshot: Snapshot) -> None:
         self.step, self.parameters, self.state = snapshot.step, snapshot.parameters, snapshot.optimizer
         self.watch.restore(snapshot.watch)
@@ -286,20 +303,19 @@ class _Loop:
         self._earlier, self._began = snapshot.seconds, time.perf_counter()
         self._snapshot = self._take()
 
-
-@contextlib.contextmanager
-def _saved_on_the_way_out(checkpoints: Checkpoints | None, loop: _Loop, identity: dict[str, Any]) -> Iterator[None]:
-    """Save the last whole step, whether the run ends well or is interrupted."""
-    start = loop.step
-    try:
-        yield
-    except BaseException:
-        if checkpoints is not None and loop.snapshot().step > start:
-            with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
-                checkpoints.save(loop.snapshot(), identity)
-        raise
-    if checkpoints is not None and loop.step > start:
-        checkpoints.save(loop.snapshot(), identity)
+    @contextlib.contextmanager
+    def _saved_on_the_way_out(self, checkpoints: Checkpoints | None, identity: dict[str, Any]) -> Iterator[None]:
+        """Save the last whole step, whether the run ends well or is interrupted in the middle of the next one."""
+        start = self.step
+        try:
+            yield
+        except BaseException:
+            if checkpoints is not None and self._snapshot.step > start:
+                with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
+                    checkpoints.save(self._snapshot, identity)
+            raise
+        if checkpoints is not None and self.step > start:
+            checkpoints.save(self._snapshot, identity)
 
 
 # --- records ----------------------------------------------------------------------------------------
@@ -323,10 +339,6 @@ def _add(a: optim.Named, b: optim.Named) -> optim.Named:
     return {name: a[name] + b[name] for name in a}
 
 
-def _rows(records: list[BatchRecord]) -> int:
-    return records[0].rows  # all batches of a plan have the same
-
-
 def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
     """How fast the round went, and which share of the workers' time was spent waiting."""
     busy = sum(record.read_s + record.compute_s for record in records)
@@ -341,31 +353,20 @@ def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
     }
 
 
-def _identity(
-    job: Job,
-    dataset: Dataset,
-    regularization: float,
-    settings: LearnSettings,
-    batches_per_step: int,
-    scaling: str | None,
+def run_identity(
+    dataset: Dataset, settings: LearnSettings, plan: BatchPlan, model: dict[str, Any], batches_per_step: int
 ) -> dict[str, Any]:
-    """What a checkpoint must agree with to be continued."""
-    chosen = dataclasses.asdict(settings)
-    schedule = chosen.pop("schedule")
-    if schedule is None:
+    """What a checkpoint must agree with to be continued: plain data, named as the configuration names it."""
+    chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
+    if settings.schedule is None:
         del chosen["steps"]  # a run may be made longer; only a schedule depends on where it is to end
     else:
-        chosen["schedule"] = getattr(schedule, "__qualname__", type(schedule).__name__)
+        chosen["schedule"] = getattr(settings.schedule, "__qualname__", type(settings.schedule).__name__)
     tree = {
-        "learn": {**chosen, "batch_size": job.plan.batch_size, "batches_per_step": batches_per_step},
-        "model": {
-            "kernel": job.kernel.to_config(),
-            "regularization": float(regularization),
-            "dtype": job.dtype,
-            "scaling": scaling,
-        },
+        "learn": {**chosen, "batch_size": plan.batch_size, "batches_per_step": batches_per_step},
+        "model": model,
         "data": data_digest(dataset),
-        "plan": _digest(job.plan.to_json()),
+        "plan": _digest(plan.to_json()),
     }
     plain: dict[str, Any] = json.loads(json.dumps(tree))
     return plain

@@ -17,7 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, astype, cholesky, free_bytes, namespace_of, precision, set_diagonal, to_host
+from kme_dist.backend import (
+    Array,
+    astype,
+    cholesky,
+    empty_square,
+    free_bytes,
+    like,
+    namespace_of,
+    precision,
+    set_diagonal,
+    to_host,
+)
 from kme_dist.core.embedding import Embedding, leave_one_out, log_loss, solve_dual
 from kme_dist.core.kernels.base import Kernel, row_blocks
 from kme_dist.core.objective import Workspace, one_hot
@@ -85,33 +96,36 @@ def fit(
     workspace: Workspace | None = None,
 ) -> Solution:
     """Solve for the embedding on all rows; with `retune`, λ is chosen by leave-one-out first."""
+    problem = _Problem(kernel, X, y, n_classes, regularization, retune, floor, seed)
     if solver == "nystrom":
-        return _fit_nystrom(kernel, X, y, n_classes, regularization, retune, reason, centres, floor, seed)
-    return _fit_cholesky(kernel, X, y, n_classes, regularization, retune, reason, floor, seed, workspace or Workspace())
+        return _fit_nystrom(problem, reason, centres)
+    return _fit_cholesky(problem, reason, workspace or Workspace())
 
 
-def _fit_cholesky(
-    kernel: Kernel,
-    X: Any,
-    y: np.ndarray,
-    n_classes: int,
-    regularization: float,
-    retune: bool,
-    reason: str,
-    floor: float,
-    seed: int,
-    workspace: Workspace,
-) -> Solution:
-    loss = None
+@dataclass(frozen=True)
+class _Problem:
+    """What is to be fitted, and whether λ is to be chosen on the way."""
+
+    kernel: Kernel
+    X: Any
+    y: np.ndarray
+    n_classes: int
+    regularization: float
+    retune: bool
+    floor: float
+    seed: int
+
+
+def _fit_cholesky(problem: _Problem, reason: str, workspace: Workspace) -> Solution:
+    kernel, X, y, n_classes = problem.kernel, problem.X, problem.y, problem.n_classes
+    lam, loss = problem.regularization, None
     tried: dict[float, float] = {}
-    lam = regularization
-    if retune and len(X) > 1:
+    if problem.retune and len(X) > 1:
         lam, loss, tried = retune_regularization(
-            kernel, X, y, n_classes, start=regularization, floor=floor, seed=seed, workspace=workspace
+            kernel, X, y, n_classes, start=lam, floor=problem.floor, seed=problem.seed, workspace=workspace
         )
     V = _solve_promoting(kernel, X, y, n_classes, lam, workspace)
-    embedding = Embedding(kernel, X, V, lam)
-    return Solution(embedding, "cholesky", reason, loss, tuple(sorted(tried.items())))
+    return Solution(Embedding(kernel, X, V, lam), "cholesky", reason, loss, tuple(sorted(tried.items())))
 
 
 def _solve_promoting(kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam: float, workspace: Workspace) -> Array:
@@ -239,74 +253,51 @@ def search_regularization(
 # --- Nystrom ---------------------------------------------------------------------------------------
 
 
-def _fit_nystrom(
-    kernel: Kernel,
-    X: Any,
-    y: np.ndarray,
-    n_classes: int,
-    regularization: float,
-    retune: bool,
-    reason: str,
-    centres: int | None,
-    floor: float,
-    seed: int,
-) -> Solution:
-    n = len(X)
+def _fit_nystrom(problem: _Problem, reason: str, centres: int | None) -> Solution:
+    """Centres drawn uniformly; φ(x) = L⁻¹ k(centres, x) with L Lᵀ = K(centres, centres), then ridge regression on φ."""
+    kernel, X, n = problem.kernel, problem.X, len(problem.X)
     p = min(centres or _NYSTROM_CENTRES, n)
-    rows = np.sort(np.random.default_rng(seed).choice(n, p, replace=False))
-    C = select(X, rows)
+    C = select(X, np.sort(np.random.default_rng(problem.seed).choice(n, p, replace=False)))
     diag = kernel.diag(C)
-    K_cc = astype(kernel.gram(C), "float64")
-    K_cc = np.asfortranarray(K_cc) if isinstance(K_cc, np.ndarray) else K_cc
-    # Float32 Gram entries carry an error of about 1e-7: directions below it are noise, not kernel.
-    noise = (1e-6 if precision(diag) == "float32" else 1e-12) * float(namespace_of(diag).mean(astype(diag, "float64")))
-    set_diagonal(K_cc, astype(diag, "float64") + p * noise / 10)
-    factor = cholesky(K_cc)
+    wide = astype(diag, "float64")
     xp = namespace_of(diag)
+    K_cc = empty_square(p, wide)
+    K_cc[...] = astype(kernel.gram(C), "float64")
+    # Float32 Gram entries carry an error of about 1e-7: directions below it are noise, not kernel.
+    noise = (1e-6 if precision(diag) == "float32" else 1e-12) * float(xp.mean(wide))
+    set_diagonal(K_cc, wide + p * noise / 10)
+    factor = cholesky(K_cc)
 
     def features(rows: slice) -> tuple[Array, Array]:
-        """φ(x) = L⁻¹ k(centres, x), whose inner products are the Nystrom kernel; and one-hot labels."""
+        """Φᵀ (p x rows) and one-hot labels of a chunk."""
         K = astype(kernel.gram(X[rows], C), "float64")
-        return factor.half_solve(K.T), one_hot(y[rows], n_classes, K)
+        return factor.half_solve(K.T), one_hot(problem.y[rows], problem.n_classes, K)
 
     G = B = 0
     for chunk in row_blocks(n, _CHUNK_ROWS):
         Phi, Y = features(chunk)
-        G = G + Phi @ Phi.T
-        B = B + Phi @ Y
+        G, B = G + Phi @ Phi.T, B + Phi @ Y
     eigenvalues, U = xp.linalg.eigh(G)
     eigenvalues = xp.where(eigenvalues > 0, eigenvalues, eigenvalues * 0)
     UtB = U.T @ B
-    lam, loss = regularization, None
+    lam, loss = problem.regularization, None
     tried: dict[float, float] = {}
-    if retune:
-        variance = kernel.alpha(C) ** 2 or 1.0
-        shifts = 10.0 ** np.arange(-6.0, 2.1, 0.25) * variance
+    if problem.retune:
+        shifts = 10.0 ** np.arange(-6.0, 2.1, 0.25) * (kernel.alpha(C) ** 2 or 1.0)
+        inverses = 1 / (eigenvalues[:, None] + like(shifts, eigenvalues)[None, :])
         losses = np.zeros(len(shifts))
         for chunk in row_blocks(n, _CHUNK_ROWS):
             Phi, Y = features(chunk)
             Q = Phi.T @ U
-            squares = Q * Q
-            for i, shift in enumerate(shifts):
-                inverse = 1 / (eigenvalues + float(shift))
-                leverage = xp.sum(squares * inverse[None, :], axis=1)[:, None]
-                P = Q @ (inverse[:, None] * UtB)
+            leverages = (Q * Q) @ inverses  # one column per λ
+            for i in range(len(shifts)):
+                P = Q @ (inverses[:, i : i + 1] * UtB)
+                leverage = leverages[:, i : i + 1]
                 room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
-                held_out = Y - (Y - P) / room
-                losses[i] += float(log_loss(Y, held_out, floor)) * len(Y) / n
-        best = int(np.argmin(losses))
-        lam, loss = float(shifts[best]) / n, float(losses[best])
+                losses[i] += float(log_loss(Y, Y - (Y - P) / room, problem.floor)) * Y.shape[0] / n
         tried = {float(shift) / n: float(value) for shift, value in zip(shifts, losses, strict=True)}
-    W = U @ (UtB / (eigenvalues + n * lam)[:, None])
-    L = factor.lower
-    lower = xp.tril(L)
-    V = xp.linalg.solve(lower.T, W) if not isinstance(L, np.ndarray) else _upper_solve(L, W)
+        lam = min(tried, key=lambda candidate: tried[candidate])
+        loss = tried[lam]
+    V = factor.half_solve(U @ (UtB / (eigenvalues + n * lam)[:, None]), transposed=True)
     embedding = Embedding(kernel, C, astype(V, precision(diag)), lam)
     return Solution(embedding, "nystrom", reason, loss, tuple(sorted(tried.items())))
-
-
-def _upper_solve(L: np.ndarray, B: Array) -> np.ndarray:
-    from scipy.linalg import solve_triangular
-
-    solution: np.ndarray = solve_triangular(L, to_host(B), lower=True, trans="T", check_finite=False)
-    return solution
