@@ -189,12 +189,12 @@ def prefetch_waits(folder: Path, rows: int, steps: int = 40) -> None:
         print(f"prefetch {mode}: a step of {step_ms:.0f} ms waits {share:.2%} of its time for data (below 5 % wanted)")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=["ingest", "memory", "batches", "prefetch"])
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the ingested table")
     parser.add_argument("--folder", help="where to work; a temporary folder when not given")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     folder = Path(given.folder or tempfile.mkdtemp(prefix="kme-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -146,7 +146,7 @@ def long(data, count):
     )
 
 
-def covtype(folder, steps, centres, rows):
+def covtype(folder, steps, centres, rows, objective):
     source = shared_data()
     if source is None:
         print("covtype: the shared data sets are not here; set KME_DATA to their folder")
@@ -154,7 +154,7 @@ def covtype(folder, steps, centres, rows):
     place = Path(folder) / "covtype.zarr"
     data = ingest(source / "covtype.npz", place, label="y", shuffle=0, split="train=0.8,test=0.2")
     kernel = Gaussian(length_scale=np.ones(data.features))
-    settings = LearnSettings(steps=steps, batch_size=2000, learning_rate=0.1)
+    settings = LearnSettings(objective=objective, steps=steps, batch_size=2000, learning_rate=0.1)
     peaks = {}
     with workers(2) as executor:
         began = time.perf_counter()
@@ -167,7 +167,7 @@ def covtype(folder, steps, centres, rows):
         learned = learn_on_dataset(data, kernel, 1e-3, settings, batches_per_step=2, executor=executor, callback=watch)
         seconds = time.perf_counter() - began
     print(
-        f"covtype: {steps} steps of 2 x 2000 rows in {seconds:.0f} s, worker memory at most "
+        f"covtype, {objective}: {steps} steps of 2 x 2000 rows in {seconds:.0f} s, worker memory at most "
         f"{max(peaks.values()) / 2**20:.0f} MiB, load {load_average()}",
         flush=True,
     )
@@ -231,6 +231,7 @@ def main(argv=None):
     parser.add_argument("--long-rounds", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--centres", type=int, default=1024)
+    parser.add_argument("--objective", default="rcb", choices=["rcb", "validation"])
     parser.add_argument("--fit-rows", type=int, default=100_000)
     chosen = parser.parse_args(argv)
     parts = chosen.parts or ["overhead", "scaling"]
@@ -243,7 +244,7 @@ def main(argv=None):
         if "long" in parts:
             long(data, chosen.long_rounds)
         if "covtype" in parts:
-            covtype(folder, chosen.steps, chosen.centres, chosen.fit_rows)
+            covtype(folder, chosen.steps, chosen.centres, chosen.fit_rows, chosen.objective)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Scale:
         return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
 
     def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        scaled: np.ndarray = ((X.reshape(len(X), -1) - self.shift) * self.factor).astype(dtype)
+        scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype)
         return scaled
 
 
