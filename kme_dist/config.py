@@ -30,6 +30,7 @@ MAX_CONFIG_BYTES = 1_000_000
 RUN_KEYS = frozenset(
     {"starts", "threads", "batches_per_step", "checkpoint_steps", "checkpoint_seconds", "checkpoints_kept"}
 )
+NULL_KEYS = frozenset({"scaling", "threads"})  # where null is a choice of its own
 BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer")
 
 _REPR = reprlib.Repr()
@@ -43,6 +44,10 @@ class _Section(BaseModel):
     """Strict: no silent conversion of types, no unknown key, no change after loading."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    def given(self) -> set[str]:
+        """The keys that say something: null means the same as leaving a key out, but for those in NULL_KEYS."""
+        return {key for key in self.model_fields_set if key in NULL_KEYS or getattr(self, key) is not None}
 
 
 class DataConfig(_Section):
@@ -247,7 +252,7 @@ class Config(_Section):
         """The keyword arguments of the estimator that this configuration sets, and only those."""
         settings: dict[str, Any] = {}
         for section in (self.model, self.learn, self.fit):
-            settings |= {key: getattr(section, key) for key in section.model_fields_set}
+            settings |= {key: getattr(section, key) for key in section.given()}
         for key in RUN_KEYS:
             settings.pop(key, None)
         if "seed" in settings:
@@ -258,7 +263,7 @@ class Config(_Section):
         """Everything spelled out: the gaps filled with the estimator's own parameters."""
         full: dict[str, Any] = self.model_dump(mode="json")
         for section in ("model", "learn", "fit"):
-            given = getattr(self, section).model_fields_set
+            given = getattr(self, section).given()
             for key in set(full[section]) - given - RUN_KEYS:
                 parameter = "random_state" if key == "seed" else key
                 full[section][key] = estimator_defaults.get(parameter)

@@ -20,40 +20,15 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset
-from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.run import learn as learning
 from kme_dist.run import solve
 from kme_dist.run.learn import LearnSettings, Record
+from kme_dist.run.scaling import Scaling
 
 _SELECTED = ("rcb", "validation")  # what objective="auto" chooses between
 _FORMAT = 1
 _ONE_THREAD_ROWS = 4_000
-
-
-class Scaling:
-    """x -> (x - shift) * factor, feature by feature; constant features become 0."""
-
-    def __init__(self, shift: np.ndarray, factor: np.ndarray) -> None:
-        self.shift, self.factor = shift, factor
-
-    @classmethod
-    def learn(cls, X: np.ndarray, kind: str | None) -> Scaling:
-        if kind is None:
-            return cls(np.zeros(X.shape[1]), np.ones(X.shape[1]))
-        if kind == "unit":
-            shift, width = X.min(axis=0), np.ptp(X, axis=0)
-        elif kind == "standard":
-            shift, width = X.mean(axis=0), X.std(axis=0)
-        else:
-            raise ConfigError(f"scaling={kind!r} is unknown; choose 'unit', 'standard' or None")
-        width = np.asarray(width, dtype=np.float64)
-        with np.errstate(divide="ignore", over="ignore"):
-            factor = np.where(width > 0, 1.0 / width, 0.0)
-        return cls(np.asarray(shift, dtype=np.float64), np.where(np.isfinite(factor), factor, 0.0))
-
-    def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        scaled: np.ndarray = ((X - self.shift) * self.factor).astype(dtype)
-        return scaled
 
 
 class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -77,7 +52,8 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None chooses by the number of rows.
     scaling : {"unit", "standard", None}; learned inside the model and applied to queries too.
     solver, centres : the final fit: "auto", "cholesky" (exact) or "nystrom" with so many centres.
-    backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64".
+    backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". Raw rows (scaling=None) so far from the origin
+        that float32 cannot tell them apart are learned in float64 all the same.
     random_state : whole number; decides batches, splits and centres.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot prove anything rarer; 0 is the published clip-normalisation.
@@ -158,7 +134,7 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         seed = self._seed()
         self.scaling_ = Scaling.learn(X, self.scaling)
-        rows = devices.to_device(self.scaling_.apply(X, self.dtype), self._device())
+        rows = devices.to_device(self.scaling_.apply(X, self._working_dtype(X)), self._device())
         self.probability_floor_ = self._floor(len(X))
         start = kernels.from_config(self.kernel, n_features=X.shape[1])
         report = callback or (_print_record if self.verbose else None)
@@ -183,23 +159,42 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"batch_size={self.batch_size!r}: needs a whole number from 1, or None")
         if self.centres is not None and (not isinstance(self.centres, int | np.integer) or self.centres < 1):
             raise ConfigError(f"centres={self.centres!r}: needs a whole number from 1, or None")
-        if not isinstance(self.regularization, int | float | np.number) or not self.regularization > 0:
-            raise ConfigError(f"regularization={self.regularization!r}: needs a positive number")
+        for name in ("regularization", "learning_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value!r}: needs a positive number")
         if self.client is not None:
-            raise ConfigError("client: this version learns in one process; leave client=None")
+            raise ConfigError(
+                "client: the estimator learns in one process in this version; leave client=None, "
+                "or learn over a cluster with `kme-dist learn`"
+            )
+
+    def _working_dtype(self, X: np.ndarray) -> str:
+        """The precision to learn in: double where single cannot tell the rows apart.
+
+        Squared distances come from |x|² + |x'|² - 2 x·x', whose rounding error is that of |x|². Scaled rows lie near
+        the origin; rows taken as they are may be far from it (years, coordinates).
+        """
+        if self.scaling is None and self.dtype == "float32":
+            variance = X.var(axis=0, dtype=np.float64)
+            varying = variance[variance > 0]
+            far = float(np.sum(X.mean(axis=0, dtype=np.float64) ** 2))
+            if varying.size and far * np.finfo(np.float32).eps > 1e-3 * float(varying.min()):
+                return "float64"
+        return self.dtype
 
     def _floor(self, n: int) -> float:
         if self.probability_floor is None:
             return 1.0 / (n + len(self.classes_))
-        if not 0 <= self.probability_floor < 1:
+        if not isinstance(self.probability_floor, int | float | np.number) or not 0 <= self.probability_floor < 1:
             raise ConfigError(f"probability_floor={self.probability_floor!r}: needs a number from 0 to below 1")
         return float(self.probability_floor)
 
     def _seed(self) -> int:
         if self.random_state is None:
             return int(np.random.SeedSequence().generate_state(1)[0])
-        if not isinstance(self.random_state, int | np.integer):
-            raise ConfigError(f"random_state={self.random_state!r}: needs a whole number or None")
+        if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
+            raise ConfigError(f"random_state={self.random_state!r}: needs a whole number from 0, or None")
         return int(self.random_state)
 
     def _device(self) -> str:
@@ -270,7 +265,9 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _solve(
         self, kernel: Kernel, lam: float, rows: Any, codes: np.ndarray, seed: int, retune: bool
     ) -> solve.Solution:
-        solver, reason = solve.choose_solver(self.solver, len(rows), self.centres, self.dtype, self._device())
+        solver, reason = solve.choose_solver(
+            self.solver, len(rows), self.centres, devices.precision(rows), self._device()
+        )
         return solve.fit(
             kernel,
             rows,
@@ -457,7 +454,9 @@ def load(path: str | Path, kernels: Mapping[str, type[Kernel]] | None = None) ->
         raise DataError(f"{path} has model format {found.get('model_format')!r}; this version reads format {_FORMAT}")
     try:
         return MCEClassifier._restore(arrays, found, kernels or {})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, KMEError):
+            raise
         raise CorruptError(f"{path} is not a complete model: {error!r}; save it again") from error
 
 

@@ -41,7 +41,18 @@ def test_absent_keys_are_left_to_the_estimator(tmp_path):
     assert config.estimator_arguments() == {"steps": 7, "random_state": 3, "solver": "cholesky"}
 
 
-def test_null_means_none_and_is_not_the_same_as_absent(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    ["learn: {steps: null, learning_rate: null, seed: null}", "fit: {solver: null}", "model: {objective: null}"],
+)
+def test_null_leaves_a_key_to_the_estimator(tmp_path, text):
+    config = load(tmp_path, MINIMAL + text + "\n")
+    assert config.estimator_arguments() == {}
+    defaults = MCEClassifier().get_params()
+    assert config.resolved(defaults) == load(tmp_path, MINIMAL).resolved(defaults)
+
+
+def test_null_switches_scaling_off(tmp_path):
     config = load(tmp_path, MINIMAL + "model: {scaling: null}\n")
     assert config.estimator_arguments() == {"scaling": None}
     defaults = MCEClassifier().get_params()

@@ -225,6 +225,28 @@ def test_rows_are_judged_one_by_one(fitted, iris):
     )
 
 
+def test_raw_rows_far_from_the_origin_are_told_apart(iris):
+    X, y = iris
+    near = MCEClassifier(scaling=None, steps=STEPS).fit(X, y)
+    far = MCEClassifier(scaling=None, steps=STEPS).fit(X + 10_000, y)
+    assert abs(far.score(X + 10_000, y) - near.score(X, y)) < 0.02
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"learning_rate": "fast"},
+        {"regularization": float("inf")},
+        {"random_state": -1},
+        {"probability_floor": "low"},
+        {"kernel": 5},
+    ],
+)
+def test_settings_of_the_wrong_kind_are_named(iris, setting):
+    with pytest.raises(errors.ConfigError, match=next(iter(setting))):
+        MCEClassifier(steps=1, **setting).fit(*iris)
+
+
 # --- storing ---------------------------------------------------------------------------------------
 
 
@@ -249,6 +271,12 @@ def test_names_of_features_are_stored(iris, tmp_path):
     assert (again.predict(frame) == clf.predict(frame)).all()
     with pytest.raises(ValueError, match="feature names"):
         again.predict(frame.rename(columns={"a": "z"}))
+
+
+def test_a_data_set_is_not_taken_for_a_damaged_model(iris, tmp_path):
+    kme.ingest(iris, tmp_path / "iris.zarr")
+    with pytest.raises(errors.DataError, match="this is a data set"):
+        kme.load(tmp_path / "iris.zarr")
 
 
 def test_own_kernel_is_handed_back_at_loading(iris, tmp_path):

@@ -82,11 +82,15 @@ def read_attributes(place: Place) -> dict[str, Any]:
 def write_attributes(place: Place, attributes: Mapping[str, Any]) -> None:
     """Write a group's metadata, whole: until this is done nobody can open the group."""
     metadata = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    place.write(METADATA_KEY, attributes_json(place, metadata).encode())
+
+
+def attributes_json(place: Place, attributes: Mapping[str, Any]) -> str:
+    """Attributes as JSON text; `place` opens the message where they have no such form."""
     try:
-        text = json.dumps(metadata, default=_plain, allow_nan=False)
+        return json.dumps(attributes, default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{place}: the attributes cannot be written as JSON ({error}).") from error
-    place.write(METADATA_KEY, text.encode())
 
 
 def _plain(value: Any) -> Any:

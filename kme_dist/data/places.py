@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import shutil
 import sys
@@ -56,6 +57,10 @@ class Place:
             )
         if not rest.strip("/"):
             raise ConfigError(f"{text}: a bucket name is missing after {scheme}://.")
+        if importlib.util.find_spec("obstore") is None:
+            raise ConfigError(
+                f"{text}: object stores need the package obstore; install it with `pip install 'kme-dist[s3]'`."
+            )
         return cls(f"{scheme}://{rest.strip('/')}")
 
     @property
@@ -240,13 +245,9 @@ class Place:
 
 
 def _connect(address: str) -> Any:
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise ConfigError(
-            f"{address}: object stores need the package obstore; install it with `pip install 'kme-dist[s3]'`."
-        ) from None
     import datetime
+
+    from obstore.store import from_url
 
     options: dict[str, Any] = {}
     if address.startswith("s3://"):

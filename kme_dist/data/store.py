@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -26,7 +27,15 @@ import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import LocalStore, ObjectStore
 
-from kme_dist.data.chunks import DTYPES, StoredArray, check_size, read_attributes, read_layout, write_attributes
+from kme_dist.data.chunks import (
+    DTYPES,
+    StoredArray,
+    attributes_json,
+    check_size,
+    read_attributes,
+    read_layout,
+    write_attributes,
+)
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.errors import ConfigError, CorruptError, DataError
@@ -142,7 +151,7 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
     level ("part/0"). The format is `attributes["format"]`, "kme-dist/arrays" when not given.
     """
     place = Place.of(path)
-    for reserved in ("digests", "format_version"):
+    for reserved in ("digests", "attributes_digest", "format_version"):
         if reserved in attributes:
             raise ConfigError(f"{place}: the attribute {reserved!r} is written by save_arrays itself; rename yours.")
     ready = {name: _storable(place, name, array) for name, array in arrays.items()}
@@ -152,6 +161,7 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
         "format_version": ARRAYS_VERSION,
         "digests": {name: hashlib.sha256(array.data).hexdigest() for name, array in ready.items()},
     }
+    complete["attributes_digest"] = attributes_digest(place, complete)
     with store_errors(place), writer_lease(place, wait_s=30.0) as still_held:
         replacing = check_replaceable(place, complete["format"])
         if not place.is_local:
@@ -169,6 +179,12 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
             publish(staging.path, place.path)
         finally:
             shutil.rmtree(staging.path, ignore_errors=True)
+
+
+def attributes_digest(place: Place, attributes: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON attributes: a learned parameter among them is as precious as an array."""
+    as_read_back = json.loads(attributes_json(place, attributes))
+    return hashlib.sha256(json.dumps(as_read_back, sort_keys=True).encode()).hexdigest()
 
 
 def _storable(place: Place, name: str, array: np.ndarray) -> np.ndarray:
@@ -218,15 +234,25 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
         attributes = read_attributes(place)
     except FileNotFoundError:
         raise DataError(f"{place}: there is nothing to load here (looked for {place}/{METADATA_KEY}).") from None
+    found = attributes.get("format")
+    if found == "kme-dist/dataset":
+        raise DataError(f"{place}: this is a data set, not saved arrays; open it with open_dataset.")
+    expected_digest = attributes.pop("attributes_digest", None)
+    digest = attributes_digest(place, attributes)
     digests = attributes.pop("digests", None)
     version = attributes.pop("format_version", None)
-    if not isinstance(digests, dict) or not str(attributes.get("format", "")).startswith("kme-dist/"):
+    if not isinstance(digests, dict) or not str(found or "").startswith("kme-dist/"):
         raise DataError(
             f"{place}: this Zarr group was not written by kme-dist (no format or digests in its attributes)."
         )
     if version != ARRAYS_VERSION:
         raise DataError(
             f"{place}: written in format version {version}; this kme-dist reads {ARRAYS_VERSION}. Update kme-dist."
+        )
+    if digest != expected_digest:
+        raise CorruptError(
+            f"{place}: the attributes in {METADATA_KEY} do not match their digest; "
+            "restore it from a copy or write it again."
         )
     arrays: dict[str, np.ndarray] = {}
     for name, expected in digests.items():

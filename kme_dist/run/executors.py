@@ -136,7 +136,8 @@ class DaskExecutor:
                 self._check_alive(error)
                 found |= self._finished(futures)
                 self.retried += count - len(found)
-                self._replace_hung()
+                if isinstance(error, TimeoutError):
+                    self._replace_hung()
             finally:
                 for future in futures.values():
                     future.release()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -49,7 +48,7 @@ from kme_dist.run.learn import (
 )
 
 BATCH_ROWS = 1000  # where the settings leave the batch size open
-HISTORY_RECORDS = 2000  # kept in memory; the callback sees every one
+HISTORY_RECORDS = 1000  # kept in memory; the callback sees every one
 
 
 # --- what travels to the workers --------------------------------------------------------------------
@@ -125,15 +124,22 @@ class _Opened:
         return self.job.scale.apply(batch.X, self.job.dtype), np.asarray(batch.y)
 
 
-@functools.lru_cache(maxsize=2)
-def _opened(job: Job, thread: int) -> _Opened:
-    return _Opened(job, open_dataset(job.path), Workspace())
+_here = threading.local()
+
+
+def _opened(job: Job) -> _Opened:
+    """Kept from call to call, one for each thread: that of an earlier run goes when another begins."""
+    held: _Opened | None = getattr(_here, "opened", None)
+    if held is None or held.job != job:
+        _here.opened = None  # its matrix is given back before a new one is asked for
+        held = _here.opened = _Opened(job, open_dataset(job.path), Workspace())
+    return held
 
 
 def batch_gradient(job: Job, number: int, parameters: optim.Named) -> BatchRecord:
     """Read batch `number`, take its objective and gradient: the function that workers run."""
     began = time.perf_counter()
-    here = _opened(job, threading.get_ident())
+    here = _opened(job)
     X, y = here.read(number)
     read = time.perf_counter()
     kernel, lam = assemble(here.job.kernel, parameters)

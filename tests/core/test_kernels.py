@@ -160,6 +160,38 @@ class TestOwnKernel(VectorContract):
             from_config(kernel.to_config())
 
 
+def test_own_kernel_of_the_module_guide_learns():
+    import textwrap
+
+    guide = kernels.__doc__ or ""
+    start = guide.index("    @dataclass")
+    source = textwrap.dedent(guide[start : guide.index("Parameters are positive")])
+    # Run under a name of its own: dataclasses look their module up.
+    scope = {"__name__": __name__, "dataclass": dataclasses.dataclass, "Any": Any, "Kernel": kernels.Kernel}
+    exec(source, scope)
+    rng = np.random.default_rng(0)
+    X, y = rng.random((12, 3)) + 0.1, np.arange(12) % 2
+    for objective in (rcb_objective, loo_objective):
+        out = objective(scope["Tanimoto"](), X, y, regularization=0.1, n_classes=2)
+        assert set(out.gradient) == {"scale", "regularization"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (5, "needs a name"),
+        ({"name": [1]}, "needs a `name`"),
+        ({"length_scale": 1.0}, "needs a `name`"),
+        ({"name": "sum", "parts": 5}, "needs a list of kernels"),
+        ({"name": "sum", "parts": "gaussian"}, "needs a list of kernels"),
+        ({"name": "gaussian", "ard": True, "length_scale": "abc"}, "needs a positive number"),
+    ],
+)
+def test_a_wrong_kernel_config_is_one_clear_error(config, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        from_config(config, n_features=3)
+
+
 class TestKernelOnFeatures(VectorContract):
     @pytest.fixture(params=FEATURE_KERNELS)
     def kernel(self, request):

@@ -141,6 +141,24 @@ def test_metadata_outside_the_allow_list_are_refused_before_reading(tmp_path, ch
         load_arrays(tmp_path / "m.zarr")
 
 
+def test_a_changed_attribute_is_damage(tmp_path):
+    attributes = {"kernel": {"length_scale": [0.5, 2.0]}, 2: "b", 10: "a"}
+    save_arrays(tmp_path / "m.zarr", ARRAYS, attributes)
+    load_arrays(tmp_path / "m.zarr")
+    edit_metadata(
+        tmp_path / "m.zarr" / "zarr.json", lambda m: m["attributes"]["kernel"].update(length_scale=[9.5, 2.0])
+    )
+    with pytest.raises(CorruptError, match="do not match their digest"):
+        load_arrays(tmp_path / "m.zarr")
+
+
+def test_without_the_store_client_the_way_out_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kme-dist\[s3\]'"):
+        Place.of("s3://bucket/table.zarr")
+
+
 def test_newer_and_foreign_groups_are_refused(tmp_path):
     save_arrays(tmp_path / "m.zarr", ARRAYS, {})
     edit_metadata(tmp_path / "m.zarr" / "zarr.json", lambda m: m["attributes"].update(format_version=99))

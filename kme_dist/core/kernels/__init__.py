@@ -36,6 +36,7 @@ gradients of every objective, learning, saving) follows from it:
             return float(self.scale) ** 2 * (X[:, 0] * 0 + 1)
 
         def pullback(self, X, X2, K, K_bar):
+            K = self.evaluate(X, X2) if K is None else K
             return {"scale": 2 * (K_bar * K).sum()}
 
 Parameters are positive, live on the host in double precision, and gradients are by their logarithms. Composite
@@ -142,16 +143,22 @@ def from_config(
         return config
     if isinstance(config, str):
         config = {"name": config, "ard": True}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"kernel {config!r}: needs a name, a mapping with a name, or a kernel")
     settings = dict(config)
     name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"kernel {dict(config)!r}: needs a `name`, e.g. {{name: gaussian}}; saw {name!r}")
     known: dict[str, type[Kernel]] = {kind.name: kind for kind in _BUILT_IN}
     known.update(own or {})
     if name not in known:
-        near = difflib.get_close_matches(str(name), list(known), n=1)
+        near = difflib.get_close_matches(name, list(known), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"kernel {name!r} is unknown{hint} (known: {', '.join(sorted(known))})")
     ard = settings.pop("ard", False)
     if "parts" in settings:
+        if not isinstance(settings["parts"], list | tuple):
+            raise ConfigError(f"kernel {name!r}: `parts` needs a list of kernels, saw {settings['parts']!r}")
         settings["parts"] = tuple(from_config(part, n_features, own) for part in settings["parts"])
     kind = known[name]
     names = {field.name for field in dataclasses.fields(kind) if field.init}
@@ -160,6 +167,7 @@ def from_config(
         raise ConfigError(f"kernel {name!r} has no setting {unknown[0]!r}; it has {sorted(names)}")
     if ard and n_features is not None and {"length_scale", "frequency"} & names:
         vector = "length_scale" if "length_scale" in names else "frequency"
-        value = np.asarray(settings.get(vector, 1.0), dtype=np.float64)
-        settings[vector] = np.full(n_features, value) if value.ndim == 0 else value
+        value = settings.get(vector, 1.0)
+        # Anything but a number goes on as it is, for the kernel itself to judge.
+        settings[vector] = np.full(n_features, float(value)) if isinstance(value, int | float) else value
     return kind(**settings)
