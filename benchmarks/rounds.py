@@ -32,7 +32,8 @@ from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.run import solve
 from kme_dist.run.learn import LearnSettings, median_length_scale
-from kme_dist.run.rounds import Scale, batch_gradient, learn_on_dataset, make_job
+from kme_dist.run.rounds import batch_gradient, learn_on_dataset, make_job
+from kme_dist.run.scaling import Scaling
 
 FEATURES, CLASSES = 54, 7
 
@@ -156,7 +157,14 @@ def covtype(folder, steps, centres, rows, objective):
     place = Path(folder) / "covtype.zarr"
     data = ingest(source / "covtype.npz", place, label="y", shuffle=0, split="train=0.8,test=0.2")
     kernel = Gaussian(length_scale=np.ones(data.features))
-    settings = LearnSettings(objective=objective, steps=steps, batch_size=2000, learning_rate=0.1)
+    settings = LearnSettings(
+        objective=objective,
+        steps=steps,
+        batch_size=2000,
+        learning_rate=0.1,
+        schedule=optim.cosine_decay,
+        train_share=0.8,
+    )
     peaks = {}
     with workers(2) as executor:
         began = time.perf_counter()
@@ -187,7 +195,7 @@ def accuracies(data, learned, centres, rows):
     from sklearn.kernel_approximation import Nystroem, RBFSampler
     from sklearn.linear_model import RidgeClassifier
 
-    scale = Scale.of(data, "train", "unit")
+    scale = Scaling.of(data.split_statistics("train"), "unit")
     X, y = data.read("train")
     X, y = scale.apply(X, "float32")[:rows], y[:rows]
     X_test, y_test = data.read("test")
@@ -232,9 +240,9 @@ def main(argv=None):
     parser.add_argument("--scaling-rows", type=int, default=2500)
     parser.add_argument("--long-rounds", type=int, default=5000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--centres", type=int, default=1024)
-    parser.add_argument("--objective", default="rcb", choices=["rcb", "validation"])
-    parser.add_argument("--fit-rows", type=int, default=100_000)
+    parser.add_argument("--centres", type=int, default=2048)
+    parser.add_argument("--objective", default="validation", choices=["rcb", "validation"])
+    parser.add_argument("--fit-rows", type=int, default=60_000)
     chosen = parser.parse_args(argv)
     parts = chosen.parts or ["overhead", "scaling"]
     with tempfile.TemporaryDirectory() as folder, blas_threads(1):

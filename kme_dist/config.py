@@ -28,7 +28,16 @@ from kme_dist.errors import ConfigError
 MAX_CONFIG_BYTES = 1_000_000
 # Keys beside those of the estimator that a run reads for itself.
 RUN_KEYS = frozenset(
-    {"starts", "threads", "batches_per_step", "checkpoint_steps", "checkpoint_seconds", "checkpoints_kept"}
+    {
+        "starts",
+        "threads",
+        "batches_per_step",
+        "schedule",
+        "train_share",
+        "checkpoint_steps",
+        "checkpoint_seconds",
+        "checkpoints_kept",
+    }
 )
 NULL_KEYS = frozenset({"scaling", "threads"})  # where null is a choice of its own
 BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer")
@@ -163,6 +172,13 @@ class LearnConfig(_Section):
         default=1,
         ge=1,
         description="gradients averaged in one step of `kme-dist learn`, whatever the number of workers",
+    )
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant",
+        description="how the learning rate of `kme-dist learn` goes: constant, or down to 0 at the end",
+    )
+    train_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.5, description="share of a batch that `objective: validation` trains on in `kme-dist learn`"
     )
     checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints of `kme-dist learn`")
     checkpoint_seconds: Positive = Field(default=60.0, description="seconds between checkpoints, where steps are slow")

@@ -265,9 +265,8 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _solve(
         self, kernel: Kernel, lam: float, rows: Any, codes: np.ndarray, seed: int, retune: bool
     ) -> solve.Solution:
-        solver, reason = solve.choose_solver(
-            self.solver, len(rows), self.centres, devices.precision(rows), self._device()
-        )
+        dtype = devices.precision(rows)
+        solver, reason = solve.choose_solver(self.solver, len(rows), self.centres, dtype, self._device())
         return solve.fit(
             kernel,
             rows,

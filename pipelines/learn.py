@@ -27,6 +27,7 @@ from kme_dist import MCEClassifier, kernels
 from kme_dist.cluster import open_executor, versions
 from kme_dist.config import Config
 from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.optim import cosine_decay
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
 from kme_dist.data.leases import writer_lease
@@ -36,7 +37,8 @@ from kme_dist.errors import ConfigError, DataError, KMEError
 from kme_dist.pipelines import run as runs
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.learn import OBJECTIVES, Learned, LearnSettings
-from kme_dist.run.rounds import Scale, learn_on_dataset
+from kme_dist.run.rounds import learn_on_dataset
+from kme_dist.run.scaling import Scaling
 
 LEARNED_FORMAT = "kme-dist/learned"
 
@@ -71,6 +73,8 @@ def prepare(config: Config) -> Task:
         steps=given["steps"],
         batch_size=given["batch_size"],
         learning_rate=given["learning_rate"],
+        schedule=cosine_decay if config.learn.schedule == "cosine" else None,
+        train_share=config.learn.train_share,
         optimizer=given["optimizer"],
         seed=given["random_state"] or 0,
     )
@@ -204,7 +208,7 @@ class MetricsFile:
 
 def save_learned(path: Path, task: Task, learned: Learned, steps: int) -> None:
     """Kernel and regularisation for rows scaled by `(x - shift) * factor`, as arrays and JSON."""
-    scale = Scale.of(task.data, task.split, task.scaling)
+    scale = Scaling.of(task.data.split_statistics(task.split), task.scaling)
     arrays = {"scaling/shift": scale.shift, "scaling/factor": scale.factor}
     attributes = {
         "format": LEARNED_FORMAT,

@@ -106,8 +106,8 @@ class Job:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The same digests and the same version give the same result; where it is put does not matter."""
-        return {"config": _digest({**self.resolved, "output": None}), "data": self.rows.digest}
+        """The same digests and the same version give the same result; where it is made and put does not matter."""
+        return {"config": _digest({**self.resolved, "output": None, "cluster": None}), "data": self.rows.digest}
 
 
 def run(

@@ -154,37 +154,12 @@ def _from_file(settings: DataConfig, source: str) -> tuple[np.ndarray, np.ndarra
         )
     if not len(table.y):
         raise DataError(f"{source} holds no rows; at least two rows of two classes are needed")
-    _refuse_mixed_columns(source, table.feature_names)
     if len(table.y) > 10 and 2 * len(table.class_names) > len(table.y):
         raise DataError(
             f"{source}: the label column {table.label!r} holds {len(table.class_names)} different values in "
             f"{len(table.y)} rows; classes are needed, each with several rows, check data.label"
         )
     return table.X, np.asarray(table.class_names)[table.y], list(table.feature_names)
-
-
-def _refuse_mixed_columns(source: str, feature_names: list[str]) -> None:
-    """A column of categories is welcome; a column of numbers with a word in it is a mistake in the file."""
-    categories: dict[str, list[str]] = {}
-    for name in feature_names:
-        column, equals, value = name.partition("=")
-        if equals:
-            categories.setdefault(column, []).append(value)
-    for column, values in categories.items():
-        words = [value for value in values if not _is_number(value)]
-        if words and 2 * len(words) <= len(values):
-            raise DataError(
-                f"{source}, column {column!r}: {words[0]!r} is text among numbers; correct it in the file, "
-                f"or leave the column out with data.features"
-            )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:

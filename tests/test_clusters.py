@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -121,3 +122,17 @@ def test_what_cannot_be_reached_is_named(settings, error, line, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 1.0)
     with pytest.raises(error, match=line), open_client(ClusterConfig(kind="address", **settings)):
         pass
+
+
+def test_the_command_keeps_a_cluster_up_until_it_is_told_to_stop():
+    command = [sys.executable, "-m", "kme_dist", "cluster", "--workers", "1", "--json", "--quiet"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with process:
+        printed = ""
+        while not printed.rstrip().endswith("}") and process.poll() is None:
+            printed += process.stdout.readline()
+        address = json.loads(printed)["scheduler"]
+        with open_executor(ClusterConfig(kind="address", address=address)) as executor:
+            assert executor.map(os.getpid, [()], name="pid") != [process.pid], "a worker process did it"
+        process.terminate()
+        assert process.wait(timeout=60) == 0

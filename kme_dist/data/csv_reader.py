@@ -13,6 +13,8 @@ from __future__ import annotations
 import csv
 import io
 import math
+import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +51,16 @@ class _Watched(io.RawIOBase):
     def close(self) -> None:
         self.stream.close()
         super().close()
+
+
+def _wait_for(gone: weakref.ref[_Watched] | None) -> None:
+    """Wait until Arrow's threads have let go of a stream that is done with.
+
+    They read ahead, and a thread that still holds a Python object when the interpreter shuts down aborts the process.
+    """
+    deadline = time.monotonic() + 2.0
+    while gone is not None and gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
@@ -137,6 +149,9 @@ class _Shape:
             schema = reader.schema
             reader.close()
             watched.close()
+            gone = weakref.ref(watched)
+            del reader, watched
+            _wait_for(gone)
         except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeError, OSError) as error:
             raise self._explain(error, {}) from error
         kinds: dict[str, Kind] = {}
@@ -152,8 +167,10 @@ class _Shape:
         at = 0
         if not types:
             raise ConfigError(f"{self.path}: no column is selected; name at least one feature.")
+        reader = watched = gone = None
         try:
             reader, watched = self._reader(types, block_bytes)
+            gone = weakref.ref(watched)
             for batch in reader:
                 if watched.has_nul and self._is_ascii_like():
                     raise pa.ArrowInvalid("NUL byte")
@@ -167,6 +184,11 @@ class _Shape:
             if isinstance(error, DataError):
                 raise
             raise self._explain(error, types) from error
+        finally:
+            if reader is not None:
+                reader.close()
+            del reader, watched
+            _wait_for(gone)
 
     def _is_ascii_like(self) -> bool:
         return "a".encode(self.options.encoding) == b"a"

@@ -26,6 +26,8 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
     columns = {c.name: c for c in schema.columns}
     if categorical:
         for name, found in _find_categories(source, schema, categorical, options).items():
+            if options.one_hot == "auto" and columns[name].kind == "one_hot":  # nobody said these are categories
+                _refuse_mixed(source.name, name, found)
             columns[name] = replace(columns[name], categories=found)
     if not isinstance(options.missing, str):
         value = float(options.missing)
@@ -67,6 +69,24 @@ def _find_categories(
                     "looks like free text or an identifier. Leave it out with exclude, or raise max_categories."
                 )
     return {name: tuple(_sorted_texts(values)) for name, values in found.items()}
+
+
+def _refuse_mixed(source: str, column: str, values: Sequence[str]) -> None:
+    """A column of categories is welcome; a column of numbers with a word in it is a mistake in the file."""
+    words = [value for value in values if not _is_number(value)]
+    if words and 2 * len(words) <= len(values):
+        raise DataError(
+            f"{source}: column {column!r}: {words[0][:60]!r} is text among numbers. Correct it in the file, leave the "
+            "column out, or list it in one_hot or ordinal if these are categories."
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _sorted_texts(values: set[str]) -> list[str]:

@@ -123,6 +123,7 @@ class DaskExecutor:
         trouble = _cluster_trouble()
         self._round += 1
         found: dict[int, Any] = {}
+        last: BaseException | None = None
         for attempt in range(self.attempts):
             missing = [i for i in range(count) if i not in found]
             began, futures = time.monotonic(), {}
@@ -132,6 +133,7 @@ class DaskExecutor:
                 values = self.client.sync(_gather, self.client, waiting, self._direct, callback_timeout=self._deadline)
                 found |= dict(zip(futures, values, strict=True))
             except trouble as error:
+                last = error
                 _raise_own(futures.values())
                 self._check_alive(error)
                 found |= self._finished(futures)
@@ -148,7 +150,7 @@ class DaskExecutor:
         raise RetryError(
             f"the cluster at {_address(self.client)} did not finish a round of {count} tasks in {self.attempts} "
             f"attempts ({self.workers} workers are there now); look at its logs, then run the same command again"
-        )
+        ) from last
 
     @property
     def _deadline(self) -> float:

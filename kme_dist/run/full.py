@@ -36,7 +36,8 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import LearnSettings, Record
-from kme_dist.run.rounds import Loop, Scale, run_identity
+from kme_dist.run.rounds import Loop, run_identity
+from kme_dist.run.scaling import Scaling
 
 PREFIX = "features."
 Spans = tuple[tuple[int, int], ...]
@@ -50,7 +51,7 @@ class _Job:
     token: str
     path: str
     spans: Spans
-    scale: Scale
+    scale: Scaling
     dtype: str
     n_classes: int
 
@@ -196,7 +197,7 @@ def _make_job(dataset: Dataset, split: str | None, scaling: str | None, dtype: s
             for start, stop in dataset.ranges(split)
             for at in range(start, stop, rows)
         )  # fmt: skip
-    scale = Scale.of(dataset, split, scaling)
+    scale = Scaling.of(dataset.split_statistics(split), scaling)
     return _Job(os.urandom(8).hex(), dataset.path, spans or ((0, 0),), scale, dtype, len(dataset.classes))
 
 

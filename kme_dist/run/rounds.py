@@ -46,38 +46,13 @@ from kme_dist.run.learn import (
     batch_objective,
     step_record,
 )
+from kme_dist.run.scaling import Scaling
 
 BATCH_ROWS = 1000  # where the settings leave the batch size open
 HISTORY_RECORDS = 1000  # kept in memory; the callback sees every one
 
 
 # --- what travels to the workers --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scale:
-    """x -> (x - shift) * factor from the stored statistics of a split; constant features become 0."""
-
-    shift: np.ndarray
-    factor: np.ndarray
-
-    @classmethod
-    def of(cls, data: Dataset, split: str | None, kind: str | None) -> Scale:
-        found = data.split_statistics(split)
-        if kind is None:
-            return cls(np.zeros(data.features), np.ones(data.features))
-        if kind not in ("unit", "standard"):
-            raise ConfigError(f"scaling={kind!r} is unknown; choose 'unit', 'standard' or None")
-        unit = kind == "unit"
-        shift = found.minimum if unit else found.mean
-        width = found.maximum - found.minimum if unit else np.sqrt(found.variance)
-        with np.errstate(divide="ignore", over="ignore"):
-            factor = np.where(width > 0, 1.0 / width, 0.0)
-        return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
-
-    def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype)
-        return scaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +62,7 @@ class Job:
     token: str
     path: str
     plan: BatchPlan
-    scale: Scale
+    scale: Scaling
     dtype: str
     settings: LearnSettings
     kernel: Kernel
@@ -216,7 +191,7 @@ def make_job(
         token=os.urandom(8).hex(),
         path=dataset.path,
         plan=plan,
-        scale=Scale.of(dataset, split, scaling),
+        scale=Scaling.of(dataset.split_statistics(split), scaling),
         dtype=dtype,
         settings=dataclasses.replace(settings, schedule=None),  # a function, and the driver's business
         kernel=kernel,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
+import textwrap
+from typing import Any
 
 import numpy as np
 import oracles
@@ -22,6 +25,7 @@ from kernel_table import (
 from kme_dist import errors
 from kme_dist.core import kernels
 from kme_dist.core.kernels import Gaussian, Linear, Matern, Periodic, Polynomial, Spectrum, from_config
+from kme_dist.core.objective import loo_objective, rcb_objective
 
 UNIT = {"float64": 1e-14, "float32": 2e-6}
 
@@ -161,8 +165,6 @@ class TestOwnKernel(VectorContract):
 
 
 def test_own_kernel_of_the_module_guide_learns():
-    import textwrap
-
     guide = kernels.__doc__ or ""
     start = guide.index("    @dataclass")
     source = textwrap.dedent(guide[start : guide.index("Parameters are positive")])

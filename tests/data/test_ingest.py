@@ -461,3 +461,12 @@ def test_progress_counts_every_row(tmp_path, rows):
     assert [done for stage, done, _ in seen if stage == "reading"] == sorted(
         done for s, done, _ in seen if s == "reading"
     )
+
+
+def test_a_word_among_numbers_is_refused_unless_the_column_is_listed(tmp_path):
+    rows = "\n".join(f"{i}.5,{'ab'[i % 2]}" for i in range(8))
+    (tmp_path / "t.csv").write_text(f"x,y\n{rows}\noops,a\n")
+    with pytest.raises(DataError, match="column 'x': 'oops' is text among numbers"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
+    assert not (tmp_path / "t.zarr").exists()
+    assert ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y", one_hot=("x",)).features == 9

@@ -142,12 +142,10 @@ def test_metadata_outside_the_allow_list_are_refused_before_reading(tmp_path, ch
 
 
 def test_a_changed_attribute_is_damage(tmp_path):
-    attributes = {"kernel": {"length_scale": [0.5, 2.0]}, 2: "b", 10: "a"}
+    attributes = {"length_scale": [0.5, 2.0], 2: "b", 10: "a"}
     save_arrays(tmp_path / "m.zarr", ARRAYS, attributes)
     load_arrays(tmp_path / "m.zarr")
-    edit_metadata(
-        tmp_path / "m.zarr" / "zarr.json", lambda m: m["attributes"]["kernel"].update(length_scale=[9.5, 2.0])
-    )
+    edit_metadata(tmp_path / "m.zarr" / "zarr.json", lambda m: m["attributes"].update(length_scale=[9.5, 2.0]))
     with pytest.raises(CorruptError, match="do not match their digest"):
         load_arrays(tmp_path / "m.zarr")
 

@@ -15,7 +15,7 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.full import full_gradient, learn_features
 from kme_dist.run.learn import LearnSettings
-from kme_dist.run.rounds import Scale
+from kme_dist.run.scaling import Scaling
 
 CLASSES = 3
 
@@ -59,7 +59,7 @@ def features():
 
 def in_one_process(data, features, lam, risk, tau):
     X, y = data.read("train")
-    rows = Scale.of(data, "train", "unit").apply(X, "float64")
+    rows = Scaling.of(data.split_statistics("train"), "unit").apply(X, "float64")
     out = feature_objective(
         features.forward(rows), y, regularization=lam, n_classes=CLASSES, risk=risk, complexity_weight=tau
     )
