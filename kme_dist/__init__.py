@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kme_dist import errors
-    from kme_dist.core import kernels
+    from kme_dist import errors, kernels
     from kme_dist.core.objective import (
         Objective,
         feature_objective,
@@ -55,7 +54,7 @@ _HOMES = {
     "read_table": "kme_dist.data.ingest",
     "validation_objective": "kme_dist.core.objective",
 }
-_MODULES = {"errors": "kme_dist.errors", "kernels": "kme_dist.core.kernels"}
+_MODULES = {"errors": "kme_dist.errors", "kernels": "kme_dist.kernels"}
 
 
 def __getattr__(name: str) -> Any:

@@ -159,7 +159,7 @@ def learn(
         X_b, y_b = (X, y) if rows is None else (select(X, rows), y[rows])
         kernel, lam = assemble(kernel, parameters)
         out = batch_objective(settings, kernel, lam, X_b, y_b, n_classes, step, workspace)
-        gradient = prior.add_to({name: np.nan_to_num(out.gradient[name]) for name in names}, parameters, len(X_b))
+        gradient = prior.add_to({name: out.gradient[name] for name in names}, parameters, len(X_b))
         record = step_record(settings, step, out, lam, optim.norm(gradient), len(X_b), time.perf_counter() - began)
         history.append(record)
         if callback:

@@ -131,15 +131,14 @@ def _fit_cholesky(problem: _Problem, reason: str, workspace: Workspace) -> Solut
 def _solve_promoting(kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam: float, workspace: Workspace) -> Array:
     """V in the data's precision; in double, then padded, where the factorisation fails."""
     diag = kernel.diag(X)
-    narrow = precision(diag)
     scale = float(namespace_of(diag).mean(astype(diag, "float64")))
-    attempts = [(X, 0.0)]
-    wide = astype(X, "float64") if hasattr(X, "dtype") and narrow == "float32" else X
-    attempts += [(wide, jitter * scale) for jitter in (0.0, 1e-10, 1e-8, 1e-6, 1e-4)]
+    choices = _precisions(X, lam / (scale or 1.0))
+    attempts = [(rows, 0.0) for rows in choices]
+    attempts += [(choices[-1], jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
     for rows, jitter in attempts:
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
-            return astype(solve_dual(kernel, rows, Y, lam, jitter, workspace), narrow)
+            return astype(solve_dual(kernel, rows, Y, lam, jitter, workspace), precision(diag))
         except NumericalError:
             continue
     raise NumericalError(
@@ -149,6 +148,15 @@ def _solve_promoting(kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam:
         regularization=lam,
         dtype="float64",
     )
+
+
+def _precisions(X: Any, relative: float) -> tuple[Any, ...]:
+    """The rows in the precisions worth trying at λ / k(x, x) = `relative`: K + nλI may have a condition of 1/relative,
+    of which single precision, with its seven digits, can bear 1e5."""
+    if not hasattr(X, "dtype"):
+        return (X,)
+    wide = astype(X, "float64")
+    return (X, wide) if relative > 1e-5 and wide is not X else (wide,)
 
 
 def retune_regularization(
@@ -175,7 +183,7 @@ def retune_regularization(
     variance = kernel.alpha(X) ** 2 or 1.0
 
     def evaluate(lam: float) -> float:
-        for rows in (X, astype(X, "float64")) if hasattr(X, "dtype") else (X,):
+        for rows in _precisions(X, lam / variance):
             Y = one_hot(y, n_classes, kernel.diag(rows))
             try:
                 P, _ = leave_one_out(kernel, rows, Y, lam * n / sample, space)
@@ -242,12 +250,18 @@ def search_regularization(
         centre = min(tried, key=lambda lam: tried[lam])
         for sign in (-1, 1):
             at(centre * 10.0 ** (sign * width))
-    best_lam = min(tried, key=lambda lam: tried[lam])
-    if not math.isfinite(tried[best_lam]):
+    if not math.isfinite(min(tried.values())):
         raise NumericalError(
             "no regularisation made the Gram matrix positive definite; look for rows that are not finite"
         )
-    return best_lam, tried[best_lam], tried
+    lam = _best(tried)
+    return lam, tried[lam], tried
+
+
+def _best(tried: dict[float, float]) -> float:
+    """The largest λ whose loss is the least but for rounding: where the data do not care, stay well conditioned."""
+    least = min(tried.values())
+    return max(lam for lam, loss in tried.items() if loss <= least + 1e-4 * abs(least) + 1e-7)
 
 
 # --- Nystrom ---------------------------------------------------------------------------------------
@@ -296,7 +310,7 @@ def _fit_nystrom(problem: _Problem, reason: str, centres: int | None) -> Solutio
                 room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
                 losses[i] += float(log_loss(Y, Y - (Y - P) / room, problem.floor)) * Y.shape[0] / n
         tried = {float(shift) / n: float(value) for shift, value in zip(shifts, losses, strict=True)}
-        lam = min(tried, key=lambda candidate: tried[candidate])
+        lam = _best(tried)
         loss = tried[lam]
     V = factor.half_solve(U @ (UtB / (eigenvalues + n * lam)[:, None]), transposed=True)
     embedding = Embedding(kernel, C, astype(V, precision(diag)), lam)

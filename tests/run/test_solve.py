@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kme_dist import errors
+from kme_dist.core.embedding import clip_normalise
 from kme_dist.core.kernels import Gaussian, Kernel, Linear, Matern
 from kme_dist.run import solve
 
@@ -177,3 +178,11 @@ def test_the_solver_is_chosen_by_size_and_says_why(monkeypatch):
         solve.choose_solver("cholesky", 5000, None, "float32", "numpy")
     with pytest.raises(errors.ConfigError, match="solver='lu' is unknown"):
         solve.choose_solver("lu", 10, None, "float32", "numpy")
+
+
+def test_features_that_never_vary_leave_the_frequencies_of_the_classes():
+    """A singular Gram matrix and a loss that is flat in λ: rounding must not decide."""
+    X, y = np.zeros((90, 3), np.float32), np.repeat([0, 1, 2], 30)
+    kernel = Gaussian(length_scale=np.ones(3))
+    found = solve.fit(kernel, X, y, 3, regularization=1e-9, retune=True)
+    np.testing.assert_allclose(clip_normalise(found.embedding.decision(X[:1])), [[1 / 3] * 3], atol=0.01)
