@@ -244,7 +244,9 @@ def search_regularization(
         while patience and 0 <= i + direction < len(grid):
             i += direction
             value = at(grid[i])
-            patience = _PATIENCE if value < best else patience - 1
+            # Upwards a draw is as good as a gain, since the larger λ is preferred; downwards only a gain counts.
+            goes_on = value <= _nearly(best) if direction > 0 else value < best
+            patience = _PATIENCE if goes_on else patience - 1
             best = min(best, value)
     for width in _REFINEMENTS:
         centre = min(tried, key=lambda lam: tried[lam])
@@ -261,7 +263,11 @@ def search_regularization(
 def _best(tried: dict[float, float]) -> float:
     """The largest λ whose loss is the least but for rounding: where the data do not care, stay well conditioned."""
     least = min(tried.values())
-    return max(lam for lam, loss in tried.items() if loss <= least + 1e-4 * abs(least) + 1e-7)
+    return max(lam for lam, loss in tried.items() if loss <= _nearly(least))
+
+
+def _nearly(loss: float) -> float:
+    return loss + 1e-4 * abs(loss) + 1e-7
 
 
 # --- Nystrom ---------------------------------------------------------------------------------------
