@@ -1,0 +1,36 @@
+"""What is built and what lies in deploy/ matches the tree and the tools."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import dask
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_package_of_the_tree_goes_into_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    inside = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "kme_dist").rglob("__init__.py")}
+    assert set(listed) == inside | {"kme_dist.pipelines"}
+
+
+def keys(tree, path=()):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from keys(value, (*path, name))
+        else:
+            yield ".".join((*path, name))
+
+
+def test_every_setting_in_deploy_is_one_that_dask_knows():
+    import distributed  # noqa: F401  (registers its defaults)
+
+    known = {}
+    for defaults in dask.config.defaults:
+        known = dask.config.merge(known, defaults)
+    unknown = object()
+    for key in keys(yaml.safe_load((ROOT / "deploy" / "dask.yaml").read_text())):
+        assert dask.config.get(key, unknown, config=known) is not unknown, key
