@@ -3,7 +3,11 @@
     f(x) = Vᵀ k(x),  V = (K + nλI)⁻¹ Y        decision probabilities; may leave [0, 1]     [HNR, equation 5]
     p̃_c(x) = max(f_c, 0) / Σ_j max(f_j, 0)    clip-normalised probabilities                 [HNR, equation 6]
 
-Whatever solver found them, a fitted embedding is a kernel, centres and weights: f(x) = Vᵀ k(centres, x).
+Whatever solver found them, a fitted embedding is a kernel, centres and weights: f(x) = Vᵀ k(centres, x). `Decision`
+is the way to many rows: centres prepared once, then tiles that stay in a core's cache.
+
+    decide = Decision(embedding, "float32")
+    decide(X)                                 # (rows, classes), two matrix products and one exponential for each tile
 """
 
 from __future__ import annotations
@@ -11,12 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kme_dist.backend import Array, cholesky, like, namespace_of, set_diagonal
+import numpy as np
+
+from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace
 
-# Rows of queries in one tile: wide enough for the matrix products, small enough to stay in cache.
-_QUERY_ROWS = 512
+# Rows and centres of a tile: wide enough for the matrix products, small enough to stay in a core's cache; on a device
+# large enough to be worth a launch.
+HOST_TILE = (512, 512)
+DEVICE_TILE = (4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,59 @@ class Embedding:
     regularization: float
 
     def decision(self, X: Any) -> Array:
-        """Decision probabilities at the rows of X, tile by tile: no (rows x centres) matrix is ever held."""
-        centres, queries = self.kernel.prepare(self.centres), self.kernel.prepare(X)
-        V = self.weights
-        tiles = [
-            self.kernel.evaluate(take(queries, rows), centres) @ V for rows in row_blocks(row_count(X), _QUERY_ROWS)
-        ]
-        return namespace_of(V).concat(tiles, axis=0) if tiles else V[:0, :]
+        """Decision probabilities at the rows of X, in the precision of X; see `Decision` for many calls."""
+        return Decision(self, precision(X) if hasattr(X, "dtype") else None)(X)
+
+
+class Decision:
+    """f at any number of rows in one precision, tile by tile: no (rows x centres) matrix is ever held."""
+
+    def __init__(self, embedding: Embedding, dtype: str | None = None) -> None:
+        self.kernel, weights, centres = embedding.kernel, embedding.weights, embedding.centres
+        if dtype is not None and hasattr(centres, "dtype"):
+            centres, weights = astype(centres, dtype), astype(weights, dtype)
+        self._none = weights[:0, :]
+        self._on_host = isinstance(weights, np.ndarray)
+        self._rows, columns = HOST_TILE if self._on_host else DEVICE_TILE
+        prepared = self.kernel.prepare(centres)
+        self._blocks = [(take(prepared, block), weights[block, :]) for block in row_blocks(row_count(centres), columns)]
+
+    def __call__(self, X: Any) -> Array:
+        n = row_count(X)
+        if not n:
+            return self._none
+        # Fresh memory for each call, used for every tile of it: two threads may share a model.
+        tile = np.empty(min(n, self._rows) * self._widest, self._none.dtype) if self._on_host else None
+        found = [self._decide(take(X, rows), tile) for rows in row_blocks(n, self._rows)]
+        return found[0] if len(found) == 1 else namespace_of(found[0]).concat(found, axis=0)
+
+    @property
+    def _widest(self) -> int:
+        return max(int(V.shape[0]) for _, V in self._blocks)
+
+    def _decide(self, X: Any, tile: np.ndarray | None) -> Array:
+        queries, q = self.kernel.prepare(X), row_count(X)
+        total: Array = None
+        for centres, V in self._blocks:
+            c = int(V.shape[0])
+            out = None if tile is None else tile[: q * c].reshape(q, c)
+            part = matmul(self.kernel.evaluate(queries, centres, out), V)
+            total = part if total is None else total + part
+        return total
+
+
+def sufficient_precision(embedding: Embedding, tolerance: float = 1e-3, sample: int = 256) -> str:
+    """ "float32" where it decides as double precision does, to `tolerance`, at a sample of the centres.
+
+    Weights may be large and of both signs (a small λ makes them so); then single precision loses the sum.
+    """
+    centres = embedding.centres
+    if not hasattr(centres, "dtype") or precision(centres) == "float64":
+        return "float64"
+    rows = centres[:: max(1, row_count(centres) // sample), ...]
+    exact = to_host(Decision(embedding, "float64")(astype(rows, "float64")))
+    error = np.abs(exact - to_host(Decision(embedding, "float32")(rows))).max()
+    return "float32" if error <= tolerance else "float64"
 
 
 def solve_dual(

@@ -255,7 +255,7 @@ def _gather(
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Bring everything small to the host, in one transfer."""
     xp = namespace_of(by_log_lam)
-    parameters = kernel.parameters
+    parameters, gradients = kernel.parameters, kernel.collect(gradients)
     missing = set(parameters) - set(gradients)
     if missing:
         raise ConfigError(f"pullback of {kernel!r} gave no gradient for {sorted(missing)}")

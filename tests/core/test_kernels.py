@@ -357,3 +357,30 @@ def test_by_name_a_stationary_kernel_gets_one_length_scale_per_feature():
     assert from_config({"name": "gaussian", "length_scale": 2.0}, n_features=3).parameters["length_scale"].shape == ()
     ready = Gaussian(length_scale=ARD)
     assert from_config(ready) is ready
+
+
+def test_the_derivative_of_a_kernel_on_features_goes_through_the_map_once():
+    """However many tiles the Gram matrix has: once for the batch, and once for each part of a validation."""
+    from kernel_table import labels as make_labels
+    from kernel_table import tanh_layer, vectors
+
+    from kme_dist.core.kernels import OnFeatures
+    from kme_dist.core.objective import rcb_objective, validation_objective
+
+    calls = []
+
+    class Counted(type(tanh_layer())):
+        def vjp(self, X, Z_bar):
+            calls.append(len(X))
+            return super().vjp(X, Z_bar)
+
+        def replace(self, **values):
+            return Counted(**{**self.parameters, **values})
+
+    kernel = OnFeatures(Gaussian(length_scale=0.9), Counted(**tanh_layer().parameters))
+    X, y = vectors(500), make_labels(500)
+    rcb_objective(kernel, X, y, regularization=0.01, n_classes=3)
+    assert calls == [500, 1]  # the batch, and the row of the supremum
+    calls.clear()
+    validation_objective(kernel, X, y, train_rows=300, regularization=0.01, n_classes=3)
+    assert sorted(calls) == [1, 200, 300]

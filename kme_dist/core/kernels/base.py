@@ -92,6 +92,10 @@ class Kernel:
             "or use objective='cv', 'median' or steps=0"
         )
 
+    def collect(self, gradients: Gradients) -> Gradients:
+        """The gradients, once the pullbacks of all tiles are added up: what is cheaper done once is done here."""
+        return gradients
+
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
         """Cotangents of the raw rows of X and X2; only kernels of vectors have them."""
         raise ConfigError(f"{type(self).__name__} is not differentiable in its inputs")
@@ -164,7 +168,7 @@ class Kernel:
     def vjp(self, X: Any, X2: Any, K_bar: Array) -> Gradients:
         """sum_ij K_bar_ij dK_ij/d log θ; X2=None stands for the symmetric Gram matrix of X."""
         other = X if X2 is None else X2
-        return self.pullback(self.prepare(X), self.prepare(other), None, K_bar + 0)
+        return self.collect(self.pullback(self.prepare(X), self.prepare(other), None, K_bar + 0))
 
     def alpha(self, X: Any = None) -> float:
         """sqrt(sup_x k(x, x)): exact for bounded kernels, over the rows of X for the others."""

@@ -18,6 +18,7 @@ from kme_dist.core.kernels.base import (
     Gradients,
     Kernel,
     add_gradients,
+    row_count,
 )
 from kme_dist.errors import ConfigError
 
@@ -78,6 +79,13 @@ class Composite(Kernel):
 
     def own_pullback(self, tiles: list[Array], K_bar: Array) -> Gradients:
         return {}
+
+    def collect(self, gradients: Gradients) -> Gradients:
+        collected = {name: value for name, value in gradients.items() if name in self.learned}
+        for i, part in enumerate(self.parts):
+            own = {n[len(f"{i}.") :]: value for n, value in gradients.items() if n.startswith(f"{i}.")}
+            collected.update({f"{i}.{name}": value for name, value in part.collect(own).items()})
+        return collected
 
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
         bars = self.part_bars(self._tiles(X, X2), K_bar)
@@ -201,14 +209,53 @@ def convex_combination(*kernels: Kernel, weights: Sequence[float] | None = None)
     return ConvexCombination(parts=kernels, weights=weights)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Some consecutive rows, and the whole that they are cut from."""
+
+    whole: Any
+    start: int
+    stop: int
+
+    def __getitem__(self, rows: slice) -> _Rows:
+        start, stop, _ = rows.indices(self.stop - self.start)
+        return _Rows(self.whole, self.start + start, self.start + max(start, stop))
+
+
+class _Cotangents:
+    """Cotangents of features, added up over tiles; a sum is gathered in its first term, which nobody else keeps."""
+
+    def __init__(self, *pieces: tuple[_Rows, Array]) -> None:
+        self._held: dict[int, tuple[Any, Array]] = {}
+        self._pieces = list(pieces)
+
+    def __add__(self, other: _Cotangents) -> _Cotangents:
+        for rows, Z_bar in (*self._pieces, *other._pieces):
+            if id(rows.whole) not in self._held:
+                zeros = Z_bar[:1, :] * 0
+                size = (row_count(rows.whole), Z_bar.shape[1])
+                self._held[id(rows.whole)] = rows.whole, namespace_of(Z_bar).broadcast_to(zeros, size) + 0
+            self._held[id(rows.whole)][1][rows.start : rows.stop, :] += Z_bar
+        self._pieces = []
+        return self
+
+    def gradients(self, features: Any) -> Gradients:
+        total: Gradients = {}
+        for X, Z_bar in (self + _Cotangents())._held.values():
+            add_gradients(total, features.vjp(X, Z_bar))
+        return total
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class OnFeatures(Kernel):
     """k(φ(x), φ(x')): any kernel of vectors on top of a feature map, both learned together.
 
     `features` needs `forward(X)`, `vjp(X, Z_bar)`, `parameters` and `replace`; its parameters carry the prefix
-    "features." and are taken as they are (a network's weights are not positive, so they are no logarithms).
+    "features." and are taken as they are (a network's weights are not positive, so they are no logarithms). However
+    many tiles a Gram matrix has, the derivative goes through φ once.
     """
 
+    name = "on_features"
     kernel: Any = None
     features: Any = None
 
@@ -230,7 +277,7 @@ class OnFeatures(Kernel):
         return OnFeatures(self.kernel.replace(outer), features)
 
     def prepare(self, X: Any) -> Any:
-        return X, self.kernel.prepare(self.features.forward(X))
+        return _Rows(X, 0, row_count(X)), self.kernel.prepare(self.features.forward(X))
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         return self.kernel.evaluate(X[1], X2[1], out)
@@ -241,6 +288,21 @@ class OnFeatures(Kernel):
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
         Z_bar, Z2_bar = self.kernel.input_pullback(X[1], X2[1], K_bar + 0)
         gradients = dict(self.kernel.pullback(X[1], X2[1], K, K_bar))
-        inner = add_gradients(self.features.vjp(X[0], Z_bar), self.features.vjp(X2[0], Z2_bar))
-        gradients.update({f"features.{name}": value for name, value in inner.items()})
+        gradients["features"] = _Cotangents((X[0], Z_bar), (X2[0], Z2_bar))
         return gradients
+
+    def collect(self, gradients: Gradients) -> Gradients:
+        inner = gradients["features"].gradients(self.features)
+        own = self.kernel.collect({name: value for name, value in gradients.items() if name != "features"})
+        return {**own, **{f"features.{name}": value for name, value in inner.items()}}
+
+    def to_config(self) -> dict[str, Any]:
+        """With the map's arrays as lists: two kernels are equal when their maps are."""
+        config: dict[str, Any] = {"name": self.name, "kernel": self.kernel.to_config()}
+        if not hasattr(self.features, "to_config"):
+            return {**config, "features": {name: np.asarray(v).tolist() for name, v in self.parameters.items()}}
+        arrays = {name: value.tolist() for name, value in self.features.arrays.items()}
+        return {**config, "features": {**self.features.to_config(), "arrays": arrays}}
+
+    def __repr__(self) -> str:
+        return f"OnFeatures({self.kernel!r}, {self.features!r})"

@@ -1,0 +1,125 @@
+"""Probabilities that mean what they say: maps from clip-normalised probabilities to calibrated ones.
+
+    temperature   p_c ∝ p̃_c^(1/T)               one number T, the most probable class stays the most probable
+    isotonic      p_c ∝ m_c(p̃_c)                 a non-decreasing function for each class; labels may change
+
+Both are fitted to decisions that did not see the label: on held-out rows, or by `leave_one_out_decisions`, in closed
+form on the rows of the fit. A regression on labels is modest where classes are many and clipping leaves a little mass
+on each: T falls below 1 and says so. The floor under every probability holds after the map as it does before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.optimize import isotonic_regression, minimize_scalar
+
+from kme_dist.backend import Array, astype, cholesky, diagonal, namespace_of, set_diagonal
+from kme_dist.core.embedding import Embedding
+from kme_dist.core.kernels.base import row_count
+from kme_dist.errors import ConfigError, NumericalError
+
+KINDS = ("none", "temperature", "isotonic")
+_TINY = 1e-15
+_LOG_TEMPERATURES = (-3.0, 3.0)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted map; `Calibration()` leaves probabilities alone."""
+
+    kind: str = "none"
+    temperature: float = 1.0
+    floor: float = 0.0
+    knots: tuple[tuple[np.ndarray, np.ndarray], ...] = field(default=())  # isotonic: (p̃, p) for each class
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"calibration={self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+
+    @classmethod
+    def fit(cls, kind: str, p: np.ndarray, codes: np.ndarray, floor: float = 0.0) -> Calibration:
+        """From clip-normalised probabilities p of rows whose labels (codes) they did not see."""
+        p = np.asarray(p, np.float64)
+        if kind == "temperature":
+
+            def loss(log_temperature: float) -> float:
+                own = cls(kind, float(np.exp(log_temperature)), floor).apply(p)[np.arange(len(codes)), codes]
+                return float(-np.log(np.maximum(own, _TINY)).mean())
+
+            best = minimize_scalar(loss, bounds=_LOG_TEMPERATURES, method="bounded")
+            return cls(kind, float(np.exp(best.x)), floor)
+        if kind == "isotonic":
+            knots = tuple(_isotonic(p[:, c], codes == c) for c in range(p.shape[1]))
+            return cls(kind, floor=floor, knots=knots)
+        return cls(kind)
+
+    def apply(self, p: np.ndarray) -> np.ndarray:
+        """Calibrated probabilities, rows adding up to one, in the precision of p."""
+        if self.kind == "none":
+            return p
+        if self.kind == "temperature":
+            logs = np.log(np.maximum(p, _TINY, dtype=np.float64)) / self.temperature
+            q = np.exp(logs - logs.max(axis=1, keepdims=True))
+        else:
+            q = np.stack([np.interp(p[:, c], x, y) for c, (x, y) in enumerate(self.knots)], axis=1)
+            q = np.where(q.sum(axis=1, keepdims=True) > 0, q, p)
+        q = np.maximum(q / q.sum(axis=1, keepdims=True), self.floor)
+        return np.asarray(q / q.sum(axis=1, keepdims=True), p.dtype)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers and lists, from which `from_plain` makes the same map."""
+        knots = [[x.tolist(), y.tolist()] for x, y in self.knots]
+        return {"kind": self.kind, "temperature": self.temperature, "floor": self.floor, "knots": knots}
+
+    @classmethod
+    def from_plain(cls, stored: dict[str, Any]) -> Calibration:
+        knots = tuple((np.array(x, np.float64), np.array(y, np.float64)) for x, y in stored["knots"])
+        return cls(str(stored["kind"]), float(stored["temperature"]), float(stored["floor"]), knots)
+
+
+def _isotonic(p: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The non-decreasing step function nearest to the hits, as knots to interpolate between.
+
+    Two pseudo-rows at either end (Laplace's rule) keep it away from 0 and 1, which no finite number of rows proves.
+    """
+    order = np.argsort(p, kind="stable")
+    x = np.concatenate([[0.0], p[order], [1.0]])
+    y = np.concatenate([[0.5], hits[order].astype(np.float64), [0.5]])
+    levels = isotonic_regression(y).x
+    keep = np.concatenate([[True], (levels[1:-1] != levels[:-2]) | (levels[1:-1] != levels[2:]), [True]])
+    return x[keep], levels[keep]
+
+
+def leave_one_out_decisions(embedding: Embedding, X: Any, Y: Array, rows: int) -> Array:
+    """Decisions at the rows of X as if each had been left out of the fit, in double precision.
+
+    With centres C the fit is a ridge regression on k(C, x), whose hat matrix has the diagonal
+    h_i = k_iᵀ (K_nCᵀ K_nC + nλ K_CC)⁻¹ k_i, and f without row i is Y_i - (Y_i - f_i) / (1 - h_i). X may be a sample of
+    the `rows` rows of the fit; its moments then stand for those of all. Exact where X is all of them.
+    """
+    wide = astype(X, "float64") if hasattr(X, "dtype") else X
+    C = astype(embedding.centres, "float64") if hasattr(X, "dtype") else embedding.centres
+    kernel, shift = embedding.kernel, rows * embedding.regularization
+    K = kernel.gram(wide, C)
+    xp = namespace_of(K)
+    moments = (K.T @ K) * (rows / row_count(X)) + kernel.gram(C) * shift
+    spread = diagonal(moments)
+    typical = float(xp.mean(spread))
+    for jitter in (1e-13, 1e-11, 1e-9, 1e-7):
+        system = moments + 0
+        set_diagonal(system, spread + jitter * typical)
+        try:
+            half = cholesky(system).half_solve(K.T)
+        except NumericalError:
+            continue
+        break
+    else:
+        raise NumericalError(f"the moments of {row_count(X)} rows stay singular; calibrate on held-out rows instead")
+    leverage = xp.sum(half * half, axis=0)[:, None]
+    room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
+    f = K @ astype(embedding.weights, "float64")
+    Y = astype(Y, "float64")
+    return Y - (Y - f) / room

@@ -1,0 +1,265 @@
+"""Conditional mean embeddings as regressors, for targets with any kernel.   [CME]
+
+    μ(x) = Σ_i a_i(x) L(y_i, ·),   a(x) = W k(x),   W = (K + nλI)⁻¹
+    E[h(Y) | x] = Σ_i a_i(x) h(y_i)
+
+K and k are of the inputs, L of the targets. Whatever solver or sparsifier made it, an embedding is a kernel, centres,
+targets and weights between them: `Factored` (W applied by a Cholesky factor) or `Explicit` (a matrix with one row for
+each target and one column for each centre).
+
+Held-out pairs are judged in the target kernel's Hilbert space, with Gram matrices only:
+
+    |L(y, ·) - μ(x)|² = L(y, y) - 2 l(y)ᵀ a + aᵀ L a
+
+and the leave-one-out (or k-fold) sum of that has a closed form: with B = W and F the rows of a fold, the residuals of
+the fold under the fit without it are B_FF⁻¹ (B Ψ)_F, Ψ being the target features. So all of it is tr B_FF⁻² (B L B)_FF.
+
+With a Kronecker-delta kernel on labels (`Delta`), a(x) summed over the rows of a class is the decision probability of
+the multiclass conditional embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kme_dist.backend import Array, Factor, astype, cholesky, like, namespace_of, set_diagonal
+from kme_dist.core.kernels.base import Gradients, Kernel, add_gradients, row_count
+from kme_dist.core.means import weighted_features
+from kme_dist.errors import DataError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Delta(Kernel):
+    """k(y, y') = scale² where y = y', else 0: the kernel of labels."""
+
+    name = "delta"
+    scale: Any = 1.0
+    learned = ("scale",)
+
+    def prepare(self, X: Any) -> np.ndarray:
+        labels = np.asarray(X)
+        return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+
+    def evaluate(self, X: np.ndarray, X2: np.ndarray, out: Array = None) -> np.ndarray:
+        equal: np.ndarray = X[:, None] == X2[None, :]
+        return equal * float(self.scale) ** 2
+
+    def diag(self, X: Any) -> np.ndarray:
+        return np.full(row_count(X), float(self.scale) ** 2)
+
+    def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
+        K = self.evaluate(X, X2) if K is None else K
+        return {"scale": 2 * namespace_of(K_bar).sum(K_bar * K)}
+
+
+# --- the embedding ---------------------------------------------------------------------------------------
+
+
+class Weights(Protocol):
+    """W, as something that can be applied from either side."""
+
+    def forward(self, K: Array) -> Array: ...
+    def adjoint(self, H: Array) -> Array: ...
+
+
+@dataclass(frozen=True)
+class Factored:
+    """W = A⁻¹ by the Cholesky factor of A = K + nλI."""
+
+    factor: Factor
+
+    def forward(self, K: Array) -> Array:
+        return self.factor.solve(K)
+
+    adjoint = forward  # A is symmetric
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """W as a matrix: a row for each target, a column for each centre."""
+
+    matrix: Array
+
+    def forward(self, K: Array) -> Array:
+        return self.matrix @ K
+
+    def adjoint(self, H: Array) -> Array:
+        return self.matrix.T @ H
+
+
+@dataclass(frozen=True)
+class ConditionalEmbedding:
+    """μ(x) = Σ_i [W k(centres, x)]_i L(targets_i, ·)."""
+
+    kernel: Kernel
+    target_kernel: Kernel
+    centres: Any
+    targets: Any
+    weights: Weights
+    regularization: float
+
+    def coefficients(self, X: Any) -> Array:
+        """a(x) for every row of X, as columns: (targets, rows)."""
+        return self.weights.forward(self.kernel.gram(self.centres, X))
+
+    def expectation(self, X: Any, H: Array) -> Array:
+        """E[h(Y) | x] from the values H of h at the targets; no matrix of rows by targets is held."""
+        if H.shape[0] != row_count(self.targets):
+            raise DataError(f"h needs one value for each of {row_count(self.targets)} targets, got shape {H.shape}")
+        V = self.weights.adjoint(H if H.ndim == 2 else H[:, None])
+        found = weighted_features(self.kernel, X, self.centres, V)
+        return found if H.ndim == 2 else found[:, 0]
+
+    def evaluate(self, X: Any, Y: Any) -> Array:
+        """μ(x)(y) for every row of X (down) and of Y (across)."""
+        return self.expectation(X, self.target_kernel.gram(self.targets, Y))
+
+    def errors(self, X: Any, Y: Any) -> Array:
+        """|L(y, ·) - μ(x)|² for every pair of rows (x, y)."""
+        a, L = self.coefficients(X), self.target_kernel.gram(self.targets)
+        l = self.target_kernel.gram(self.targets, Y)
+        xp = namespace_of(a)
+        return self.target_kernel.diag(Y) - 2 * xp.sum(l * a, axis=0) + xp.sum(a * (L @ a), axis=0)
+
+
+def solve_embedding(
+    kernel: Kernel, target_kernel: Kernel, X: Any, Y: Any, regularization: float
+) -> ConditionalEmbedding:
+    """The exact embedding, by one Cholesky factorisation of the inputs' Gram matrix."""
+    diag = kernel.diag(X)
+    K = kernel.gram(X)
+    set_diagonal(K, diag + row_count(X) * regularization)
+    return ConditionalEmbedding(kernel, target_kernel, X, Y, Factored(cholesky(K)), regularization)
+
+
+def held_out_scores(
+    K: Array, L: Array, shifts: Sequence[float], folds: Sequence[np.ndarray] | None = None
+) -> np.ndarray:
+    """Mean |L(y_i, ·) - μ(x_i)|² of every row under the fit without its fold, for every shift s = nλ.
+
+    Exact: what refits with the same shift would give. One eigendecomposition of K serves all shifts; without folds
+    every row is left out by itself.
+    """
+    xp, n = namespace_of(K), K.shape[0]
+    values, Q = xp.linalg.eigh(astype(K, "float64"))
+    values = xp.where(values > 0, values, values * 0)
+    C = Q.T @ astype(L, "float64") @ Q
+    scores = []
+    for shift in shifts:
+        d = 1 / (values + float(shift))
+        Qd = Q * d[None, :]
+        if folds is None:
+            residuals = xp.sum((Qd @ C) * Qd, axis=1)  # diag B L B
+            scores.append(float(xp.mean(residuals / xp.sum(Qd * Q, axis=1) ** 2)))
+            continue
+        total = 0.0
+        for fold in folds:
+            rows = like(fold, K, dtype=np.int64)
+            part = Qd[rows, :]
+            inverse = xp.linalg.solve(part @ Q[rows, :].T, part)  # B_FF⁻¹ (Q d)_F
+            total += float(xp.sum((inverse @ C) * inverse))
+        scores.append(total / n)
+    return np.asarray(scores)
+
+
+# --- learning the kernel of the inputs ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Value and gradient (by logarithms) of the held-out loss plus the weighted norm of the operator."""
+
+    value: float
+    loss: float
+    norm: float
+    gradient: dict[str, np.ndarray]
+
+
+def held_out_objective(
+    kernel: Kernel,
+    X: Any,
+    X_held: Any,
+    grams: tuple[Array, Array, Array],
+    regularization: float,
+    complexity_weight: float,
+) -> Judgement:
+    """Σ_held |L(y, ·) - μ(x)|² + τ |U|, U = Ψ(K + nλI)⁻¹Φᵀ the embedding fitted to the rows of X.
+
+    `grams` are L of the fitted targets, L between fitted (down) and held-out (across), and diag L of the held-out. With
+    A = K + sI, s = nλ, C = A⁻¹K_h the coefficients of the held-out rows, and G = A⁻¹LA⁻¹:
+
+        loss = Σ diag - 2 tr L_hᵀC + tr CᵀLC,     S = d loss/dC = 2(LC - L_h)
+        d loss/dK_h = A⁻¹S,     d loss/dA = -A⁻¹S Cᵀ
+        |U|² = tr KG = tr A⁻¹L - s tr A⁻²L,     d|U|²/dA = -G + s(GA⁻¹ + A⁻¹G)
+
+    |U| is the Hilbert-Schmidt norm of the operator: the analogue of the complexity term of classifiers, without a bound
+    on the generalisation error behind it, since the loss is neither a probability nor bounded by one.
+    """
+    L, L_held, diag_held = grams
+    xp, n = namespace_of(L), row_count(X)
+    s = n * regularization
+    A, K_h = kernel.gram(X), kernel.gram(X, X_held)
+    set_diagonal(A, kernel.diag(X) + s)
+    factor = cholesky(A)
+    C = factor.solve(K_h)
+    LC = L @ C
+    loss = float(xp.sum(diag_held) - 2 * xp.sum(L_held * C) + xp.sum(C * LC))
+    S = 2 * (LC - L_held)
+    AS = factor.solve(S)
+    AL = factor.solve(L)
+    G = factor.solve(AL.T)  # A⁻¹ L A⁻¹, symmetric
+    AG = factor.solve(G)
+    trace = _trace(AL) - s * _trace(G)
+    norm = max(float(trace), 0.0) ** 0.5
+    A_bar = -(AS @ C.T)
+    s_direct = 0.0
+    if complexity_weight and norm > 0:
+        c = complexity_weight / (2 * norm)
+        A_bar = A_bar + c * (s * (AG + AG.T) - G)
+        s_direct = -c * float(_trace(G))
+    by_shift = float(_trace(A_bar)) + s_direct
+    found = add_gradients(dict(kernel.vjp(X, None, A_bar)), kernel.vjp(X, X_held, AS))
+    gradient = {name: np.asarray(value, dtype=np.float64) for name, value in found.items()}
+    gradient["regularization"] = np.asarray(by_shift * s)
+    return Judgement(loss + complexity_weight * norm, loss, norm, gradient)
+
+
+def _trace(A: Array) -> Array:
+    return namespace_of(A).sum(A * like(np.eye(A.shape[0]), A))
+
+
+# --- what can be asked of weights ---------------------------------------------------------------------------
+
+
+def conditional_quantiles(values: np.ndarray, coefficients: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Quantiles of scalar targets under weights a(x), (rows, levels).
+
+    Negative weights are clipped and the rest normalised; x without a positive weight gets equal ones. The quantile is
+    the smallest target at which the weights reach the level.
+    """
+    order = np.argsort(values, kind="stable")
+    mass = np.maximum(coefficients[order], 0.0)
+    total = mass.sum(axis=0)
+    mass = np.where(total > 0, mass / np.where(total > 0, total, 1.0), 1.0 / len(values))
+    steps = np.cumsum(mass, axis=0)
+    found = [
+        np.searchsorted(steps[:, i], np.asarray(levels) * steps[-1, i] * (1 - 1e-12)) for i in range(steps.shape[1])
+    ]
+    return np.asarray(values[order])[np.minimum(found, len(values) - 1)]
+
+
+def herd(target_values: np.ndarray, L: np.ndarray, size: int) -> np.ndarray:
+    """Numbers of `size` candidates whose equally weighted mean is near μ: kernel herding, one after the other.
+
+    `target_values` is μ at the candidates, L their Gram matrix; the next candidate maximises
+    μ(y) - (1/(t+1)) Σ_s≤t L(y, y_s).
+    """
+    chosen, total = np.empty(size, dtype=np.int64), np.zeros(len(L))
+    for t in range(size):
+        chosen[t] = int(np.argmax(target_values - total / (t + 1)))
+        total += L[:, chosen[t]]
+    return chosen

@@ -1,0 +1,110 @@
+"""Algorithm 2 with two views of the features: the weights solved under one, the loss judged under the other.
+
+    out = masked_objective(Z * mask, Z * other, y, regularization=1.0, n_classes=10)
+    Z_bar = out.feature_gradient[0] * mask + out.feature_gradient[1] * other
+
+With dropout drawn twice this is how the published convolutional network was learned: in truth a validation inside the
+batch, since the loss is never judged on the very features that W was fitted to. With equal views it is
+`feature_objective`.
+
+    G = Z₁ᵀZ₁ + nλI,  W = G⁻¹ Z₁ᵀY,  P = Z₂ W,  r = α |W|_F,  U = G⁻¹ (Z₂ᵀS + τ α W / |W|_F)
+    dq/dZ₂ = S Wᵀ,    dq/dZ₁ = (Y - Z₁W) Uᵀ - Z₁U Wᵀ,        dq/dλ = -n Σ U W
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import Array, astype, cholesky, diagonal, like, namespace_of, precision, set_diagonal, to_host
+from kme_dist.core.objective import COMPLEXITY_WEIGHT, LOSS_FLOOR, Objective, generalisation_bound, one_hot
+from kme_dist.errors import ConfigError, DataError, NumericalError
+
+
+def masked_objective(
+    Z_solve: Array,
+    Z_judge: Array,
+    y: Any,
+    *,
+    regularization: float,
+    n_classes: int,
+    risk: str = "mean",
+    complexity_weight: float = COMPLEXITY_WEIGHT,
+    loss_floor: float = LOSS_FLOOR,
+    alpha: float | None = 1.0,
+    clip_above: bool = False,
+) -> Objective:
+    """q = risk of Z₂W + τ α |W|_F with W solved from Z₁; `feature_gradient` is the pair (dq/dZ₁, dq/dZ₂).
+
+    `clip_above=False`, as published, lets a probability beyond one count as better still; True is the loss of
+    `feature_objective`. `alpha=None` takes max_i |z_i| over the rows of Z₁.
+    """
+    if Z_solve.shape != Z_judge.shape or not Z_solve.shape[0]:
+        raise DataError(f"two views of the same rows are needed, got {Z_solve.shape} and {Z_judge.shape}")
+    if risk not in ("sum", "mean"):
+        raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
+    if not 0 < regularization < math.inf:
+        raise ConfigError(f"regularization={regularization!r}: needs a positive number")
+    options = (y, float(regularization), n_classes, risk, float(complexity_weight), loss_floor, alpha, clip_above)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        try:
+            return _judge(Z_solve, Z_judge, *options)
+        except NumericalError:
+            if precision(Z_solve) == "float64":
+                raise
+            return _judge(astype(Z_solve, "float64"), astype(Z_judge, "float64"), *options)
+
+
+def _judge(
+    Z1: Array,
+    Z2: Array,
+    y: Any,
+    lam: float,
+    n_classes: int,
+    risk: str,
+    tau: float,
+    floor: float,
+    alpha: float | None,
+    clip_above: bool,
+) -> Objective:
+    xp, n = namespace_of(Z1), Z1.shape[0]
+    Y = one_hot(y, n_classes, Z1)
+    if Y.shape[0] != n:
+        raise DataError(f"{n} rows came with {Y.shape[0]} labels; one label per row is needed")
+    G = Z1.T @ Z1
+    G = np.asfortranarray(G) if isinstance(G, np.ndarray) else G
+    set_diagonal(G, diagonal(G) + n * lam)
+    factor = cholesky(G)
+    W = factor.solve(Z1.T @ Y)
+    P = Z2 @ W
+    own = xp.sum(Y * P, axis=1, keepdims=True)
+    inside = (own > floor) & (own < 1) if clip_above else own > floor
+    safe = xp.where(inside, own, own * 0 + 1)
+    losses = xp.where(own > floor, -xp.log(safe), own * 0 - math.log(floor))
+    weight = 1.0 if risk == "sum" else 1.0 / n
+    S = xp.where(inside, -weight / safe, own * 0) * Y
+    size = xp.sqrt(xp.sum(W * W))
+    squares = xp.sum(Z1 * Z1, axis=1)
+    row = int(xp.argmax(squares)) if alpha is None else None
+    sup = xp.sqrt(squares[row]) if row is not None else like(alpha, Z1)
+    U = factor.solve(Z2.T @ S + tau * sup * W / xp.where(size > 0, size, size * 0 + 1))
+    solve_bar = (Y - Z1 @ W) @ U.T - (Z1 @ U) @ W.T
+    if row is not None:
+        solve_bar[row, :] = solve_bar[row, :] + tau * size / xp.where(sup > 0, sup, sup * 0 + 1) * Z1[row, :]
+    hits = xp.sum(astype(own >= xp.max(P, axis=1, keepdims=True), precision(P)))
+    scalars = [xp.sum(losses), sup * size, hits, -n * lam * xp.sum(U * W)]
+    loss, r, right, by_log_lam = (float(v) for v in to_host(xp.stack([astype(v, "float64") for v in scalars])))
+    if not all(math.isfinite(value) for value in (loss, r, by_log_lam)):
+        raise NumericalError("the objective or its gradient left the range of numbers")
+    return Objective(
+        value=weight * loss + tau * r,
+        risk=weight * loss,
+        complexity=r,
+        bound=generalisation_bound(loss / n, r, n),
+        gradient={"regularization": np.asarray(by_log_lam)},
+        accuracy=right / n,
+        dtype=precision(Z1),
+        feature_gradient=(solve_bar, S @ W.T),
+    )

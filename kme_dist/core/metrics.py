@@ -1,0 +1,169 @@
+"""How good are probabilities? Sums over rows that can be added in any order, and the figures that follow from them.
+
+    tally = Tally.of(codes, probabilities)          # one chunk: true classes as 0..m-1, (n, m) probabilities
+    (tally + other).metrics(classes)["accuracy"]    # the same as of all rows together
+
+Everything is exact but the risk-coverage curve, whose rows are grouped by entropy into narrow bins (finest where the
+model is sure). The log loss clips zeros as scikit-learn does: one confident mistake costs much, not infinitely much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from kme_dist.core.embedding import rkhs_entropy
+
+RELIABILITY_BINS = 10
+COVERAGE_BINS = 2000
+TOP_K = (2, 3, 5, 10)
+_CURVE_POINTS = 200
+_TINY = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts and sums over rows. `probabilistic` ones are zero where only labels were known."""
+
+    confusion: np.ndarray  # (m, m): true class down, predicted class across
+    log_loss: float
+    brier: float
+    probabilistic: int  # rows with probabilities
+    reliability: np.ndarray  # (bins, 3): rows, confidence, hits
+    coverage: np.ndarray  # (bins, 2): rows and mistakes by entropy
+    ranks: np.ndarray  # (m,): how often the true class came first, second, ...
+    missing: int = 0  # rows without an answer
+
+    @classmethod
+    def empty(cls, m: int) -> Tally:
+        return cls(
+            np.zeros((m, m), np.int64),
+            0.0,
+            0.0,
+            0,
+            np.zeros((RELIABILITY_BINS, 3)),
+            np.zeros((COVERAGE_BINS, 2), np.int64),
+            np.zeros(m, np.int64),
+        )
+
+    @classmethod
+    def of_labels(cls, codes: np.ndarray, labels: np.ndarray, m: int) -> Tally:
+        """Where only predicted labels are known; negative ones are rows without an answer."""
+        answered = labels >= 0
+        codes, labels = codes[answered], labels[answered]
+        known = {field.name: getattr(cls.empty(m), field.name) for field in fields(cls)}
+        counts = np.bincount(codes.astype(np.int64) * m + labels, minlength=m * m).reshape(m, m)
+        return cls(**{**known, "confusion": counts, "missing": int((~answered).sum())})
+
+    @classmethod
+    def of(cls, codes: np.ndarray, probabilities: np.ndarray, labels: np.ndarray | None = None) -> Tally:
+        """Of rows with probabilities (normalised here); `labels` are the predicted classes where they are not simply
+        the most probable ones. Rows of NaN are rows without an answer."""
+        p = np.asarray(probabilities, np.float64)
+        m = p.shape[1]
+        answered = np.isfinite(p).all(axis=1)
+        guess = p.argmax(axis=1) if labels is None else np.asarray(labels)
+        if not answered.all():
+            codes, p, guess = codes[answered], p[answered], guess[answered]
+        p = p / p.sum(axis=1, keepdims=True)
+        rows = np.arange(len(p))
+        own, confidence, right = p[rows, codes], p[rows, guess], guess == codes
+        bins = np.minimum((confidence * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
+        reliability = np.stack(
+            [np.bincount(bins, weights, RELIABILITY_BINS) for weights in (None, confidence, right.astype(np.float64))],
+            axis=1,
+        )
+        share = np.clip(rkhs_entropy(p) / math.log(max(m, 2)), 0.0, 1.0)
+        step = np.minimum((share**0.25 * COVERAGE_BINS).astype(np.int64), COVERAGE_BINS - 1)
+        coverage = [np.bincount(step[chosen], minlength=COVERAGE_BINS) for chosen in (slice(None), ~right)]
+        ahead = (p > own[:, None]).sum(axis=1) + ((p == own[:, None]) & (np.arange(m) < codes[:, None])).sum(axis=1)
+        return cls(
+            np.bincount(codes.astype(np.int64) * m + guess, minlength=m * m).reshape(m, m),
+            float(-np.log(np.clip(own, _TINY, 1.0)).sum()),
+            float((p * p).sum() - 2 * own.sum() + len(p)),
+            len(p),
+            reliability,
+            np.stack(coverage, axis=1),
+            np.bincount(ahead, minlength=m),
+            int((~answered).sum()),
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def rows(self) -> int:
+        return int(self.confusion.sum())
+
+    def metrics(self, classes: Sequence[Any]) -> dict[str, Any]:
+        """All figures as plain data; those of probabilities only where there were any."""
+        total, m = max(1, self.rows), len(self.confusion)
+        hits, true, guessed = np.diag(self.confusion), self.confusion.sum(axis=1), self.confusion.sum(axis=0)
+        precision, recall = hits / np.maximum(guessed, 1), hits / np.maximum(true, 1)
+        f1 = 2 * hits / np.maximum(true + guessed, 1)
+        found: dict[str, Any] = {
+            "rows": self.rows,
+            "rows_without_answer": self.missing,
+            "accuracy": float(hits.sum() / total),
+            "balanced_accuracy": float(recall[true > 0].mean()) if self.rows else 0.0,
+        }
+        if self.probabilistic:
+            n, bins = self.probabilistic, self.reliability
+            top = np.cumsum(self.ranks) / n
+            found |= {
+                "log_loss": self.log_loss / n,
+                "brier": self.brier / n,
+                "calibration_error": float(np.abs(bins[:, 1] - bins[:, 2]).sum() / n),
+                "top_k_accuracy": {str(k): float(top[k - 1]) for k in TOP_K if k < m},
+                "risk_coverage_area": self._area(),
+            }
+        found["per_class"] = [
+            {
+                "class": str(classes[c]),
+                "rows": int(true[c]),
+                "precision": float(precision[c]),
+                "recall": float(recall[c]),
+                "f1": float(f1[c]),
+            }
+            for c in range(m)
+        ]
+        found["confusion"] = self.confusion.tolist()
+        if self.probabilistic:
+            found["reliability"] = [
+                {
+                    "low": b / RELIABILITY_BINS,
+                    "high": (b + 1) / RELIABILITY_BINS,
+                    "rows": int(rows),
+                    "confidence": float(confidence / rows),
+                    "accuracy": float(right / rows),
+                }
+                for b, (rows, confidence, right) in enumerate(self.reliability)
+                if rows
+            ]
+            found["risk_coverage"] = self._curve()
+        return found
+
+    def _area(self) -> float:
+        """The mean risk over all coverages: 0 is perfect, the error rate is what a useless entropy gives."""
+        rows, mistakes = self.coverage[:, 0], np.cumsum(self.coverage[:, 1])
+        risk = mistakes / np.maximum(np.cumsum(rows), 1)
+        return float((risk * rows).sum() / max(1, rows.sum()))
+
+    def _curve(self) -> list[dict[str, float]]:
+        """Share of mistakes among the surest rows, against how many of all rows that is."""
+        filled = np.flatnonzero(self.coverage[:, 0])
+        rows, mistakes = (np.cumsum(self.coverage[filled, i]) for i in (0, 1))
+        wanted = np.unique(np.searchsorted(rows, np.linspace(0, rows[-1], _CURVE_POINTS)))
+        m = len(self.confusion)
+        return [
+            {
+                "coverage": float(rows[i] / rows[-1]),
+                "risk": float(mistakes[i] / rows[i]),
+                "entropy": float(((filled[i] + 1) / COVERAGE_BINS) ** 4 * math.log(max(m, 2))),
+            }
+            for i in wanted
+        ]
