@@ -26,6 +26,7 @@ from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import MatrixSource, open_source
 from kme_dist.data.splits import Split
 from kme_dist.data.statistics import Statistics
+from kme_dist.data.store import sealed
 from kme_dist.data.writer import ChunkLayout, ShardWriter
 from kme_dist.errors import ConfigError, DataError
 
@@ -95,7 +96,7 @@ def append(
             for name in writer.digests:
                 _grow(place, name, writer.total)
             still_held()
-            write_attributes(place, _merged(data, writer, job))
+            write_attributes(place, sealed(place, _merged(data, writer, job)))
     return open_dataset(place)
 
 

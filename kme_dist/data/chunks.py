@@ -196,7 +196,10 @@ class StoredArray:
         self, place: Place, name: str, *, cache_bytes: int = 0, check: Callable[[int, np.ndarray], bool] | None = None
     ) -> None:
         self.place, self.name, self.cache_bytes, self.check = place, name, cache_bytes, check
-        self.layout = read_layout(place, name)
+        try:
+            self.layout = read_layout(place, name)
+        except DataError as error:  # what we wrote has none of this: somebody else was here
+            raise CorruptError(f"{error} Restore it from a copy you trust.") from None
         if not self.layout.ours:
             raise DataError(f"{place}/{name}: not in the layout that kme-dist writes; ingest it as a Zarr source.")
         self._indexes: OrderedDict[int, np.ndarray] = OrderedDict()

@@ -24,6 +24,7 @@ from kme_dist.data.chunks import StoredArray, check_size, read_attributes
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.schema import Schema
 from kme_dist.data.statistics import Statistics
+from kme_dist.data.store import check_seal
 from kme_dist.data.writer import digest
 from kme_dist.errors import ConfigError, CorruptError, DataError
 
@@ -233,6 +234,7 @@ def read_dataset_attributes(place: Place) -> dict[str, Any]:
             f"{place}: data set format version {version}; this kme-dist reads versions 1 to "
             f"{DATASET_VERSION}. Update kme-dist."
         )
+    check_seal(place, attributes, required=False)  # the first data sets had none
     while version < DATASET_VERSION:
         attributes = UPGRADES[version](attributes)
         version += 1

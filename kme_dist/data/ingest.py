@@ -35,7 +35,7 @@ from kme_dist.data.readers import FileOptions, Source, open_source
 from kme_dist.data.schema import Schema, TableOptions
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.store import check_replaceable, publish, sweep
+from kme_dist.data.store import check_replaceable, publish, sealed, sweep
 from kme_dist.data.survey import plan_schema
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, ShardWriter, Spool, declare_arrays, write_shard
 from kme_dist.errors import ConfigError
@@ -392,7 +392,7 @@ class Job:
             _permute_counts(writer, places, len(classes))
         declare_arrays(target, writer, writer.total)
         still_held()
-        write_attributes(target, dataset_attributes(self, writer, classes))
+        write_attributes(target, sealed(target, dataset_attributes(self, writer, classes)))
 
 
 def _usual_order(name: str, position: int) -> tuple[int, int]:

@@ -54,11 +54,14 @@ def _whoami() -> str:
 
 @contextlib.contextmanager
 def _local_lease(target: Path, wait_s: float) -> Iterator[Check]:
-    target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")
     deadline = time.monotonic() + wait_s
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # file systems like /proc, where nobody can make a file
+            raise ConfigError(f"{target}: no file can be made in {target.parent}. Choose another path.") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -55,6 +55,11 @@ class Place:
             raise ConfigError(
                 f"{text}: addresses of kind {scheme}:// are not known; use a local path, file://, s3:// or gs://."
             )
+        if "@" in rest.partition("/")[0]:
+            raise ConfigError(
+                f"{scheme}://...@{rest.partition('@')[2]}: credentials do not belong into an address, which gets into "
+                "records and logs; use the environment, e.g. AWS_ACCESS_KEY_ID."
+            )
         if not rest.strip("/"):
             raise ConfigError(f"{text}: a bucket name is missing after {scheme}://.")
         if importlib.util.find_spec("obstore") is None:
@@ -201,7 +206,8 @@ class Place:
                     base = os.path.relpath(folder, self.path)
                     for name in names:
                         key = name if base == "." else f"{base}/{name}"
-                        found[key] = os.stat(os.path.join(folder, name)).st_size
+                        with contextlib.suppress(FileNotFoundError):  # renamed or removed since it was listed
+                            found[key] = os.stat(os.path.join(folder, name)).st_size
                 return found
             import obstore
 

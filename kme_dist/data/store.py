@@ -161,7 +161,7 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
         "format_version": ARRAYS_VERSION,
         "digests": {name: hashlib.sha256(array.data).hexdigest() for name, array in ready.items()},
     }
-    complete["attributes_digest"] = attributes_digest(place, complete)
+    complete = sealed(place, complete)
     with store_errors(place), writer_lease(place, wait_s=30.0) as still_held:
         replacing = check_replaceable(place, complete["format"])
         if not place.is_local:
@@ -185,6 +185,21 @@ def attributes_digest(place: Place, attributes: Mapping[str, Any]) -> str:
     """SHA-256 of JSON attributes: a learned parameter among them is as precious as an array."""
     as_read_back = json.loads(attributes_json(place, attributes))
     return hashlib.sha256(json.dumps(as_read_back, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(place: Place, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes with their own digest among them; `check_seal` is the other half."""
+    return {**attributes, "attributes_digest": attributes_digest(place, attributes)}
+
+
+def check_seal(place: Place, attributes: dict[str, Any], *, required: bool) -> None:
+    """Take the digest out of the attributes and compare; without `required` it may be missing."""
+    expected = attributes.pop("attributes_digest", None)
+    if (expected is not None or required) and attributes_digest(place, attributes) != expected:
+        raise CorruptError(
+            f"{place}: the attributes in {METADATA_KEY} do not match their digest; "
+            "restore it from a copy or write it again."
+        )
 
 
 def _storable(place: Place, name: str, array: np.ndarray) -> np.ndarray:
@@ -237,10 +252,7 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
     found = attributes.get("format")
     if found == "kme-dist/dataset":
         raise DataError(f"{place}: this is a data set, not saved arrays; open it with open_dataset.")
-    expected_digest = attributes.pop("attributes_digest", None)
-    digest = attributes_digest(place, attributes)
-    digests = attributes.pop("digests", None)
-    version = attributes.pop("format_version", None)
+    digests, version = attributes.get("digests"), attributes.get("format_version")
     if not isinstance(digests, dict) or not str(found or "").startswith("kme-dist/"):
         raise DataError(
             f"{place}: this Zarr group was not written by kme-dist (no format or digests in its attributes)."
@@ -249,14 +261,14 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
         raise DataError(
             f"{place}: written in format version {version}; this kme-dist reads {ARRAYS_VERSION}. Update kme-dist."
         )
-    if digest != expected_digest:
-        raise CorruptError(
-            f"{place}: the attributes in {METADATA_KEY} do not match their digest; "
-            "restore it from a copy or write it again."
-        )
+    check_seal(place, attributes, required=True)
+    del attributes["digests"], attributes["format_version"]
     arrays: dict[str, np.ndarray] = {}
     for name, expected in digests.items():
-        _storable(place, name, np.zeros(0))  # a name that leads out of the group is refused
+        try:
+            _storable(place, name, np.zeros(0))  # a name that leads out of the group is refused
+        except ConfigError as error:
+            raise CorruptError(str(error)) from None
         arrays[name] = _load_array(place, name)
         if hashlib.sha256(arrays[name].data).hexdigest() != expected:
             raise CorruptError(

@@ -132,7 +132,8 @@ class ShardWriter:
         if not self.settled:  # everything fits one shard: small data get small chunks
             needed = 1 << max(0, math.ceil(math.log2(max(1, self._filled))))
             rows = min(self.layout.chunk_rows, max(MIN_CHUNK_ROWS, needed))
-            shard_rows = min(self.layout.shard_rows, rows * 64)  # the index of a shard has an entry for each chunk
+            # The index of a shard has an entry for each chunk: few, unless small chunks were asked for.
+            shard_rows = min(self.layout.shard_rows, rows * max(64, -(-self._filled // rows)))
             self.layout = ChunkLayout(rows, shard_rows, self.layout.compressed)
         if self._filled:
             self._flush(last=True)

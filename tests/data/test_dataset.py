@@ -110,6 +110,7 @@ def test_a_chunk_left_out_of_its_shard_is_an_error(stored):
 def edit(data, change) -> None:
     path = data.place.path / "zarr.json"
     metadata = json.loads(path.read_text())
+    del metadata["attributes"]["attributes_digest"]  # as data sets of the first days, which had none
     change(metadata["attributes"])
     path.write_text(json.dumps(metadata))
 
@@ -128,6 +129,15 @@ def test_attributes_that_make_no_sense_are_refused(stored, change, error, messag
     edit(stored[2], change)
     with pytest.raises(error, match=message):
         open_dataset(stored[2].path).verify()
+
+
+def test_a_changed_attribute_is_noticed_when_the_data_set_is_opened(stored):
+    path = stored[2].place.path / "zarr.json"
+    metadata = json.loads(path.read_text())
+    metadata["attributes"]["feature_names"][0] = "another"
+    path.write_text(json.dumps(metadata))
+    with pytest.raises(CorruptError, match="do not match their digest"):
+        open_dataset(stored[2].path)
 
 
 def test_nothing_there_says_so(tmp_path):

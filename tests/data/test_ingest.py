@@ -470,3 +470,10 @@ def test_a_word_among_numbers_is_refused_unless_the_column_is_listed(tmp_path):
         ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
     assert not (tmp_path / "t.zarr").exists()
     assert ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y", one_hot=("x",)).features == 9
+
+
+def test_many_small_chunks_fit_the_one_shard_of_a_small_table(tmp_path):
+    X = np.arange(200_000.0).reshape(-1, 2)
+    data = ingest(X, tmp_path / "small.zarr", chunk_bytes=8192)
+    assert data.rows / data.chunk_rows > 64
+    np.testing.assert_array_equal(data.read()[0], X)
