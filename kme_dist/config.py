@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from kme_dist.config_cluster import ClusterConfig as ClusterConfig
+from kme_dist.config_cluster import Positive
+from kme_dist.config_cluster import Section as _Section
+from kme_dist.config_cluster import TlsConfig as TlsConfig
 from kme_dist.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1_000_000
@@ -31,6 +35,14 @@ RUN_KEYS = frozenset(
     {
         "starts",
         "threads",
+        "mode",
+        "local_steps",
+        "features",
+        "feature_cache",
+        "centre_choice",
+        "tolerance",
+        "tile_rows",
+        "memory",
         "batches_per_step",
         "schedule",
         "train_share",
@@ -39,24 +51,12 @@ RUN_KEYS = frozenset(
         "checkpoints_kept",
     }
 )
-NULL_KEYS = frozenset({"scaling", "threads"})  # where null is a choice of its own
 BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer")
 
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 2
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Column = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
-
-
-class _Section(BaseModel):
-    """Strict: no silent conversion of types, no unknown key, no change after loading."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    def given(self) -> set[str]:
-        """The keys that say something: null means the same as leaving a key out, but for those in NULL_KEYS."""
-        return {key for key in self.model_fields_set if key in NULL_KEYS or getattr(self, key) is not None}
 
 
 class DataConfig(_Section):
@@ -140,9 +140,17 @@ class ModelConfig(_Section):
     )
     backend: Literal["auto", "numpy", "cupy"] | None = Field(default=None, description="where the arrays live")
     dtype: Literal["float32", "float64"] | None = Field(default=None, description="precision of the arithmetic")
+    calibration: Literal["none", "temperature", "isotonic"] | None = Field(
+        default=None, description="map of the probabilities, fitted to leave-one-out predictions"
+    )
     threads: Annotated[int, Field(gt=0)] | None = Field(
         default=1,
         description="threads of the linear algebra; 1 gives the same bits on any machine load, null takes all cores",
+    )
+    features: str | dict[str, Any] | None = Field(
+        default=None,
+        description="explicit features that `learn.mode: full` learns instead of a kernel, e.g. "
+        "{name: fourier, features: 512}",
     )
 
 
@@ -168,10 +176,25 @@ class LearnConfig(_Section):
         default=None, description="rule that turns gradients into steps"
     )
     seed: int | None = Field(default=None, ge=0, description="seed of the batches")
+    mode: Literal["sync", "local", "full"] = Field(
+        default="sync",
+        description="how `kme-dist learn` uses workers: sync (the mean gradient of some batches makes one step), local "
+        "(replicas make some steps of their own, then the mean of them is taken) or full (explicit features: the exact "
+        "gradient of all rows in every step)",
+    )
+    local_steps: int = Field(
+        default=10, ge=1, description="steps that a replica makes on its own in `mode: local` before the mean is taken"
+    )
+    feature_cache: str = Field(
+        default="256MiB",
+        min_length=1,
+        description="memory of a worker for features that `mode: full` needs again; what does not fit is computed anew",
+    )
     batches_per_step: int = Field(
         default=1,
         ge=1,
-        description="gradients averaged in one step of `kme-dist learn`, whatever the number of workers",
+        description="gradients averaged in one step of `kme-dist learn` (`mode: local`: replicas), whatever the number "
+        "of workers",
     )
     schedule: Literal["constant", "cosine"] = Field(
         default="constant",
@@ -202,44 +225,45 @@ class LearnConfig(_Section):
 class FitConfig(_Section):
     """How the final embedding is solved for once the kernel is known."""
 
-    solver: Literal["auto", "cholesky", "nystrom"] | None = Field(default=None, description="method of the final fit")
+    solver: Literal["auto", "cholesky", "tiled", "pcg", "nystrom"] | None = Field(
+        default=None, description="method of the final fit; auto chooses by rows, memory and workers"
+    )
     centres: Annotated[int, Field(gt=0)] | None = Field(default=None, description="number of centres of nystrom")
+    centre_choice: Literal["rpcholesky", "kmeans++", "uniform"] | None = Field(
+        default=None, description="how nystrom chooses its centres; null takes rpcholesky"
+    )
+    tolerance: Positive | None = Field(default=None, description="relative residual that pcg is to reach")
+    tile_rows: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="rows of a tile of tiled and pcg; null chooses by the number of rows"
+    )
+    memory: str | None = Field(
+        default=None, min_length=1, description="memory that the fit may take in one worker, e.g. 2GiB"
+    )
     refit_regularization: bool | None = Field(
         default=None, description="re-tune the regularisation on all rows after learning"
     )
 
 
-class TlsConfig(_Section):
-    """Files for an encrypted connection to the scheduler."""
+class PredictConfig(_Section):
+    """What `kme-dist predict` computes, from what, and where it goes."""
 
-    authority: str = Field(min_length=1, description="certificates of the authority (PEM)")
-    certificate: str = Field(min_length=1, description="certificate of this client (PEM)")
-    key: str = Field(min_length=1, description="private key of this client (PEM)")
-
-
-class ClusterConfig(_Section):
-    """Who does the work of `kme-dist learn`. It decides how fast, never what is learned."""
-
-    kind: Literal["serial", "local", "address"] = Field(
-        default="local",
-        description="serial (this process), local (worker processes on this machine) or address (a running scheduler)",
+    model: str | None = Field(default=None, min_length=1, description="saved model; absent: that of the run folder")
+    data: str | None = Field(
+        default=None, min_length=1, description="data set, or Parquet file or folder; absent: the rows of the run"
     )
-    workers: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="worker processes of a local cluster; null takes one for each core"
+    split: str | None = Field(default=None, min_length=1, description="part of the data set; absent: all of it")
+    out: str | None = Field(default=None, min_length=1, description="absent: predictions.zarr in the run folder")
+    format: Literal["zarr", "parquet"] = Field(default="zarr", description="arrays, or one Parquet file for each chunk")
+    outputs: list[Literal["label", "probability", "decision", "entropy", "rkhs_entropy"]] = Field(
+        default=["label", "probability", "entropy"], description="what is stored for each row"
     )
-    memory: str | None = Field(
-        default=None,
-        min_length=1,
-        description="memory limit of one worker, e.g. 2GiB; null shares the machine's memory",
+    expectations: dict[str, str | list[float] | dict[str, float]] = Field(
+        default={},
+        description="names, each with values of the classes, or a file that holds them or an expression in y",
     )
-    address: str | None = Field(
-        default=None, min_length=1, description="address of the scheduler, e.g. tcp://host:8786"
-    )
-    tls: TlsConfig | None = Field(default=None, description="files for an encrypted connection")
-    dashboard: bool = Field(default=True, description="whether a local cluster serves the Dask dashboard")
-    patience_s: Positive = Field(
-        default=60.0, description="seconds after which a worker that does not answer is taken to hang"
-    )
+    top_k: Annotated[int, Field(gt=0)] | None = Field(default=None, description="so many most probable classes")
+    like: str | None = Field(default=None, min_length=1, description="data set whose columns Parquet is read by")
+    id_column: str | None = Field(default=None, min_length=1, description="column of Parquet to carry through")
 
 
 class OutputConfig(_Section):
@@ -261,6 +285,7 @@ class Config(_Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     learn: LearnConfig = Field(default_factory=LearnConfig)
     fit: FitConfig = Field(default_factory=FitConfig)
+    predict: PredictConfig = Field(default_factory=PredictConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
 

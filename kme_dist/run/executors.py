@@ -4,32 +4,46 @@
     executor = DaskExecutor(client)                  # plain tasks, named on the dashboard
     executor.map(function, calls, name="rcb-gradient")            # results in the order of `calls`
     executor.map_reduce(function, calls, combine, name="moments") # one result, combined by a fixed tree
+    executor.stream(function, calls, name="predict-chunk")        # (place, result or its error) as each is finished
 
 `function` is a module-level function and must be free of side effects, since a call may run twice: a worker that died
 is replaced by Dask itself, and a worker that hangs is found by a deadline, whereupon its calls are made again elsewhere
 under new keys. Results are combined by `tree_combine`, whose shape depends on the number of calls alone, so that the
 number of workers and the order of arrival never show in a result. Inside a call BLAS has one thread.
 
-Plain tasks cost a few milliseconds more a round than actors, and are worth it: the dashboard shows them by name, and
-Dask recovers them. Nothing is scattered and no future outlives its round, so a long loop leaves nothing behind.
+Calls go as plain tasks: the dashboard shows them by name, and Dask recovers them. A round of them costs 10 to 20 ms,
+which is too much for the rounds of some tens of milliseconds that `quick` is for: those go straight to the workers (see
+`lanes`), but for about one in a second, which goes as plain tasks, so that the dashboard shows what the workers do.
+Nothing is scattered and no future outlives its round, so a long loop leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from kme_dist.backend import blas_threads
 from kme_dist.errors import RetryError
+from kme_dist.run.lanes import Lanes
 
 T = TypeVar("T")
 Function = Callable[..., T]
 _GRACE_S = 5.0  # for fetching what is already finished, once a round has gone wrong
 _COUNT_EVERY_S = 5.0
+_QUICK_S = 0.25  # rounds shorter than this leave the path of plain tasks, whose 10 to 20 ms would be a tenth of them
+_SHOWN_EVERY_S = 1.0  # and go along it all the same about this often
+GPU = "GPU"  # the resource that workers with a device carry: `dask worker --resources GPU=1`
+# Whose results become the last argument of each call: the function, its calls, those of the next round, its name.
+Feed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], str]
+_LOOK_EVERY_S = 2.0  # how often a stream looks for calls that take too long
+_NOT_YET = object()
 
 
 class Executor(Protocol):
@@ -37,10 +51,30 @@ class Executor(Protocol):
 
     @property
     def workers(self) -> int: ...
-    def map(self, function: Function[T], calls: Sequence[tuple[Any, ...]], *, name: str) -> list[T]: ...
+    @property
+    def reads_apart(self) -> bool: ...
+    def map(
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        name: str,
+        quick: bool = False,
+        gpu: bool = False,
+        feed: Feed | None = None,
+    ) -> list[T]: ...
     def map_reduce(
-        self, function: Function[T], calls: Sequence[tuple[Any, ...]], combine: Callable[[T, T], T], *, name: str
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        combine: Callable[[T, T], T],
+        *,
+        name: str,
+        sticky: bool = False,
     ) -> T: ...
+    def stream(
+        self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+    ) -> Iterator[tuple[int, T | Exception]]: ...
 
 
 def tree_combine(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
@@ -56,15 +90,55 @@ class SerialExecutor:
     """Everything in this process, one call after the other."""
 
     workers = 1
+    reads_apart = False
 
-    def map(self, function: Function[T], calls: Sequence[tuple[Any, ...]], *, name: str) -> list[T]:
+    def map(
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        name: str,
+        quick: bool = False,
+        gpu: bool = False,
+        feed: Feed | None = None,
+    ) -> list[T]:
         with blas_threads(1):
+            if feed is not None:
+                calls = [(*call, feed[0](*read)) for call, read in zip(calls, feed[1], strict=True)]
             return [function(*call) for call in calls]
 
     def map_reduce(
-        self, function: Function[T], calls: Sequence[tuple[Any, ...]], combine: Callable[[T, T], T], *, name: str
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        combine: Callable[[T, T], T],
+        *,
+        name: str,
+        sticky: bool = False,
     ) -> T:
         return tree_combine(self.map(function, calls, name=name), combine)
+
+    def stream(
+        self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+    ) -> Iterator[tuple[int, T | Exception]]:
+        for place, call in enumerate(calls):
+            result: T | Exception
+            try:
+                with blas_threads(1):
+                    result = function(*call)
+            except Exception as error:  # the caller decides what a failed call means for the others
+                result = error
+            yield place, result
+
+
+@dataclass
+class _Flight:
+    """A call of a stream that is on its way."""
+
+    place: int
+    call: tuple[Any, ...]
+    attempt: int
+    began: float
 
 
 class DaskExecutor:
@@ -87,34 +161,203 @@ class DaskExecutor:
         self._run, self._round = uuid.uuid4().hex[:8], 0
         self._slowest: float | None = None
         self._suspects: set[str] = set()
-        self._count, self._count_again = 1, 0.0
+        self._kinds, self._count_again = (1, 0), 0.0  # workers without and with a GPU
+        self._lanes = Lanes(client)
+        self._usual_s, self._shown = math.inf, 0.0  # of quick rounds: how long they take, when one was last shown
+        self._read: dict[Any, Any] = {}  # futures of what the next round will be fed with
 
     @property
     def workers(self) -> int:
         """How many there are, as of a few seconds ago."""
+        return max(1, sum(self._counts()))
+
+    @property
+    def gpus(self) -> int:
+        """How many workers carry the resource `GPU`."""
+        return self._counts()[1]
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether there are workers without a GPU beside some that have one: they read, the others compute."""
+        return all(self._counts())
+
+    def _counts(self) -> tuple[int, int]:
         if time.monotonic() > self._count_again:
-            self._count, self._count_again = max(1, len(self._addresses())), time.monotonic() + _COUNT_EVERY_S
-        return self._count
+            workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
+            with_gpu = sum(bool(worker.get("resources", {}).get(GPU)) for worker in workers)
+            self._kinds, self._count_again = (len(workers) - with_gpu, with_gpu), time.monotonic() + _COUNT_EVERY_S
+        return self._kinds
 
-    def map(self, function: Function[T], calls: Sequence[tuple[Any, ...]], *, name: str) -> list[T]:
-        def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
-            return dict(zip(wanted, self._submit_all(function, [calls[i] for i in wanted], name, where), strict=True))
+    def map(
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        name: str,
+        quick: bool = False,
+        gpu: bool = False,
+        feed: Feed | None = None,
+    ) -> list[T]:
+        """Results in the order of the calls, wherever those ran.
 
-        found = self._collect(submit, len(calls))
+        Parameters
+        ----------
+        name : of the tasks, on the dashboard
+        quick : one of very many rounds, which may leave the path of plain tasks where they are short
+        gpu : only workers that carry the resource `GPU` may run the calls
+        feed : calls of another function, run by any worker, whose results become the last argument of `calls`
+        """
+        began, found = time.monotonic(), {}
+        shown = not quick or feed is not None or not self._hidden(began)
+        if not shown:
+            deadline_s = max(1.0, 10 * self._usual_s)
+            found = self._lanes.map(function, calls, deadline_s=deadline_s, resource=GPU if gpu else None)
+        if len(found) < len(calls):
+            missing = [i for i in range(len(calls)) if i not in found]
+            self.retried += 0 if shown else len(missing)
+            found |= self._by_tasks(function, calls, missing, name, {"resources": {GPU: 1}} if gpu else {}, feed)
+        if quick:
+            took = time.monotonic() - began
+            self._usual_s = took if math.isinf(self._usual_s) else 0.8 * self._usual_s + 0.2 * took
+            self._shown = began if shown else self._shown
         return [found[i] for i in range(len(calls))]
 
+    def _hidden(self, now: float) -> bool:
+        """Whether this round may go by the lanes."""
+        return self._usual_s < _QUICK_S and now - self._shown < _SHOWN_EVERY_S and self._lanes.open
+
+    def _by_tasks(
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        places: list[int],
+        name: str,
+        needs: dict[str, Any],
+        feed: Feed | None,
+    ) -> dict[int, Any]:
+        def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
+            here = [places[i] for i in wanted]
+            fed = None if feed is None else self._reads(feed, here)
+            futures = self._submit_all(function, [calls[i] for i in here], name, {**where, **needs}, fed)
+            return dict(zip(wanted, futures, strict=True))
+
+        found = self._collect(submit, len(places))
+        return {place: found[i] for i, place in enumerate(places)}
+
+    def _reads(self, feed: Feed, places: list[int]) -> list[Any]:
+        """Futures of what the calls are fed with; those of the next round are begun at the same time."""
+        read, reads, ahead, name = feed
+        begun = {call: future for call, future in self._read.items() if future.status in ("pending", "finished")}
+        wanted = [reads[i] for i in places]
+        fresh = [call for call in [*wanted, *ahead] if call not in begun]
+        begun |= dict(zip(fresh, self._submit_all(read, fresh, name, self._those_without_gpu()), strict=True))
+        self._read = {call: begun[call] for call in ahead}  # whatever else there was is let go
+        return [begun[call] for call in wanted]
+
+    def _those_without_gpu(self) -> dict[str, Any]:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        readers = [address for address, worker in workers.items() if not worker.get("resources", {}).get(GPU)]
+        return {"workers": readers, "allow_other_workers": True} if readers else {}
+
     def map_reduce(
-        self, function: Function[T], calls: Sequence[tuple[Any, ...]], combine: Callable[[T, T], T], *, name: str
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        combine: Callable[[T, T], T],
+        *,
+        name: str,
+        sticky: bool = False,
     ) -> T:
+        """One result, combined by a fixed tree. `sticky` calls prefer the worker that the same place had before."""
+
         def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
             def join(left: Any, right: Any) -> Any:
                 key = f"reduce-{name}-{self._label(0)}"
                 return self.client.submit(_joined, combine, left, right, key=key, pure=False, **where)
 
-            return {0: tree_combine(self._submit_all(function, list(calls), name, where), join)}
+            if sticky and not where:
+                begun = self._submit_near(function, list(calls), name)
+            else:
+                begun = self._submit_all(function, list(calls), name, where)
+            return {0: tree_combine(begun, join)}
 
         result: T = self._collect(submit, 1)[0]
         return result
+
+    def stream(
+        self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Results as they come, each with the place of its call; what a call raised is a result like any other.
+
+        At most `ahead` calls are out at a time (two for each worker), so that any number of them needs no more memory
+        than a few, here and on the scheduler.
+        """
+        waiting = enumerate(calls)
+        out: dict[Any, _Flight] = {}
+        again: list[_Flight] = []
+        slowest: float | None = None
+        self._round += 1
+        try:
+            while True:
+                room = max(0, (ahead or 2 * self.workers) - len(out) - len(again))
+                fresh = [_Flight(place, call, 0, 0.0) for place, call in itertools.islice(waiting, room)]
+                out |= self._launch(function, again + fresh, name)
+                again = []
+                if not out:
+                    return
+                self._wait_for_one(list(out))
+                for future in [future for future in out if future.status != "pending"]:
+                    result = self._landed(future)
+                    flight = out[future]
+                    if result is not _NOT_YET:
+                        slowest = max(slowest or 0.0, time.monotonic() - flight.began)
+                        del out[future]
+                        future.release()
+                        yield flight.place, result
+                    elif future.status in ("cancelled", "lost"):
+                        again.append(out.pop(future))
+                limit = 10 * self.patience_s if slowest is None else max(self.patience_s, 10 * slowest)
+                overdue = [future for future, flight in out.items() if time.monotonic() - flight.began > limit]
+                if overdue:
+                    self._replace_hung()
+                    again += [out.pop(future) for future in overdue]
+                    for future in overdue:
+                        future.release()
+                self.retried += len(again)
+                if any(flight.attempt >= self.attempts for flight in again):
+                    raise self._gave_up(f"a task named {name}")
+        finally:
+            for future in out:
+                future.release()
+
+    def _launch(self, function: Function[T], flights: list[_Flight], name: str) -> dict[Any, _Flight]:
+        if not flights:
+            return {}
+        now = time.monotonic()
+        for flight in flights:
+            flight.attempt, flight.began = flight.attempt + 1, now
+        futures = self._submit_all(function, [flight.call for flight in flights], name, self._away_from_suspects())
+        return dict(zip(futures, flights, strict=True))
+
+    def _wait_for_one(self, futures: list[Any]) -> None:
+        from distributed import wait
+
+        try:
+            with self.client.as_current():  # `wait` asks the current client, which ours need not be
+                wait(futures, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+        except _cluster_trouble() as error:  # nobody has finished yet, or a future was lost: its status says which
+            self._check_alive(error)
+
+    def _landed(self, future: Any) -> Any:
+        """The result of a call that has ended, or the error it ended with."""
+        try:
+            if future.status == "error":
+                return future.exception(timeout=_GRACE_S)
+            if future.status == "finished":
+                return future.result(timeout=_GRACE_S)
+        except _cluster_trouble() as error:  # whoever held the result died before it was fetched; Dask makes it again
+            self._check_alive(error)
+        return _NOT_YET
 
     # --- one round, until it is whole ----------------------------------------------------------------
 
@@ -147,10 +390,13 @@ class DaskExecutor:
                 if attempt == 0:
                     self._slowest = max(self._slowest or 0.0, time.monotonic() - began)
                 return found
-        raise RetryError(
-            f"the cluster at {_address(self.client)} did not finish a round of {count} tasks in {self.attempts} "
+        raise self._gave_up(f"a round of {count} tasks") from last
+
+    def _gave_up(self, what: str) -> RetryError:
+        return RetryError(
+            f"the cluster at {_address(self.client)} did not finish {what} in {self.attempts} "
             f"attempts ({self.workers} workers are there now); look at its logs, then run the same command again"
-        ) from last
+        )
 
     @property
     def _deadline(self) -> float:
@@ -161,13 +407,32 @@ class DaskExecutor:
         return f"{self._round}-{place}-{uuid.uuid4().hex[:6]}-{self._run}"
 
     def _submit_all(
-        self, function: Function[T], calls: list[tuple[Any, ...]], name: str, where: dict[str, Any]
+        self,
+        function: Function[T],
+        calls: list[tuple[Any, ...]],
+        name: str,
+        where: dict[str, Any],
+        fed: list[Any] | None = None,
+        first: int = 0,
     ) -> list[Any]:
+        if not calls:
+            return []
         # One message for all of them: at eight calls a third quicker than as many submits.
-        keys = [f"{name}-{self._label(i)}" for i in range(len(calls))]
+        keys = [f"{name}-{self._label(first + i)}" for i in range(len(calls))]
+        more = [] if fed is None else [fed]
         futures: list[Any] = self.client.map(
-            _called, [function] * len(calls), calls, key=keys, pure=False, batch_size=len(calls), **where
+            called, [function] * len(calls), calls, *more, key=keys, pure=False, batch_size=len(calls), **where
         )
+        return futures
+
+    def _submit_near(self, function: Function[T], calls: list[tuple[Any, ...]], name: str) -> list[Any]:
+        """Equal shares of neighbouring calls, the same to the same worker as long as the workers stay the same."""
+        addresses = self._addresses() or [""]
+        futures = []
+        for i, address in enumerate(addresses):
+            start, stop = (j * len(calls) // len(addresses) for j in (i, i + 1))
+            where = {"workers": [address], "allow_other_workers": True} if address else {}
+            futures += self._submit_all(function, calls[start:stop], name, where, first=start)
         return futures
 
     def _finished(self, futures: dict[int, Any]) -> dict[int, Any]:
@@ -240,9 +505,10 @@ def _address(client: Any) -> str:
     return str(client.scheduler.address if client.scheduler is not None else "an unknown address")
 
 
-def _called(function: Function[T], call: tuple[Any, ...]) -> T:
+def called(function: Function[T], call: tuple[Any, ...], *fed: Any) -> T:
+    """What every task is: the function on its arguments, with one BLAS thread."""
     _hold_blas()
-    return function(*call)
+    return function(*call, *fed)
 
 
 def _joined(combine: Callable[[T, T], T], left: T, right: T) -> T:

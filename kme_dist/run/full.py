@@ -11,14 +11,17 @@ With Z = φ_θ(X), n x p, nothing of size n ever leaves a chunk:
 
 Sums run over chunks in row order by a fixed tree, in double precision. `features` is any object with `parameters`,
 `replace(**values)`, `forward(X)` and `vjp(X, Z_bar)`; its parameters may have any sign, and go by "features.NAME".
-Features are computed anew in every pass, so memory is bounded by one chunk and p x p.
+
+A worker keeps the features of its chunks from the first pass to the third, as far as `cache_bytes` go; what does not
+fit, or is asked of another worker, is computed anew and comes out the same. Memory is bounded by that, one chunk and
+p x p.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,63 +33,82 @@ from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.dataset import Dataset
 from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
+from kme_dist.run.jobs import Job, job_basis, opened
 from kme_dist.run.learn import LearnSettings, Record
-from kme_dist.run.rounds import Loop, run_identity
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.rounds import Loop, Round, run_identity
 
 PREFIX = "features."
+CACHE_BYTES = 256 << 20
 Spans = tuple[tuple[int, int], ...]
 Sums = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    """What every call has in common; recognised by its token on a worker that has met it."""
+class _ChunkJob(Job):
+    """A job whose calls are about spans of rows."""
 
-    token: str
-    path: str
     spans: Spans
-    scale: Scaling
-    dtype: str
-    n_classes: int
-
-    def __hash__(self) -> int:
-        return hash(self.token)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Job) and other.token == self.token
+    cache_bytes: int
 
 
-@functools.lru_cache(maxsize=2)
-def _opened(job: _Job) -> tuple[_Job, Dataset]:
-    return job, open_dataset(job.path)
+@dataclass(frozen=True)
+class _Version:
+    """A feature map with the name under which workers remember what it made of their rows."""
+
+    features: FeatureMap
+    name: str
 
 
-def _read(job: _Job, number: int) -> tuple[np.ndarray, np.ndarray]:
-    job, data = _opened(job)
-    X, y = data.read_rows(*job.spans[number])
-    return job.scale.apply(X, job.dtype), np.asarray(y)
+class _Remembered:
+    """The features of one version, chunk by chunk, up to a number of bytes; those of an earlier version go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._version, self._bytes = "", 0
+        self._chunks: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def get(self, version: str, number: int) -> tuple[np.ndarray, ...] | None:
+        with self._lock:
+            return self._chunks.get(number) if version == self._version else None
+
+    def put(self, version: str, number: int, arrays: tuple[np.ndarray, ...], limit: int) -> None:
+        with self._lock:
+            if version != self._version:
+                self._version, self._bytes, self._chunks = version, 0, {}
+            size = sum(array.nbytes for array in arrays)
+            if number not in self._chunks and self._bytes + size <= limit:
+                self._chunks[number] = arrays
+                self._bytes += size
 
 
-def _features(features: FeatureMap, X: np.ndarray) -> np.ndarray:
-    return np.asarray(features.forward(X), dtype=np.float64)
+_remembered = _Remembered()
 
 
-def _moments(job: _Job, number: int, features: FeatureMap) -> Sums:
-    X, y = _read(job, number)
-    Z = _features(features, X)
+def _chunk(job: _ChunkJob, number: int, version: _Version) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scaled rows, labels and features of a span."""
+    key = f"{job.token}/{version.name}"
+    if (held := _remembered.get(key, number)) is not None:
+        return held  # type: ignore[return-value]
+    X, y = opened(job).data.read_rows(*job.spans[number])
+    rows = job.scale.apply(X, job.dtype)
+    found = rows, np.asarray(y), np.asarray(version.features.forward(rows), dtype=np.float64)
+    _remembered.put(key, number, found, job.cache_bytes)
+    return found
+
+
+def _moments(job: _ChunkJob, number: int, version: _Version) -> Sums:
+    _, y, Z = _chunk(job, number, version)
     Y = one_hot(y, job.n_classes, Z)
     return {"G": Z.T @ Z, "B": Z.T @ Y, "n": np.asarray(float(len(Z)))}
 
 
-def _losses(job: _Job, number: int, features: FeatureMap, W: np.ndarray, floor: float) -> Sums:
-    X, y = _read(job, number)
-    Z = _features(features, X)
+def _losses(job: _ChunkJob, number: int, version: _Version, W: np.ndarray, floor: float) -> Sums:
+    _, y, Z = _chunk(job, number, version)
     Y = one_hot(y, job.n_classes, Z)
     P = Z @ W
     loss, S = clipped_loss(Y, P, floor)
@@ -95,17 +117,16 @@ def _losses(job: _Job, number: int, features: FeatureMap, W: np.ndarray, floor: 
 
 
 def _pullback(
-    job: _Job, number: int, features: FeatureMap, W: np.ndarray, U: np.ndarray, weight: float, floor: float
+    job: _ChunkJob, number: int, version: _Version, W: np.ndarray, U: np.ndarray, weight: float, floor: float
 ) -> Sums:
-    X, y = _read(job, number)
+    X, y, Z = _chunk(job, number, version)
     if not len(X):
-        return {name: np.zeros(np.shape(value)) for name, value in features.parameters.items()}
-    Z = _features(features, X)
+        return {name: np.zeros(np.shape(value)) for name, value in version.features.parameters.items()}
     Y = one_hot(y, job.n_classes, Z)
     P = Z @ W
     S = clipped_loss(Y, P, floor)[1] * weight
-    Z_bar = (S - Z @ U) @ W.T + (Y - P) @ U.T
-    return {name: np.asarray(value, np.float64) for name, value in features.vjp(X, Z_bar.astype(job.dtype)).items()}
+    Z_bar = ((S - Z @ U) @ W.T + (Y - P) @ U.T).astype(job.dtype)
+    return {name: np.asarray(value, np.float64) for name, value in version.features.vjp(X, Z_bar).items()}
 
 
 def _add(left: Sums, right: Sums) -> Sums:
@@ -129,19 +150,20 @@ def full_gradient(
     scaling: str | None = "unit",
     dtype: str = "float64",
     spans: Spans | None = None,
+    cache_bytes: int = CACHE_BYTES,
 ) -> Objective:
     """Objective and gradient over every row of a split, exact up to rounding.
 
     `spans` are the row ranges of the tasks (a chunk each by default); they may be uneven or empty, and decide the
-    rounding alone.
+    rounding alone. `cache_bytes` is the memory of a worker for features that a later pass needs again.
     """
-    job = _make_job(dataset, split, scaling, dtype, spans)
+    job = _make_job(dataset, split, scaling, dtype, cache_bytes, spans)
     tau = LearnSettings(complexity_weight=complexity_weight).tau
     return _judge(job, features, regularization, executor, risk, tau, loss_floor, alpha)
 
 
 def _judge(
-    job: _Job,
+    job: _ChunkJob,
     features: FeatureMap,
     lam: float,
     executor: Executor,
@@ -154,8 +176,9 @@ def _judge(
         raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
     if not lam > 0:
         raise ConfigError(f"regularization={lam!r}: needs a positive number")
-    numbers = range(len(job.spans))
-    sums = executor.map_reduce(_moments, [(job, i, features) for i in numbers], _add, name="feature-moments")
+    version = _Version(features, os.urandom(6).hex())
+    fixed = [(job, i, version) for i in range(len(job.spans))]
+    sums = executor.map_reduce(_moments, fixed, _add, name="feature-moments", sticky=True)
     n = float(sums["n"])
     if not n:
         raise DataError(f"{job.path}: there are no rows to learn from; the split is empty")
@@ -163,14 +186,14 @@ def _judge(
         factor = cholesky(np.asfortranarray(sums["G"] + n * lam * np.eye(len(sums["G"]))))
         W = np.ascontiguousarray(factor.solve(sums["B"]))
     weight = 1.0 if risk == "sum" else 1.0 / n
-    found = executor.map_reduce(_losses, [(job, i, features, W, floor) for i in numbers], _add, name="feature-losses")
+    calls: list[tuple[Any, ...]] = [(*call, W, floor) for call in fixed]
+    found = executor.map_reduce(_losses, calls, _add, name="feature-losses", sticky=True)
     size = float(np.sqrt(np.sum(W * W)))
     c = tau * alpha / (2 * size) if size > 0 else 0.0
     with blas_threads(1):
         U = np.ascontiguousarray(factor.solve(weight * found["ZS"] + 2 * c * W))
-    inner = executor.map_reduce(
-        _pullback, [(job, i, features, W, U, weight, floor) for i in numbers], _add, name="feature-gradient"
-    )
+    calls = [(*call, W, U, weight, floor) for call in fixed]
+    inner = executor.map_reduce(_pullback, calls, _add, name="feature-gradient", sticky=True)
     loss, complexity = float(found["loss"]), alpha * size
     gradient = {PREFIX + name: value for name, value in inner.items()}
     gradient["regularization"] = np.asarray(-n * lam * np.sum(U * W))
@@ -185,11 +208,15 @@ def _judge(
     )
 
 
-def _make_job(dataset: Dataset, split: str | None, scaling: str | None, dtype: str, spans: Spans | None = None) -> _Job:
-    if dataset.classes is None:
-        raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
-    if split == "auto":
-        split = "train" if "train" in dataset.splits else None
+def _make_job(
+    dataset: Dataset,
+    split: str | None,
+    scaling: str | None,
+    dtype: str,
+    cache_bytes: int,
+    spans: Spans | None = None,
+) -> _ChunkJob:
+    basis, split = job_basis(dataset, split, scaling, dtype)
     if spans is None:
         rows = dataset.chunk_rows
         spans = tuple(
@@ -197,8 +224,7 @@ def _make_job(dataset: Dataset, split: str | None, scaling: str | None, dtype: s
             for start, stop in dataset.ranges(split)
             for at in range(start, stop, rows)
         )  # fmt: skip
-    scale = Scaling.of(dataset.split_statistics(split), scaling)
-    return _Job(os.urandom(8).hex(), dataset.path, spans or ((0, 0),), scale, dtype, len(dataset.classes))
+    return _ChunkJob(**basis, spans=spans or ((0, 0),), cache_bytes=cache_bytes)
 
 
 # --- learning by it ---------------------------------------------------------------------------------
@@ -244,24 +270,26 @@ def learn_features(
     scaling: str | None = "unit",
     dtype: str = "float64",
     alpha: float = 1.0,
+    cache_bytes: int = CACHE_BYTES,
 ) -> LearnedFeatures:
     """Gradient descent with the exact gradient of all rows in every step; resumes as `learn_on_dataset` does."""
     if settings.objective not in ("rcb", "erm"):
         raise ConfigError(f"objective={settings.objective!r}: full gradients are of 'rcb' and 'erm'")
-    job = _make_job(dataset, split, scaling, dtype)
+    job = _make_job(dataset, split, scaling, dtype, cache_bytes)
     rows = sum(stop - start for start, stop in job.spans)
     plan = BatchPlan(job.spans, max(rows, 1), settings.seed, chunk_rows=dataset.chunk_rows)
     start: dict[str, Any] = {name: value.tolist() for name, value in _Named(features).parameters.items()}
     model = {"start": start, "regularization": regularization, "dtype": dtype, "scaling": scaling, "alpha": alpha}
 
-    def judge(step: int, parameters: optim.Named) -> tuple[Objective, int, Record]:
+    loop = Loop(_Named(features), regularization, settings, rows)
+
+    def play(step: int, parameters: optim.Named) -> Round:
         began = time.perf_counter()
         changed, lam = _replaced(features, parameters)
         out = _judge(job, changed, lam, executor, settings.risk, settings.tau, LOSS_FLOOR, alpha)
         seconds = time.perf_counter() - began
         pace = {"round_seconds": seconds, "rows_per_second": rows / seconds, "workers": executor.workers}
-        return out, rows, pace
+        return Round(out, rows, pace)
 
-    loop = Loop(_Named(features), regularization, settings, rows)
-    history = loop.run(judge, run_identity(dataset, settings, plan, model, 1), checkpoints, callback)
+    history = loop.run(play, run_identity(dataset, settings, plan, model, 1), checkpoints, callback)
     return LearnedFeatures(*_replaced(features, loop.result()), history)

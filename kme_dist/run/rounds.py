@@ -5,125 +5,64 @@
                                batches_per_step=4, executor=executor, checkpoints=Checkpoints("run/checkpoints"))
 
 One step is one round: `batches_per_step` calls of `batch_gradient`, each of which reads its batch by the plan and its
-number and returns a small record; the mean of the records, added up in plan order; one update here. What is learned
-depends on data, settings and `batches_per_step`, never on who did the work: the same bits come from one process, from
-any number of workers, and from a run that was killed and resumed.
+number and returns a small record; the mean of the records, added up in plan order; one update here.
+
+With `local_steps=H` a round is H steps: each of `batches_per_step` replicas goes H steps on batches of its own, then
+parameters and optimiser state of all of them are averaged. Rounds are fewer and longer, which pays where the network is
+slow; what is learned is another, in general slightly worse, iterate.
+
+What is learned depends on data, settings, `batches_per_step` and `local_steps`, never on who did the work: the same
+bits come from one process, from any number of workers, and from a run that was killed and resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
-import os
-import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.objective import Objective, Workspace
-from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.core.objective import Objective
+from kme_dist.data.dataset import Dataset
 from kme_dist.data.plan import BatchPlan
-from kme_dist.errors import ConfigError, DataError, KMEError
+from kme_dist.errors import ConfigError, KMEError
+from kme_dist.run import jobs
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
-from kme_dist.run.executors import Executor, tree_combine
-from kme_dist.run.learn import (
-    Learned,
-    LearnSettings,
-    LengthScalePrior,
-    PlateauWatch,
-    Record,
-    assemble,
-    batch_objective,
-    step_record,
+from kme_dist.run.executors import Executor
+from kme_dist.run.jobs import (
+    BatchJob,
+    BatchRecord,
+    Stepper,
+    batch_gradient,
+    make_job,
+    mean_named,
+    mean_objective,
+    mean_state,
+    read_rows,
 )
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.learn import Learned, LearnSettings, LengthScalePrior, PlateauWatch, Record, assemble, step_record
 
-BATCH_ROWS = 1000  # where the settings leave the batch size open
+__all__ = [
+    "BatchRecord",
+    "Loop",
+    "Round",
+    "batch_gradient",
+    "data_digest",
+    "learn_on_dataset",
+    "make_job",
+    "mean_objective",
+    "run_identity",
+]
+
 HISTORY_RECORDS = 1000  # kept in memory; the callback sees every one
-
-
-# --- what travels to the workers --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """What every call of a run has in common; small, and recognised by its token on a worker that has met it."""
-
-    token: str
-    path: str
-    plan: BatchPlan
-    scale: Scaling
-    dtype: str
-    settings: LearnSettings
-    kernel: Kernel
-    n_classes: int
-
-    def __hash__(self) -> int:
-        return hash(self.token)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Job) and other.token == self.token
-
-
-@dataclass(frozen=True)
-class BatchRecord:
-    """What comes home from one batch."""
-
-    objective: Objective
-    rows: int
-    read_s: float
-    compute_s: float
-    worker: str
-
-
-@dataclass
-class _Opened:
-    """A job on a worker: the data set open, memory for the Gram matrix at hand."""
-
-    job: Job
-    data: Dataset
-    workspace: Workspace
-
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        batch = read_batch(self.data, self.job.plan, number)
-        return self.job.scale.apply(batch.X, self.job.dtype), np.asarray(batch.y)
-
-
-_here = threading.local()
-
-
-def _opened(job: Job) -> _Opened:
-    """Kept from call to call, one for each thread: that of an earlier run goes when another begins."""
-    held: _Opened | None = getattr(_here, "opened", None)
-    if held is None or held.job != job:
-        _here.opened = None  # its matrix is given back before a new one is asked for
-        held = _here.opened = _Opened(job, open_dataset(job.path), Workspace())
-    return held
-
-
-def batch_gradient(job: Job, number: int, parameters: optim.Named) -> BatchRecord:
-    """Read batch `number`, take its objective and gradient: the function that workers run."""
-    began = time.perf_counter()
-    here = _opened(job)
-    X, y = here.read(number)
-    read = time.perf_counter()
-    kernel, lam = assemble(here.job.kernel, parameters)
-    out = batch_objective(job.settings, kernel, lam, X, y, job.n_classes, number, here.workspace)
-    worker = f"{socket.gethostname()}:{os.getpid()}"
-    return BatchRecord(out, len(X), read - began, time.perf_counter() - read, worker)
-
-
-# --- the loop ---------------------------------------------------------------------------------------
+GRADIENT, READ, REPLICA = "rcb-gradient", "read-batch", "local-steps"  # as the dashboard shows them
 
 
 def learn_on_dataset(
@@ -133,12 +72,14 @@ def learn_on_dataset(
     settings: LearnSettings,
     *,
     batches_per_step: int = 1,
+    local_steps: int | None = None,
     executor: Executor,
     checkpoints: Checkpoints | None = None,
     callback: Callable[[Record], None] | None = None,
     split: str | None = "auto",
     scaling: str | None = "unit",
     dtype: str = "float32",
+    backend: str = "numpy",
 ) -> Learned:
     """Stochastic gradient descent on log θ and log λ over the batches of a stored data set.   [HNR, algorithm 1]
 
@@ -146,10 +87,12 @@ def learn_on_dataset(
     ----------
     dataset : with class labels; `split` "auto" stands for its "train" part where it has one, None for all rows
     kernel, regularization : where learning starts; the kernel is of scaled rows
-    batches_per_step : gradients averaged in one step. Part of what is learned, not of the cluster.
+    batches_per_step : gradients averaged in one step, or replicas. Part of what is learned, not of the cluster.
+    local_steps : None averages gradients in every step; H averages replicas after H steps of their own
     executor : SerialExecutor() or DaskExecutor(client)
     checkpoints : where to save, and to resume from when settings and data agree
-    callback : receives the record of every step; `history` keeps the last ones only
+    callback : receives the record of every round; `history` keeps the last ones only
+    backend : "numpy" or "cupy", where the workers compute
 
     Returns
     -------
@@ -157,46 +100,68 @@ def learn_on_dataset(
     """
     if batches_per_step < 1:
         raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
-    job = make_job(dataset, kernel, settings, split=split, scaling=scaling, dtype=dtype)
+    if local_steps is not None and (local_steps < 1 or settings.steps % local_steps):
+        raise ConfigError(
+            f"local_steps={local_steps}: needs a whole number from 1 of which steps={settings.steps} is a multiple, "
+            "since averages are taken after whole rounds"
+        )
+    job = make_job(dataset, kernel, settings, split=split, scaling=scaling, dtype=dtype, backend=backend)
     model = {"kernel": kernel.to_config(), "regularization": float(regularization), "dtype": dtype, "scaling": scaling}
     identity = run_identity(dataset, settings, job.plan, model, batches_per_step)
-
-    def judge(step: int, parameters: optim.Named) -> tuple[Objective, int, Record]:
-        began, first = time.perf_counter(), step * batches_per_step
-        calls = [(job, first + i, parameters) for i in range(batches_per_step)]
-        records = executor.map(batch_gradient, calls, name="rcb-gradient")
-        pace = _pace(records, time.perf_counter() - began, executor.workers)
-        return mean_objective(records), records[0].rows, pace  # all batches of a plan have as many rows
-
+    if local_steps is not None:
+        identity["learn"] |= {"mode": "local", "local_steps": local_steps}
     loop = Loop(kernel, regularization, settings, job.plan.rows)
-    history = loop.run(judge, identity, checkpoints, callback)
+    if local_steps is None:
+        play = _synchronous(job, batches_per_step, executor)
+    else:
+        play = _local(job, loop, batches_per_step, local_steps, executor)
+    history = loop.run(play, identity, checkpoints, callback)
     learned_kernel, lam = assemble(kernel, loop.result())
     return Learned(learned_kernel, lam, history, stopped_early=loop.stopped)
 
 
-def make_job(
-    dataset: Dataset, kernel: Kernel, settings: LearnSettings, *, split: str | None, scaling: str | None, dtype: str
-) -> Job:
-    """Plan the batches and check that they can be learned from."""
-    if dataset.classes is None:
-        raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
-    if dtype not in ("float32", "float64"):
-        raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
-    if split == "auto":
-        split = "train" if "train" in dataset.splits else None
-    rows = dataset.split_rows(split)
-    batch = min(settings.batch_size or BATCH_ROWS, rows)
-    plan = plan_batches(dataset, batch_size=max(batch, 1), seed=settings.seed, split=split)
-    return Job(
-        token=os.urandom(8).hex(),
-        path=dataset.path,
-        plan=plan,
-        scale=Scaling.of(dataset.split_statistics(split), scaling),
-        dtype=dtype,
-        settings=dataclasses.replace(settings, schedule=None),  # a function, and the driver's business
-        kernel=kernel,
-        n_classes=len(dataset.classes),
-    )
+def _synchronous(job: BatchJob, batches: int, executor: Executor) -> Play:
+    gpu = job.backend == "cupy"
+
+    def play(step: int, parameters: optim.Named) -> Round:
+        began, first = time.perf_counter(), step * batches
+        numbers = range(first, first + batches)
+        calls = [(job, number, parameters) for number in numbers]
+        if gpu and executor.reads_apart:
+            # The next round's batches are known: they are read while this one is computed.
+            ahead = [(job, number) for number in range(first + batches, first + 2 * batches)]
+            feed = (read_rows, [(job, number) for number in numbers], ahead, READ)
+            records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, feed=feed)
+        else:
+            records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, quick=True)
+        pace = _pace(records, time.perf_counter() - began, executor.workers)
+        return Round(mean_objective(records), job.plan.rows_per_batch, pace)
+
+    return play
+
+
+def _local(job: BatchJob, loop: Loop, replicas: int, steps: int, executor: Executor) -> Play:
+    """Replica r of the round that begins at step s makes its steps on the batches from s · replicas + r · steps."""
+
+    def play(step: int, parameters: optim.Named) -> Round:
+        began, first = time.perf_counter(), step * replicas
+        rates = [loop.rate(number) for number in range(step, step + steps)]
+        calls = [(job, first + r * steps, loop.stepper, rates, parameters, loop.state) for r in range(replicas)]
+        found = executor.map(jobs.local_steps, calls, name=REPLICA, gpu=job.backend == "cupy", quick=True)
+        records = [replica.record for replica in found]
+        pace = _pace(records, time.perf_counter() - began, executor.workers)
+        return Round(
+            mean_objective(records),
+            job.plan.rows_per_batch,
+            {**pace, "batches": replicas * steps},
+            steps=steps,
+            reached=(mean_named([r.parameters for r in found]), mean_state([r.state for r in found])),
+        )
+
+    return play
+
+
+# --- the loop ---------------------------------------------------------------------------------------
 
 
 class Parametrised(Protocol):
@@ -206,63 +171,75 @@ class Parametrised(Protocol):
     def parameters(self) -> Mapping[str, np.ndarray]: ...
 
 
-# From the step's number and the parameters: the objective with its gradient, the rows of one batch, how fast it went.
-Judge = Callable[[int, optim.Named], tuple[Objective, int, Record]]
+class Round(NamedTuple):
+    """What a round has found: the mean objective and gradient of its batches, or already where it leads."""
+
+    objective: Objective
+    rows: int  # of one batch
+    pace: Record
+    steps: int = 1
+    reached: tuple[optim.Named, optim.State] | None = None  # None: one update with the gradient is still to be made
+
+
+# From the number of steps made and the parameters: a round. Its last two fields may be left out.
+Play = Callable[[int, optim.Named], Round | tuple[Objective, int, Record]]
 
 
 class Loop:
-    """Parameters, optimiser and stopping rule: all that changes from step to step."""
+    """Parameters, optimiser state and stopping rule: all that changes from round to round."""
 
     def __init__(self, start: Parametrised, regularization: float, settings: LearnSettings, rows: int) -> None:
         self.settings = settings
         self.parameters = optim.to_log(
             {**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)}
         )
-        self.names = optim.learnable(self.parameters, settings.frozen)
-        self.optimizer = optim.optimizer_by_name(settings.optimizer)
-        self.state = self.optimizer.init({name: self.parameters[name] for name in self.names})
+        names = tuple(optim.learnable(self.parameters, settings.frozen))
+        prior = LengthScalePrior(start, self.parameters, settings, rows)  # type: ignore[arg-type]
+        self.stepper = Stepper(jobs.travelling(settings), names, prior)
+        self.state = self.stepper.start(self.parameters)
         schedule = settings.schedule or (lambda rate, steps: optim.constant(rate))
         self.rate = schedule(settings.learning_rate, settings.steps)
         self.watch = PlateauWatch(settings.patience)
-        self.prior = LengthScalePrior(start, self.parameters, settings, rows)  # type: ignore[arg-type]
         self.step, self.stopped = 0, False
         self._began, self._earlier = time.perf_counter(), 0.0
         self._snapshot = self._take()
 
     def run(
         self,
-        judge: Judge,
+        play: Play,
         identity: dict[str, Any],
         checkpoints: Checkpoints | None = None,
         callback: Callable[[Record], None] | None = None,
     ) -> list[Record]:
-        """Step after step to the end, from the last checkpoint where there is one; the last records."""
+        """Round after round to the end, from the last checkpoint where there is one; the last records."""
         if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
             self.restore(found)
         history: deque[Record] = deque(maxlen=HISTORY_RECORDS)
         with self._saved_on_the_way_out(checkpoints, identity):
             while self.step < self.settings.steps and not self.stopped:
-                out, rows, pace = judge(self.step, dict(self.parameters))
-                history.append({**self.advance(out, rows), **pace})
+                played = Round(*play(self.step, dict(self.parameters)))
+                history.append({**self.advance(played), **played.pace})
                 if callback:
                     callback(history[-1])
                 if checkpoints is not None:
                     checkpoints.offer(self._snapshot, identity)
         return list(history)
 
-    def advance(self, out: Objective, rows: int) -> Record:
-        """One update with the mean gradient of the step; `rows` are those of one batch."""
-        gradient = {name: np.nan_to_num(out.gradient[name]) for name in self.names}
-        gradient = self.prior.add_to(gradient, self.parameters, rows)
+    def advance(self, played: Round) -> Record:
+        """To where the round leads."""
+        out, rows = played.objective, played.rows
+        gradient = self.stepper.gradient(out, self.parameters, rows)
         lam = float(optim.from_log({"regularization": self.parameters["regularization"]})["regularization"])
-        record = step_record(self.settings, self.step, out, lam, optim.norm(gradient), rows, self.seconds)
-        if self.watch.should_stop(out.value + self.prior.value(self.parameters, rows), self.parameters):
+        last = self.step + played.steps - 1
+        record = step_record(self.settings, last, out, lam, optim.norm(gradient), rows, self.seconds)
+        if self.watch.should_stop(out.value + self.stepper.prior.value(self.parameters, rows), self.parameters):
             self.stopped = True
+        elif played.reached is not None:
+            self.parameters, self.state = played.reached
         else:
-            clipped = optim.clip(gradient, self.settings.clip_norm)
-            delta, self.state = self.optimizer.update(clipped, self.state, self.rate(self.step))
-            self.parameters = {name: value + delta.get(name, 0.0) for name, value in self.parameters.items()}
-        self.step += 1
+            moved = self.stepper.move(gradient, self.parameters, self.state, self.rate(self.step))
+            self.parameters, self.state = moved
+        self.step += played.steps
         self._snapshot = self._take()
         return record
 
@@ -286,7 +263,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _saved_on_the_way_out(self, checkpoints: Checkpoints | None, identity: dict[str, Any]) -> Iterator[None]:
-        """Save the last whole step, whether the run ends well or is interrupted in the middle of the next one."""
+        """Save the last whole round, whether the run ends well or is interrupted in the middle of the next one."""
         start = self.step
         try:
             yield
@@ -300,24 +277,6 @@ class Loop:
 
 
 # --- records ----------------------------------------------------------------------------------------
-
-
-def mean_objective(records: list[BatchRecord]) -> Objective:
-    """The mean over batches, added up in plan order by a fixed tree."""
-    outs = [record.objective for record in records]
-    names = ("value", "risk", "complexity", "bound", "accuracy")
-    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
-    gradient = tree_combine([out.gradient for out in outs], _add)
-    return Objective(
-        **dict(zip(names, numbers.tolist(), strict=True)),
-        gradient={name: value / len(outs) for name, value in gradient.items()},
-        dtype=max(out.dtype for out in outs),
-        jitter=max(out.jitter for out in outs),
-    )
-
-
-def _add(a: optim.Named, b: optim.Named) -> optim.Named:
-    return {name: a[name] + b[name] for name in a}
 
 
 def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:

@@ -4,8 +4,9 @@ A kernel learned on batches is right for the full data far more often than the �
 rows are added. So λ is chosen again on all rows by leave-one-out log loss, in closed form.
 
     cholesky    exact: (K + nλI)⁻¹ Y. Leave-one-out costs one factorisation and one inversion for each λ tried.
-    nystrom     p centres, any n: one pass for KᵀK and KᵀY, a p x p eigendecomposition in double precision that serves
-                every λ, one more pass for leave-one-out.
+    nystrom     p centres, any n: one pass for KᵀK and KᵀY, then a p x p factorisation for each λ tried.
+
+These are rows in memory, on the host or on a device. For data sets see `kme_dist.run.fitting`.
 """
 
 from __future__ import annotations
@@ -17,34 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import (
-    Array,
-    astype,
-    cholesky,
-    empty_square,
-    free_bytes,
-    like,
-    namespace_of,
-    precision,
-    set_diagonal,
-    to_host,
-)
+from kme_dist.backend import Array, astype, free_bytes, namespace_of, precision, to_host
 from kme_dist.core.embedding import Embedding, leave_one_out, log_loss, solve_dual
-from kme_dist.core.kernels.base import Kernel, row_blocks
+from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.learn import length_scale_names, median_length_scale, select
+from kme_dist.run.nystrom import SAMPLE_ROWS, Accumulator, Centres, System
+from kme_dist.run.pivots import choose_centres
 
 # n λ / α² over which λ is sought: from "trust every label" to "average over everything".
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.5, 1.0)
 _REFINEMENTS = (0.5, 0.25)  # decades to either side of the best so far
 _PATIENCE = 1  # decades uphill before the walk turns back
-_LOO_ROWS = 4_000  # leave-one-out on more rows than this uses a sample
+LOO_ROWS = 4_000  # leave-one-out on more rows than this uses a sample
 _START_ROWS = 1_500
 _START_FACTORS = (0.2, 0.35, 0.6, 1.0, 1.7)  # times the median distance
-_EXACT_ROWS = 12_000  # beyond this `auto` prefers centres over the exact solve
-_NYSTROM_CENTRES = 2_000
-_CHUNK_ROWS = 8_192
+EXACT_ROWS = 12_000  # beyond this `auto` prefers centres over the exact solve
+NYSTROM_CENTRES = 2_000
+_CENTRE_ROWS, _ROWS_PER_CENTRE = 10_000, 6  # among so many random rows centres are chosen
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def choose_solver(solver: str, n: int, centres: int | None, dtype: str, backend:
     if solver == "auto":
         if centres is not None:
             return "nystrom", f"{centres} centres were asked for"
-        if n <= _EXACT_ROWS and needed < 0.5 * available:
+        if n <= EXACT_ROWS and needed < 0.5 * available:
             return "cholesky", f"{n} rows fit one exact factorisation ({needed / 1e6:.0f} MB)"
         return "nystrom", f"an exact factorisation of {n} rows would take {needed / 1e9:.1f} GB"
     if solver == "cholesky":
@@ -75,9 +67,14 @@ def choose_solver(solver: str, n: int, centres: int | None, dtype: str, backend:
                 "use solver='nystrom' with `centres`"
             )
         return "cholesky", "asked for"
-    if solver == "nystrom":
-        return "nystrom", "asked for"
-    raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', 'cholesky' or 'nystrom'")
+    if solver in ("tiled", "pcg", "nystrom"):
+        return solver, "asked for"
+    if solver == "features":
+        raise ConfigError(
+            "solver='features' needs a feature map, and a kernel has none: use CENClassifier(network=...), or "
+            "fit_on_dataset(..., features=...)"
+        )
+    raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', 'cholesky', 'tiled', 'pcg' or 'nystrom'")
 
 
 def fit(
@@ -172,27 +169,41 @@ def retune_regularization(
 ) -> tuple[float, float, dict[float, float]]:
     """The λ with the least leave-one-out log loss, that loss, and everything tried (λ in terms of all rows).
 
-    Leave-one-out costs n³ for each λ. Beyond `_LOO_ROWS` rows a random sample of so many is judged, at the same shift
+    Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of so many is judged, at the same shift
     nλ: the shift plays the part of a noise variance, which does not depend on how many rows there are.
     """
     space, n = workspace or Workspace(), len(X)
-    if n > _LOO_ROWS:
-        rows = np.sort(np.random.default_rng(seed).choice(n, _LOO_ROWS, replace=False))
+    if n > LOO_ROWS:
+        rows = np.sort(np.random.default_rng(seed).choice(n, LOO_ROWS, replace=False))
         X, y = select(X, rows), y[rows]
-    sample = len(X)
     variance = kernel.alpha(X) ** 2 or 1.0
 
-    def evaluate(lam: float) -> float:
-        for rows in _precisions(X, lam / variance):
-            Y = one_hot(y, n_classes, kernel.diag(rows))
-            try:
-                P, _ = leave_one_out(kernel, rows, Y, lam * n / sample, space)
-            except NumericalError:
-                continue
-            return float(log_loss(Y, P, floor))
-        return math.inf
+    def evaluate(lams: list[float]) -> list[float]:
+        return [leave_one_out_loss(kernel, X, y, n_classes, lam, n, variance, floor, space) for lam in lams]
 
     return search_regularization(evaluate, scale=variance / n, start=start)
+
+
+def leave_one_out_loss(
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    lam: float,
+    n: int,
+    variance: float,
+    floor: float,
+    workspace: Workspace | None = None,
+) -> float:
+    """Leave-one-out log loss of rows that stand for `n`, at the shift nλ; infinite where no precision will do."""
+    for rows in _precisions(X, lam / variance):
+        Y = one_hot(y, n_classes, kernel.diag(rows))
+        try:
+            P, _ = leave_one_out(kernel, rows, Y, lam * n / len(y), workspace)
+        except NumericalError:
+            continue
+        return float(log_loss(Y, P, floor))
+    return math.inf
 
 
 def scale_to_data(
@@ -224,40 +235,56 @@ def scale_to_data(
 
 
 def search_regularization(
-    evaluate: Callable[[float], float], *, scale: float, start: float
+    evaluate: Callable[[list[float]], list[float]], *, scale: float, start: float
 ) -> tuple[float, float, dict[float, float]]:
     """Minimise a smooth, mostly single-valley function of log λ with few evaluations.
 
-    Walks a decade grid downhill from the value nearest to `start`, then refines around the best point.
+    Walks a decade grid downhill from the value nearest to `start`, down and up at once, then refines around the best
+    point. `evaluate` is given all the λ that can be judged side by side.
     """
     tried: dict[float, float] = {}
 
-    def at(lam: float) -> float:
-        if lam not in tried:
-            tried[lam] = evaluate(lam)
-        return tried[lam]
+    def judge(lams: list[float]) -> None:
+        wanted = [lam for lam in dict.fromkeys(lams) if lam not in tried]
+        if wanted:
+            tried.update(zip(wanted, evaluate(wanted), strict=True))
 
     grid = [float(shift * scale) for shift in _SHIFTS]
     here = min(range(len(grid)), key=lambda i: abs(math.log(grid[i] / start)))
-    for direction in (-1, 1):
-        patience, i, best = _PATIENCE, here, at(grid[here])
-        while patience and 0 <= i + direction < len(grid):
-            i += direction
-            value = at(grid[i])
-            # Upwards a draw is as good as a gain, since the larger λ is preferred; downwards only a gain counts.
-            goes_on = value <= _nearly(best) if direction > 0 else value < best
-            patience = _PATIENCE if goes_on else patience - 1
-            best = min(best, value)
+    walkers = [_Walker(direction, here) for direction in (-1, 1)]
+    judge([grid[i] for i in range(here - 1, here + 2) if 0 <= i < len(grid)])
+    while walkers:
+        walkers = [walker for walker in walkers if walker.step(grid, tried)]
+        judge([grid[walker.at + walker.direction] for walker in walkers])
     for width in _REFINEMENTS:
         centre = min(tried, key=lambda lam: tried[lam])
-        for sign in (-1, 1):
-            at(centre * 10.0 ** (sign * width))
+        judge([centre * 10.0 ** (sign * width) for sign in (-1, 1)])
     if not math.isfinite(min(tried.values())):
         raise NumericalError(
             "no regularisation made the Gram matrix positive definite; look for rows that are not finite"
         )
     lam = _best(tried)
     return lam, tried[lam], tried
+
+
+class _Walker:
+    """Goes one way along the grid for as long as it leads downhill."""
+
+    def __init__(self, direction: int, at: int) -> None:
+        self.direction, self.at, self.best = direction, at, math.inf
+        self.patience = _PATIENCE
+
+    def step(self, grid: list[float], tried: dict[float, float]) -> bool:
+        """Take the next point, judged already; whether the one after it is wanted."""
+        self.best = min(self.best, tried[grid[self.at]])
+        if not 0 <= self.at + self.direction < len(grid):
+            return False
+        self.at += self.direction
+        value = tried[grid[self.at]]
+        # Upwards a draw is as good as a gain, since the larger λ is preferred; downwards only a gain counts.
+        goes_on = value <= _nearly(self.best) if self.direction > 0 else value < self.best
+        self.patience = _PATIENCE if goes_on else self.patience - 1
+        return self.patience > 0 and 0 <= self.at + self.direction < len(grid)
 
 
 def _best(tried: dict[float, float]) -> float:
@@ -274,50 +301,31 @@ def _nearly(loss: float) -> float:
 
 
 def _fit_nystrom(problem: _Problem, reason: str, centres: int | None) -> Solution:
-    """Centres drawn uniformly; φ(x) = L⁻¹ k(centres, x) with L Lᵀ = K(centres, centres), then ridge regression on φ."""
+    """Sums over all rows for centres chosen by pivoted Cholesky; λ by leave-one-out of a sample of the rows."""
     kernel, X, n = problem.kernel, problem.X, len(problem.X)
-    p = min(centres or _NYSTROM_CENTRES, n)
-    C = select(X, np.sort(np.random.default_rng(problem.seed).choice(n, p, replace=False)))
-    diag = kernel.diag(C)
-    wide = astype(diag, "float64")
-    xp = namespace_of(diag)
-    K_cc = empty_square(p, wide)
-    K_cc[...] = astype(kernel.gram(C), "float64")
-    # Float32 Gram entries carry an error of about 1e-7: directions below it are noise, not kernel.
-    noise = (1e-6 if precision(diag) == "float32" else 1e-12) * float(xp.mean(wide))
-    set_diagonal(K_cc, wide + p * noise / 10)
-    factor = cholesky(K_cc)
-
-    def features(rows: slice) -> tuple[Array, Array]:
-        """Φᵀ (p x rows) and one-hot labels of a chunk."""
-        K = astype(kernel.gram(X[rows], C), "float64")
-        return factor.half_solve(K.T), one_hot(problem.y[rows], problem.n_classes, K)
-
-    G = B = 0
-    for chunk in row_blocks(n, _CHUNK_ROWS):
-        Phi, Y = features(chunk)
-        G, B = G + Phi @ Phi.T, B + Phi @ Y
-    eigenvalues, U = xp.linalg.eigh(G)
-    eigenvalues = xp.where(eigenvalues > 0, eigenvalues, eigenvalues * 0)
-    UtB = U.T @ B
+    p = min(centres or NYSTROM_CENTRES, n)
+    rng = np.random.default_rng([problem.seed, 6])
+    among = np.sort(rng.permutation(n)[: max(_CENTRE_ROWS, _ROWS_PER_CENTRE * p)])
+    candidates = select(X, among)
+    if hasattr(candidates, "dtype"):
+        candidates = to_host(candidates).astype(np.float64)
+    C = select(X, among[choose_centres(kernel, candidates, p, "rpcholesky", problem.seed)])
+    basis = Centres(kernel, C)
+    accumulator = Accumulator(basis, problem.n_classes, kernel.diag(C))
+    accumulator.add(X, problem.y)
+    sums = accumulator.sums()
+    system = System(sums.G, sums.B, basis.metric(), n, sums.noise)
     lam, loss = problem.regularization, None
     tried: dict[float, float] = {}
     if problem.retune:
-        shifts = 10.0 ** np.arange(-6.0, 2.1, 0.25) * (kernel.alpha(C) ** 2 or 1.0)
-        inverses = 1 / (eigenvalues[:, None] + like(shifts, eigenvalues)[None, :])
-        losses = np.zeros(len(shifts))
-        for chunk in row_blocks(n, _CHUNK_ROWS):
-            Phi, Y = features(chunk)
-            Q = Phi.T @ U
-            leverages = (Q * Q) @ inverses  # one column per λ
-            for i in range(len(shifts)):
-                P = Q @ (inverses[:, i : i + 1] * UtB)
-                leverage = leverages[:, i : i + 1]
-                room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
-                losses[i] += float(log_loss(Y, Y - (Y - P) / room, problem.floor)) * Y.shape[0] / n
-        tried = {float(shift) / n: float(value) for shift, value in zip(shifts, losses, strict=True)}
-        lam = _best(tried)
-        loss = tried[lam]
-    V = factor.half_solve(U @ (UtB / (eigenvalues + n * lam)[:, None]), transposed=True)
-    embedding = Embedding(kernel, C, astype(V, precision(diag)), lam)
+        judged = np.sort(rng.permutation(n)[:SAMPLE_ROWS])
+        rows = select(X, judged)
+        Z = basis.wide.rows(astype(rows, "float64") if hasattr(rows, "dtype") else rows)
+        Y = one_hot(problem.y[judged], problem.n_classes, Z)
+        lam, loss, tried = search_regularization(
+            lambda lams: [system.leave_one_out(lam, Z, Y, problem.floor)[0] for lam in lams],
+            scale=(kernel.alpha(C) ** 2 or 1.0) / n,
+            start=lam,
+        )
+    embedding = Embedding(kernel, C, system.solve(lam), lam)
     return Solution(embedding, "nystrom", reason, loss, tuple(sorted(tried.items())))

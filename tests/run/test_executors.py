@@ -55,6 +55,13 @@ def hang_once(marker):
     return os.getpid()
 
 
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def client():
     with (
@@ -151,6 +158,48 @@ def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_
     found = executor.map(hang_once, [(str(tmp_path / "marker"),)], name="hang")
     assert executor.retried == 1
     assert found[0] in client.run(os.getpid).values(), "a worker that is well answered"
+
+
+@pytest.mark.parametrize("who", ["serial", "dask"])
+def test_a_stream_gives_every_result_with_its_place_and_errors_as_results(client, who):
+    executor = SerialExecutor() if who == "serial" else DaskExecutor(client)
+    found = dict(executor.stream(refuse, ((i,) for i in range(30)), name="refuse"))
+    assert isinstance(found.pop(3), DataError), "a failed call does not stop the others"
+    assert found == {i: i for i in range(30) if i != 3}
+    assert list(executor.stream(refuse, [], name="refuse")) == []
+
+
+def test_a_stream_takes_no_more_calls_than_it_may_have_out(client):
+    taken = []
+
+    def calls():
+        for i in range(40):
+            taken.append(i)
+            yield (i,)
+
+    for count, (_, value) in enumerate(DaskExecutor(client).stream(square, calls(), name="square", ahead=3), 1):
+        assert value == int(value**0.5) ** 2
+        assert len(taken) <= count + 3
+
+
+@pytest.mark.parametrize("accident", [die_once, hang_once])
+def test_a_stream_goes_on_when_a_worker_dies_or_hangs(client, tmp_path, accident):
+    executor = DaskExecutor(client, patience_s=1.0)
+    list(executor.stream(square, [(1,)], name="square"))
+    calls = [(str(tmp_path / f"marker{min(i, 1)}"),) for i in range(4)]
+    for marker, *_ in calls[1:]:
+        open(marker, "w").close()
+    executor.patience_s = 0.2  # before anything has landed the wait is ten times as long
+    found = dict(executor.stream(accident, calls, name="accident"))
+    assert sorted(found) == [0, 1, 2, 3]
+    assert not any(isinstance(value, Exception) for value in found.values())
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_behind(client):
+    stream = DaskExecutor(client).stream(square, [(i,) for i in range(100)], name="square")
+    next(stream)
+    stream.close()
+    wait_until(lambda: not client.processing() or not any(client.processing().values()))
 
 
 def test_a_call_that_kills_every_worker_is_given_up(client):

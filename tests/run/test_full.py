@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, get_task_stream
 
 from kme_dist.core.objective import feature_objective
 from kme_dist.data.ingest import ingest
@@ -101,6 +102,64 @@ def test_any_number_of_workers_gives_the_same_bits(data, features, workers):
     for name, value in one.gradient.items():
         assert value.tobytes() == many.gradient[name].tobytes()
     assert one.value == many.value
+
+
+@dataclass(frozen=True)
+class Counting(Tanh):
+    """Counts how often features are computed in this process."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, X):
+        self.calls.append(len(X))
+        return super().forward(X)
+
+    def vjp(self, X, Z_bar):
+        return Tanh(self.A, self.b).vjp(X, Z_bar)
+
+
+def test_features_are_kept_between_the_passes_as_far_as_memory_goes(data, features):
+    counting = Counting(features.A, features.b)
+    chunks = sum(-(-(stop - start) // data.chunk_rows) for start, stop in data.ranges("train"))
+    row_bytes = 8 * (4 + 1 + features.b.size)
+    found = {}
+    for name, limit in (("all", 1 << 30), ("some", row_bytes * data.chunk_rows * 4), ("none", 0)):
+        counting.calls.clear()
+        found[name] = full_gradient(data, counting, 0.02, executor=SerialExecutor(), cache_bytes=limit)
+        found[name + " calls"] = len(counting.calls)
+    assert found["all calls"] == chunks
+    assert found["none calls"] == 3 * chunks
+    assert chunks < found["some calls"] < 3 * chunks
+    for name in ("some", "none"):
+        assert found[name].value == found["all"].value
+        for key, value in found["all"].gradient.items():
+            assert found[name].gradient[key].tobytes() == value.tobytes()
+
+
+def test_other_parameters_are_never_answered_from_memory(data, features):
+    first = full_gradient(data, features, 0.02, executor=SerialExecutor())
+    moved = features.replace(A=features.A * 1.1)
+    second = full_gradient(data, moved, 0.02, executor=SerialExecutor())
+    assert second.value == full_gradient(data, moved, 0.02, executor=SerialExecutor(), cache_bytes=0).value
+    assert second.value != first.value
+
+
+def test_a_chunk_goes_to_the_same_worker_in_every_pass(data, features):
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        get_task_stream(client) as tasks,
+    ):
+        full_gradient(data, features, 0.02, executor=DaskExecutor(client))
+    passes = ("feature-moments", "feature-losses", "feature-gradient")
+    workers = {name: {} for name in passes}
+    for task in tasks.data:
+        name = next((name for name in passes if task["key"].startswith(name)), None)
+        if name is not None:
+            workers[name][task["key"].split("-")[3]] = task["worker"]
+    assert {len(set(places.values())) for places in workers.values()} == {2}, "both take part"
+    alike = [workers[passes[0]][place] == workers[passes[2]][place] for place in workers[passes[0]]]
+    assert np.mean(alike) > 0.5, "a preference, which an idle worker may overrule"
 
 
 def test_the_gradient_is_the_slope(data, features):

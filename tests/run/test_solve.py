@@ -67,7 +67,7 @@ def test_retuned_regularisation_is_the_best_by_real_refits(floor):
 def test_search_walks_downhill_to_the_valley():
     for valley in (-3.2, -0.4):
         lam, loss, tried = solve.search_regularization(
-            lambda lam, v=valley: (math.log10(lam) - v) ** 2, scale=1.0, start=1.0
+            lambda lams, v=valley: [(math.log10(lam) - v) ** 2 for lam in lams], scale=1.0, start=1.0
         )
         assert abs(math.log10(lam) - valley) < 0.3
         assert loss == min(tried.values())
@@ -76,7 +76,7 @@ def test_search_walks_downhill_to_the_valley():
 
 def test_search_without_a_finite_value_is_an_error():
     with pytest.raises(errors.NumericalError, match="not finite"):
-        solve.search_regularization(lambda lam: math.inf, scale=1.0, start=1.0)
+        solve.search_regularization(lambda lams: [math.inf] * len(lams), scale=1.0, start=1.0)
 
 
 def test_single_precision_that_fails_is_solved_in_double():

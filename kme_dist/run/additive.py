@@ -1,0 +1,390 @@
+"""Models that are sums over rows: fit them, add chunks, remove chunks, merge two, without a second look at old rows.
+
+    statistics = gather(rows, basis, executor=executor, scratch=scratch)
+    add_rows(statistics, newer, executor=executor, scratch=scratch)       # chunks it has met are passed over
+    remove_rows(statistics, older, executor=executor, scratch=scratch)    # reads those chunks alone
+    statistics.merge(other)
+    statistics.save("statistics.zarr"); Statistics.load("statistics.zarr")
+
+`Statistics` holds the sums in a few parts (a fit, then one for each update), the digest of every chunk that went in, so
+that no chunk is counted twice, and a sample of rows for leave-one-out. Whatever the order in which chunks came and
+went, the result is that of a fit from scratch on the chunks that are in, up to rounding in double precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kme_dist.backend import resolve, to_device, to_host
+from kme_dist.core import kernels
+from kme_dist.core.kernels.base import FeatureMap, Kernel
+from kme_dist.data.store import load_arrays, save_arrays
+from kme_dist.data.writer import digest
+from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.run.blocks import Rows, Scratch, Span, opened
+from kme_dist.run.executors import Executor
+from kme_dist.run.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums
+
+STATISTICS_FORMAT = "kme-dist/statistics"
+_TASK_ROWS = 1 << 16  # of one task, in whole chunks
+_PARTS = 8  # kept apart; the oldest are joined beyond that
+_STRIPE = 256
+T = TypeVar("T")
+
+
+# --- what a worker does -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class BasisRef:
+    """A basis as it travels: the kernel or the feature map; centres lie in the scratch place."""
+
+    token: str
+    scratch: Scratch
+    kernel: Kernel | None
+    features: FeatureMap | None
+    size: int
+    backend: str = "auto"
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BasisRef) and other.token == self.token
+
+
+@functools.lru_cache(maxsize=1)
+def _basis(ref: BasisRef) -> tuple[Basis, str]:
+    """The basis on this worker, and the device that it computes on."""
+    device = resolve(ref.backend)
+    if ref.features is not None:
+        return Features(ref.features, ref.size), device
+    assert ref.kernel is not None
+    centres = np.array(ref.scratch.load(f"centres-{ref.token}"))
+    return Centres(ref.kernel, to_device(centres, device)), device
+
+
+def publish(basis: Basis, scratch: Scratch) -> BasisRef:
+    """Put a basis where workers find it."""
+    token = os.urandom(6).hex()
+    if isinstance(basis, Centres):
+        scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
+        return BasisRef(token, scratch, basis.kernel, None, basis.size)
+    assert isinstance(basis, Features)
+    return BasisRef(token, scratch, None, basis.features, basis.size)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What comes home from a task; its matrices lie in the scratch place under `name`."""
+
+    name: str
+    counts: np.ndarray
+    variance: float
+    ledger: tuple[tuple[str, int], ...]
+    sample: Sample
+
+
+def sum_chunks(rows: Rows, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
+    """Add up a few chunks: the function that workers run."""
+    basis, device = _basis(ref)
+    accumulator = Accumulator(basis, rows.n_classes, to_device(np.zeros(0, rows.dtype), device))
+    ledger, sample = [], None
+    for start, stop in spans:
+        X, y = rows.read(start, stop)
+        key = chunk_key(rows, start, stop)
+        accumulator.add(to_device(X, device), y)
+        ledger.append((key, stop - start))
+        drawn = Sample.of(X, y, key)
+        sample = drawn if sample is None else sample + drawn
+    assert sample is not None
+    sums = accumulator.sums()
+    ref.scratch.save(f"{name}-G", to_host(sums.G))
+    ref.scratch.save(f"{name}-B", to_host(sums.B))
+    return Summed(name, sums.counts, sums.variance, tuple(ledger), sample)
+
+
+def chunk_key(rows: Rows, start: int, stop: int) -> str:
+    """A name for the content of a span: the data set's own digests where it is a whole chunk, else made from rows."""
+    data = opened(rows)
+    ((low, high),) = rows.stored(start, stop)
+    number, size = divmod(low, data.chunk_rows)[0], data.chunk_rows
+    whole = low == number * size and high == min(low + size, data.rows)
+    if whole:
+        found = tuple(data.attributes["digests"][name][number] for name in ("X", "y"))
+    else:
+        X, y = data.read_rows(low, high)
+        found = (digest(X), digest(np.asarray(y)))
+    return hashlib.sha256("".join(found).encode()).hexdigest()[:32]
+
+
+# --- the record -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """The sums of one fit or update, and which chunks are in them."""
+
+    sums: Sums
+    ledger: list[tuple[str, int]]
+
+
+@dataclass
+class Statistics:
+    """Everything that a model of sums needs to be solved again, with other rows or another λ."""
+
+    basis: Basis
+    parts: list[Part] = field(default_factory=list)
+    sample: Sample | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(part.sums.rows for part in self.parts)
+
+    @property
+    def ledger(self) -> Counter[str]:
+        return Counter(key for part in self.parts for key, _ in part.ledger)
+
+    def total(self) -> Sums:
+        """All parts added up, the oldest first."""
+        if not self.rows:
+            raise DataError("no rows are left in the model; add some before it is solved")
+        first = self.parts[0].sums
+        total = Sums(first.G.copy(order="K"), first.B.copy(), first.counts.copy(), first.variance)
+        for part in self.parts[1:]:
+            total += part.sums
+        return total
+
+    def add(self, part: Part, sample: Sample) -> None:
+        self.parts.append(part)
+        self.sample = sample if self.sample is None else self.sample + sample
+        while len(self.parts) > _PARTS:
+            first, second = self.parts[:2]
+            first.sums += second.sums
+            self.parts[:2] = [Part(first.sums, first.ledger + second.ledger)]
+
+    def merge(self, other: Statistics) -> int:
+        """Take in the rows of another model with the same basis, and say how many; 0 where they are all in already.
+
+        Chunks that both have met are refused: which of the two should count?
+        """
+        if _describe(self.basis) != _describe(other.basis) or not _same_points(self.basis, other.basis):
+            raise ConfigError("the two models have other kernels, features or centres; only models of one basis merge")
+        both = sum((self.ledger & other.ledger).values())
+        if both == sum(other.ledger.values()):
+            return 0
+        if both:
+            raise ConfigError(f"{both} chunks are in both models; remove them from one before merging")
+        for part in other.parts:
+            sums = Sums(part.sums.G.copy(order="K"), part.sums.B.copy(), part.sums.counts.copy(), part.sums.variance)
+            self.parts.append(Part(sums, list(part.ledger)))
+        if other.sample is not None:
+            self.sample = other.sample if self.sample is None else self.sample + other.sample
+        return other.rows
+
+    def save(self, path: Any) -> None:
+        arrays = {}
+        for i, part in enumerate(self.parts):
+            arrays[f"part{i}/G"], arrays[f"part{i}/B"] = _packed(part.sums.G), part.sums.B
+            arrays[f"part{i}/counts"] = part.sums.counts
+        if isinstance(self.basis, Centres):
+            arrays["centres"] = np.asarray(to_host(self.basis.points))
+        elif isinstance(self.basis, Features):
+            held: Any = self.basis.features
+            arrays |= {f"features/{name}": value for name, value in held.arrays.items()}
+        if self.sample is not None:
+            arrays |= {"sample/X": self.sample.X, "sample/y": self.sample.y, "sample/keys": self.sample.keys}
+        described = [{"ledger": part.ledger, "variance": part.sums.variance} for part in self.parts]
+        attributes = {"basis": _describe(self.basis), "parts": described}
+        save_arrays(path, arrays, {"format": STATISTICS_FORMAT, **attributes})
+
+    @classmethod
+    def load(cls, path: Any) -> Statistics:
+        arrays, found = load_arrays(path)
+        if found.get("format") != STATISTICS_FORMAT:
+            raise DataError(f"{path} holds {found.get('format')!r}, not the statistics of a model")
+        try:
+            parts = []
+            for i, described in enumerate(found["parts"]):
+                B = arrays[f"part{i}/B"]
+                sums = Sums(_unpacked(arrays[f"part{i}/G"], len(B)), B, arrays[f"part{i}/counts"])
+                sums.variance = float(described["variance"])
+                parts.append(Part(sums, [(str(key), int(count)) for key, count in described["ledger"]]))
+            sample = None
+            if "sample/X" in arrays:
+                sample = Sample(arrays["sample/X"], arrays["sample/y"], arrays["sample/keys"])
+            return cls(_restored(found["basis"], arrays), parts, sample)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{path} is not complete ({error!r}); fit the model again") from error
+
+
+def _describe(basis: Basis) -> dict[str, Any]:
+    if isinstance(basis, Centres):
+        return {"kernel": basis.kernel.to_config(), "size": basis.size}
+    assert isinstance(basis, Features)
+    to_config: Any = getattr(basis.features, "to_config", None)
+    if to_config is None:
+        raise ConfigError(f"{type(basis.features).__name__} has no to_config(): its model cannot be stored")
+    return {"features": to_config(), "size": basis.size}
+
+
+def _restored(described: dict[str, Any], arrays: dict[str, np.ndarray]) -> Basis:
+    if "kernel" in described:
+        return Centres(kernels.from_config(described["kernel"]), arrays["centres"])
+    from kme_dist.core import features
+
+    held = {name.removeprefix("features/"): array for name, array in arrays.items() if name.startswith("features/")}
+    return Features(features.from_config(described["features"], arrays=held), int(described["size"]))
+
+
+def _same_points(one: Basis, other: Basis) -> bool:
+    if isinstance(one, Centres) and isinstance(other, Centres):
+        return bool(np.array_equal(to_host(one.points), to_host(other.points)))
+    return True
+
+
+def _packed(G: np.ndarray) -> np.ndarray:
+    """The lower triangle, in stripes of columns."""
+    stripes = [G[left:, left : left + _STRIPE].ravel(order="F") for left in range(0, len(G), _STRIPE)]
+    return np.concatenate(stripes)
+
+
+def _unpacked(flat: np.ndarray, size: int) -> np.ndarray:
+    G, at = np.zeros((size, size), order="F"), 0
+    for left in range(0, size, _STRIPE):
+        shape = (size - left, min(_STRIPE, size - left))
+        count = shape[0] * shape[1]
+        G[left:, left : left + _STRIPE] = flat[at : at + count].reshape(shape, order="F")
+        at += count
+    return G
+
+
+# --- over an executor -------------------------------------------------------------------------------
+
+
+def gather(rows: Rows, basis: Basis, *, executor: Executor, scratch: Scratch) -> Statistics:
+    """The statistics of all rows."""
+    statistics = Statistics(basis)
+    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch))
+    return statistics
+
+
+def add_rows(statistics: Statistics, rows: Rows, *, executor: Executor, scratch: Scratch) -> int:
+    """Take in the chunks that are not in yet; returns how many rows that were.
+
+    A chunk that was not full when it went in and has grown since is taken out as it was and put in as it is, so that
+    chunks are summed whole, as a fit from scratch would.
+    """
+    before, (spans, grown) = statistics.rows, _unmet(rows, statistics)
+    if grown:
+        _take_out(statistics, rows, grown, executor, scratch)
+    if spans:
+        statistics.add(*_sum(rows, statistics.basis, spans, executor, scratch))
+    return statistics.rows - before
+
+
+def remove_rows(statistics: Statistics, rows: Rows, *, executor: Executor, scratch: Scratch) -> int:
+    """Take out those chunks of `rows` that are in; returns how many rows that were."""
+    held, spans = statistics.ledger, []
+    for span in rows.chunks():
+        key = chunk_key(rows, *span)
+        if held[key]:
+            held[key] -= 1
+            spans.append(span)
+    if spans:
+        _take_out(statistics, rows, spans, executor, scratch)
+    return sum(stop - start for start, stop in spans)
+
+
+def _take_out(statistics: Statistics, rows: Rows, spans: Sequence[Span], executor: Executor, scratch: Scratch) -> None:
+    out, _ = _sum(rows, statistics.basis, spans, executor, scratch)
+    gone = Counter(key for key, _ in out.ledger)
+    # Where all of it lies in one part, that part alone is changed, and an emptied one goes without a trace of rounding.
+    home = next((p for p in statistics.parts if not gone - Counter(k for k, _ in p.ledger)), statistics.parts[0])
+    home.sums -= out.sums
+    for part in [home, *(p for p in statistics.parts if p is not home)]:
+        kept = []
+        for key, count in part.ledger:
+            if gone[key]:
+                gone[key] -= 1
+            else:
+                kept.append((key, count))
+        part.ledger = kept
+    statistics.parts = [p for p in statistics.parts if p.ledger or p.sums.rows]
+    if statistics.sample is not None:
+        statistics.sample = statistics.sample.without([key for key, _ in out.ledger])
+
+
+def _unmet(rows: Rows, statistics: Statistics) -> tuple[list[Span], list[Span]]:
+    """Chunks whose content is not in the ledger, and the first rows of those that are in it as they were before."""
+    held = statistics.ledger
+    spans: list[Span] = []
+    grown: list[Span] = []
+    sizes = sorted({count for part in statistics.parts for _, count in part.ledger}, reverse=True)
+    for start, stop in rows.chunks():
+        key = chunk_key(rows, start, stop)
+        if held[key]:
+            held[key] -= 1
+            continue
+        for size in sizes:
+            if size < stop - start and held[key := chunk_key(rows, start, start + size)]:
+                held[key] -= 1
+                grown.append((start, start + size))
+                break
+        spans.append((start, stop))
+    return spans, grown
+
+
+def _sum(rows: Rows, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch) -> tuple[Part, Sample]:
+    """Sum over spans by tasks of about equal size; added up here in the order of the rows."""
+    ref = publish(basis, scratch)
+    calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]
+    total, ledger, sample = None, [], None
+    for summed in ordered(executor, sum_chunks, calls, name="sum-chunks"):
+        G, B = scratch.load(f"{summed.name}-G"), scratch.load(f"{summed.name}-B")
+        if total is None:
+            total = Sums(np.array(G, order="F"), np.array(B), summed.counts.copy(), summed.variance)
+            sample = summed.sample
+        else:
+            total += Sums(G, B, summed.counts, summed.variance)
+            sample = sample + summed.sample
+        ledger += list(summed.ledger)
+        for end in ("G", "B"):
+            scratch.place.delete(f"{summed.name}-{end}.npy")
+    scratch.place.delete(f"centres-{ref.token}.npy")
+    assert total is not None
+    assert sample is not None
+    return Part(total, ledger), sample
+
+
+def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
+    groups: list[list[Span]] = [[]]
+    held = 0
+    for start, stop in spans:
+        if groups[-1] and held + stop - start > _TASK_ROWS:
+            groups.append([])
+            held = 0
+        groups[-1].append((start, stop))
+        held += stop - start
+    return [tuple(group) for group in groups]
+
+
+def ordered(executor: Executor, function: Any, calls: Sequence[tuple[Any, ...]], *, name: str) -> Iterator[Any]:
+    """Results in the order of the calls, a few calls ahead; the first that failed raises its error."""
+    early: dict[int, Any] = {}
+    wanted = 0
+    for place, result in executor.stream(function, calls, name=name):
+        if isinstance(result, Exception):
+            raise result
+        early[place] = result
+        while wanted in early:
+            yield early.pop(wanted)
+            wanted += 1

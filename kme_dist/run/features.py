@@ -1,0 +1,479 @@
+"""Learning feature maps by batches: one loop for networks and spectral kernels, in memory or over a cluster.
+
+    settings = LearnSettings(steps=500, batch_size=1000)
+    source = ArraySource(X, y, batch_size=1000, seed=0)               # or StoredSource.of(dataset, ...)
+    found = learn_task(NetworkTask(features, settings, n_classes=10), source, start_of(features, 1.0), settings)
+    head = solve_features(with_parameters(features, found.parameters), source, 10, regularization=1.0)
+
+A task says what one batch is worth: `judge(parameters, X, y, number)` returns an Objective whose gradient has the names
+of the parameters. A source says where batch `number` comes from. Batches are a function of seed and number, gradients
+are averaged in that order, so what is learned does not depend on who did the work.
+
+`solve_features` is the final fit of a linear head, W = (ZᵀZ + nλI)⁻¹ ZᵀY: sums over chunks, for any number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from kme_dist.backend import (
+    Array,
+    astype,
+    blas_threads,
+    cholesky,
+    like,
+    namespace_of,
+    precision,
+    resolve,
+    to_device,
+    to_host,
+)
+from kme_dist.core import features as maps
+from kme_dist.core import optim
+from kme_dist.core.embedding import Embedding, log_loss
+from kme_dist.core.features import dropout_mask
+from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.masked import masked_objective
+from kme_dist.core.objective import LOSS_FLOOR, Objective, feature_objective, one_hot
+from kme_dist.data.batches import plan_batches, read_batch
+from kme_dist.data.dataset import Dataset
+from kme_dist.data.plan import BatchPlan
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.executors import Executor, SerialExecutor, tree_combine
+from kme_dist.run.learn import LearnSettings, PlateauWatch, Record, batch_rows, select, step_record
+from kme_dist.run.scaling import Scaling
+from kme_dist.run.solve import search_regularization
+
+PREFIX = "features."
+_CHUNK_ROWS = 4_096
+_LOO_ROWS = 20_000
+_ONE_THREAD_ROWS = 4_000
+
+
+class Task(Protocol):
+    """What one batch is worth, and its slope."""
+
+    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective: ...
+
+
+def start_of(features: Any, regularization: float | None = None) -> optim.Named:
+    """Parameters as loops know them: those of the map by "features.NAME", λ by its logarithm."""
+    own = {PREFIX + name: np.array(value) for name, value in features.parameters.items()}
+    return own if regularization is None else {**own, "regularization": np.asarray(np.log(regularization))}
+
+
+def with_parameters(features: Any, parameters: optim.Named) -> Any:
+    """The map with the values that a loop has reached."""
+    return features.replace(**{n.removeprefix(PREFIX): v for n, v in parameters.items() if n.startswith(PREFIX)})
+
+
+@dataclass(frozen=True)
+class NetworkTask:
+    """Algorithm 2 on the features of a batch.   [HNR]
+
+    `dropout` leaves out features of the last layer; with `independent_masks` W is solved under one mask and judged
+    under another. `alpha` 1 is the published choice, None the supremum over the batch.
+    """
+
+    features: Any
+    settings: LearnSettings
+    n_classes: int
+    alpha: float | None = 1.0
+    dropout: float = 0.0
+    independent_masks: bool = False
+    clip_above: bool = True
+    loss_floor: float = LOSS_FLOOR
+
+    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+        features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
+        key = (self.settings.seed, number)
+        Z, pull = features.sampled((*key, 2)).linearise(X)
+        options: dict[str, Any] = {
+            "regularization": lam,
+            "n_classes": self.n_classes,
+            "risk": self.settings.risk,
+            "complexity_weight": self.settings.tau,
+            "loss_floor": self.loss_floor,
+            "alpha": self.alpha,
+        }
+        mask = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None
+        if mask is not None and self.independent_masks:
+            other = dropout_mask(self.dropout, (*key, 4), Z)
+            out = masked_objective(Z * mask, Z * other, y, clip_above=self.clip_above, **options)
+            first, second = (astype(bar, precision(Z)) for bar in out.feature_gradient)
+            Z_bar = first * mask + second * other
+        else:
+            out = feature_objective(Z if mask is None else Z * mask, y, **options)
+            Z_bar = astype(out.feature_gradient, precision(Z))
+            Z_bar = Z_bar if mask is None else Z_bar * mask
+        inner = pull(Z_bar)[0]
+        gradient = {PREFIX + name: to_host(value) for name, value in inner.items()}
+        return replace(out, gradient={**gradient, **out.gradient}, feature_gradient=None)
+
+
+# --- where batches come from ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Rows in memory: a batch travels with the call."""
+
+    X: Array
+    y: np.ndarray
+    batch_size: int | None
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.y)
+
+    @property
+    def batch(self) -> int:
+        return min(self.batch_size or self.rows, self.rows)
+
+    def call(
+        self, task: Task, number: int, parameters: optim.Named
+    ) -> tuple[Callable[..., Objective], tuple[Any, ...]]:
+        rows = batch_rows(self.rows, self.batch_size, number, self.seed)
+        X, y = (self.X, self.y) if rows is None else (select(self.X, rows), self.y[rows])
+        return _judge_arrays, (task, number, parameters, X, y)
+
+
+def _judge_arrays(task: Task, number: int, parameters: optim.Named, X: Array, y: np.ndarray) -> Objective:
+    return task.judge(parameters, X, y, number)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSource:
+    """Rows of a data set: a worker reads its batch by the plan and the batch's number."""
+
+    token: str
+    dataset: Dataset
+    plan: BatchPlan
+    scale: Scaling
+    dtype: str
+    target: tuple[float, float] | None = None  # shift and factor of numbers to be predicted
+    backend: str = "numpy"  # "auto" is decided by each worker for itself
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Dataset,
+        *,
+        split: str | None,
+        scaling: Scaling,
+        dtype: str,
+        batch_size: int,
+        seed: int,
+        target: tuple[float, float] | None = None,
+        backend: str = "numpy",
+    ) -> StoredSource:
+        if dataset.y is None:
+            raise DataError(f"{dataset.path} has no labels; ingest it again with the column named by `label`")
+        batch = max(1, min(batch_size, dataset.split_rows(split)))
+        plan = plan_batches(dataset, batch_size=batch, seed=seed, split=split)
+        return cls(os.urandom(8).hex(), dataset, plan, scaling, dtype, target, backend)
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredSource) and other.token == self.token
+
+    @property
+    def rows(self) -> int:
+        return self.plan.rows
+
+    @property
+    def batch(self) -> int:
+        return self.plan.batch_size
+
+    def call(
+        self, task: Task, number: int, parameters: optim.Named
+    ) -> tuple[Callable[..., Objective], tuple[Any, ...]]:
+        return _judge_stored, (task, number, parameters, self)
+
+    def prepared(self, X: np.ndarray, y: np.ndarray) -> tuple[Array, np.ndarray]:
+        rows = to_device(self.scale.apply(X, self.dtype), resolve(self.backend))
+        return rows, y if self.target is None else (np.asarray(y, np.float64) - self.target[0]) * self.target[1]
+
+    def chunks(self) -> list[tuple[int, int]]:
+        size = self.dataset.chunk_rows
+        return [
+            (at, min(at + size, stop)) for start, stop in self.plan.ranges for at in range(start, stop, size)
+        ]  # fmt: skip
+
+
+def _judge_stored(task: Task, number: int, parameters: optim.Named, source: StoredSource) -> Objective:
+    batch = read_batch(source.dataset, source.plan, number)
+    X, y = source.prepared(batch.X, np.asarray(batch.y))
+    return task.judge(parameters, X, y, number)
+
+
+Source = ArraySource | StoredSource
+
+
+# --- the loop ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where learning ended: the last iterate, or the best where a stopping rule watched."""
+
+    parameters: optim.Named
+    history: list[Record]
+
+
+def learn_task(
+    task: Task,
+    source: Source,
+    start: Mapping[str, np.ndarray],
+    settings: LearnSettings,
+    *,
+    executor: Executor | None = None,
+    batches_per_step: int = 1,
+    callback: Callable[[Record, optim.Named], None] | None = None,
+    after: Callable[[optim.Named, float], optim.Named] | None = None,
+    phase: str = "rcb",
+) -> Outcome:
+    """Step after step: batches judged where the executor works, gradients averaged in order, one update here.
+
+    `start` holds parameters as they are learned (λ as a logarithm). `after` is applied to the parameters after every
+    update, with the rate of the step: a proximal operator. `callback` receives the record of every step and the
+    parameters after it. Without an executor everything happens in this process.
+    """
+    if batches_per_step < 1:
+        raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
+    parameters = dict(start)
+    names = optim.learnable(parameters, settings.frozen)
+    optimizer = optim.optimizer_by_name(settings.optimizer)
+    state = optimizer.init({name: parameters[name] for name in names})
+    rate = (settings.schedule or (lambda rate, steps: optim.constant(rate)))(settings.learning_rate, settings.steps)
+    watch = PlateauWatch(settings.patience)
+    history: list[Record] = []
+    began = time.perf_counter()
+    with blas_threads(1 if executor is None and source.batch <= _ONE_THREAD_ROWS else None):
+        for step in range(settings.steps):
+            out = _judge_step(task, source, parameters, step, batches_per_step, executor)
+            gradient = {name: np.nan_to_num(out.gradient[name]) for name in names}
+            lam = float(np.exp(parameters["regularization"])) if "regularization" in parameters else 0.0
+            seconds = time.perf_counter() - began
+            record = step_record(settings, step, out, lam, optim.norm(gradient), source.batch, seconds)
+            known = {name: value for name, value in record.items() if value == value}  # numbers have no accuracy: NaN
+            history.append({**known, "phase": phase})
+            if watch.should_stop(out.value, parameters):
+                break
+            delta, state = optimizer.update(optim.clip(gradient, settings.clip_norm), state, rate(step))
+            parameters = {name: value + delta[name] if name in delta else value for name, value in parameters.items()}
+            if after is not None:
+                parameters = after(parameters, rate(step))
+            if callback is not None:
+                callback(history[-1], parameters)
+    return Outcome(parameters if settings.patience is None else watch.best_parameters(parameters), history)
+
+
+def _judge_step(
+    task: Task, source: Source, parameters: optim.Named, step: int, batches: int, executor: Executor | None
+) -> Objective:
+    calls = [source.call(task, step * batches + i, parameters) for i in range(batches)]
+    function, arguments = calls[0][0], [call[1] for call in calls]
+    if executor is None:
+        outs = [function(*call) for call in arguments]
+    else:
+        outs = executor.map(function, arguments, name="feature-gradient")
+    return outs[0] if batches == 1 else _mean(outs)
+
+
+def _mean(outs: list[Objective]) -> Objective:
+    """The mean over batches, added up in order by a fixed tree."""
+    names = ("value", "risk", "complexity", "bound", "accuracy")
+    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
+    gradient = tree_combine([out.gradient for out in outs], _add)
+    return Objective(
+        **dict(zip(names, numbers.tolist(), strict=True)),
+        gradient={name: value / len(outs) for name, value in gradient.items()},
+        dtype=max(out.dtype for out in outs),
+    )
+
+
+# --- the final fit of a linear head -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """W of f(x) = Wᵀ φ(x), with the λ it was solved for."""
+
+    weights: np.ndarray
+    regularization: float
+    loo_log_loss: float | None = None
+
+
+def _sums(features: Any, X: Array, y: np.ndarray, n_classes: int) -> dict[str, np.ndarray]:
+    Z = astype(features.forward(X), "float64")
+    Y = one_hot(y, n_classes, Z)
+    return {"G": to_host(Z.T @ Z), "B": to_host(Z.T @ Y), "n": np.asarray(float(len(y)))}
+
+
+def _stored_sums(source: StoredSource, span: tuple[int, int], features: Any, n_classes: int) -> dict[str, np.ndarray]:
+    X, y = source.dataset.read_rows(*span)
+    return _sums(features, *source.prepared(X, np.asarray(y)), n_classes)
+
+
+def _add(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: left[name] + right[name] for name in left}
+
+
+def solve_features(
+    features: Any,
+    source: Source,
+    n_classes: int,
+    regularization: float,
+    *,
+    retune: bool = False,
+    floor: float = 0.0,
+    executor: Executor | None = None,
+) -> Head:
+    """W on all rows by sums over chunks, in double precision; with `retune`, λ by leave-one-out log loss.
+
+    Leave-one-out is exact for the weights, P_i -> (P_i - h_i Y_i) / (1 - h_i) with h_i = z_iᵀ G⁻¹ z_i, but the features
+    have seen every row: it is a rough guide where the map was learned on few rows. It is taken at the first rows of a
+    data set where there are many.
+    """
+    if isinstance(source, StoredSource):
+        calls = [(source, span, features, n_classes) for span in source.chunks()]
+        sums = (executor or SerialExecutor()).map_reduce(_stored_sums, calls, _add, name="feature-sums")
+    else:
+        blocks = list(row_blocks(source.rows, _CHUNK_ROWS))
+        parts = (_sums(features, source.X[rows, :], source.y[rows], n_classes) for rows in blocks)
+        sums = functools.reduce(_add, parts)
+    n, G, B = float(sums["n"]), sums["G"], sums["B"]
+    lam, loss = float(regularization), None
+    if retune:
+        X, y = _first_rows(source)
+        lam, loss = _retuned(features, X, y, n_classes, G, B, n, lam, floor)
+    shifted = np.asfortranarray(G + n * lam * np.eye(len(G)))
+    return Head(np.ascontiguousarray(cholesky(shifted).solve(B)), lam, loss)
+
+
+def _first_rows(source: Source) -> tuple[Array, np.ndarray]:
+    if isinstance(source, ArraySource):
+        return source.X[:_LOO_ROWS, :], source.y[:_LOO_ROWS]
+    parts, count = [], 0
+    for span in source.chunks():
+        X, y = source.dataset.read_rows(*span)
+        parts.append(source.prepared(X, np.asarray(y)))
+        count += len(y) if y is not None else 0
+        if count >= _LOO_ROWS:
+            break
+    X = parts[0][0] if len(parts) == 1 else namespace_of(parts[0][0]).concat([X for X, _ in parts], axis=0)
+    return X, np.concatenate([y for _, y in parts])
+
+
+def _retuned(
+    features: Any,
+    X: Array,
+    y: np.ndarray,
+    n_classes: int,
+    G: np.ndarray,
+    B: np.ndarray,
+    n: float,
+    start: float,
+    floor: float,
+) -> tuple[float, float]:
+    values, Q = np.linalg.eigh(G)
+    values = np.maximum(values, 0.0)
+    rotated = to_host(astype(features.forward(X), "float64")) @ Q
+    Y, B_rotated = one_hot(y, n_classes, rotated), Q.T @ B
+
+    def evaluate(lam: float) -> float:
+        scaled = rotated / (values + n * lam)
+        leverage = np.sum(scaled * rotated, axis=1, keepdims=True)
+        P = scaled @ B_rotated
+        left_out = (P - leverage * Y) / np.maximum(1 - leverage, 1e-12)
+        return float(log_loss(Y, left_out, floor))
+
+    scale = max(float(values.sum()) / n, 1e-12) / n
+    lam, loss, _ = search_regularization(lambda lams: [evaluate(lam) for lam in lams], scale=scale, start=start)
+    return lam, loss
+
+
+@dataclass(frozen=True)
+class FeatureEmbedding:
+    """f(x) = Wᵀ φ(x); or, with `on_features`, an embedding whose rows are features."""
+
+    features: Any
+    weights: Array
+    on_features: Embedding | None = None
+
+    def decision(self, X: Array) -> Array:
+        """Decision probabilities (or scores) at the rows of X, chunk by chunk."""
+        parts = []
+        for rows in row_blocks(max(1, len(X)), _CHUNK_ROWS):
+            Z = self.features.forward(X[rows, :])
+            parts.append(
+                Z @ like(to_host(self.weights), Z) if self.on_features is None else self.on_features.decision(Z)
+            )
+        return parts[0] if len(parts) == 1 else namespace_of(parts[0]).concat(parts, axis=0)
+
+
+# --- maps given, stored and brought back --------------------------------------------------------------
+
+
+def as_features(network: Any, n_features: int, seed: int = 0) -> Any:
+    """A map as it is, one drawn from a config or a name, or a torch network."""
+    if hasattr(network, "linearise"):
+        return network
+    if isinstance(network, str | Mapping) and not _wants_torch(network):
+        return maps.from_config(network, n_features=n_features, seed=seed)
+    return _torch().as_features(network, seed=seed)
+
+
+def restore_features(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], own: Mapping[str, Any]) -> Any:
+    """A feature map from its config and the arrays "features/NAME"; `own` holds the user's torch classes by name."""
+    stored = {name.removeprefix("features/"): value for name, value in arrays.items() if name.startswith("features/")}
+    if _wants_torch(config):
+        return _torch().from_config(config, stored, own)
+    return maps.from_config(config, arrays=stored)
+
+
+def _wants_torch(config: Any) -> bool:
+    return isinstance(config, Mapping) and config.get("name") == "torch"
+
+
+def _torch() -> Any:
+    # Only here, and only for those who hand over a torch network: torch takes seconds to import.
+    return importlib.import_module("kme_dist.torch_features")
+
+
+@dataclass(frozen=True)
+class FeatureScaling(Scaling):
+    """Rows scaled, then taken through a fixed feature map: for a kernel that stands on features."""
+
+    features: Any = None
+
+    def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
+        return np.asarray(to_host(self.features.forward(super().apply(X, dtype))), dtype)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {f"features/{name}": value for name, value in self.features.arrays.items()}
+
+
+def with_features(scaling: Scaling, features: Any, seed: int = 0) -> Scaling:
+    """`scaling` followed by a feature map; alone where there is none."""
+    if features is None:
+        return scaling
+    return FeatureScaling(scaling.shift, scaling.factor, as_features(features, scaling.shift.size, seed))
+
+
+def features_of(scaling: Scaling) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
+    """What there is to store of the map behind a scaling: arrays, and a config (None without a map)."""
+    return (scaling.arrays, scaling.features.to_config()) if isinstance(scaling, FeatureScaling) else ({}, None)

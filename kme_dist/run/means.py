@@ -1,0 +1,366 @@
+"""Sums over all pairs of rows, by tiles, over any executor: exact, O(n²) work, flat memory.
+
+    rows = Sample.of(dataset, dtype="float32")                 # or an array, or a list of strings
+    moments = gram_moments(kernel, rows, executor=SerialExecutor())
+    moments.rho, moments.varrho                              # means of all K_ij and of K_ii
+
+A task is a pair of blocks of rows; it reads both, walks over tiles that fit a core's cache, and returns a few numbers.
+Pairs below the diagonal of blocks stand for those above it. What a task holds is two blocks and one tile, whatever n.
+
+With `feature_moments` ρ comes from random features instead, in O(nD): |mean φ(x)|², whose error is reported. Each
+random frequency is an estimate of ρ by itself, so their spread tells how far off the mean of D of them may be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import free_bytes
+from kme_dist.core.features import SAMPLERS, sample_frequencies
+from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.core.means import (
+    ESTIMATORS,
+    Mean,
+    centred_gram,
+    centred_moments,
+    gram_weights,
+    joined,
+    shrinkage,
+    tile_sums,
+    weighted_features,
+)
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.executors import Executor
+
+BLOCK_ROWS = 8_192
+Ranges = tuple[tuple[int, int], ...]
+
+
+# --- rows, wherever they are ----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(path: str, token: str) -> Dataset:
+    return open_dataset(path)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive rows: themselves, or where they lie. What a task is told about its rows."""
+
+    rows: Any = None
+    path: str = ""
+    token: str = ""
+    ranges: Ranges = ()
+    dtype: str = "float64"
+
+    def read(self) -> Any:
+        if not self.path:
+            return self.rows
+        data = _opened(self.path, self.token)
+        parts = [data.read_rows(start, stop)[0] for start, stop in self.ranges]
+        return np.concatenate(parts).reshape(-1, data.features).astype(self.dtype, copy=False)
+
+    def read_labelled(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Rows of a data set with their labels (classes by name)."""
+        data = _opened(self.path, self.token)
+        parts = [data.read_rows(start, stop) for start, stop in self.ranges]
+        X = np.concatenate([X for X, _ in parts]).reshape(-1, data.features).astype(self.dtype, copy=False)
+        labels = [y for _, y in parts if y is not None]
+        if not labels:
+            return X, None
+        y = np.concatenate(labels)
+        return X, y if data.classes is None else np.asarray(data.classes)[y]
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.ranges) if self.path else row_count(self.rows)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The rows of a table in memory (an array, a list of anything) or of a data set on disk."""
+
+    count: int
+    memory: Any = None
+    path: str = ""
+    token: str = ""
+    ranges: Ranges = ()
+    dtype: str = "float64"
+
+    @classmethod
+    def of(cls, X: Any, dtype: str = "float64", split: str | None = "auto") -> Sample:
+        """Numbers become `dtype`; whatever is no matrix of numbers stays as it is, for the kernel to judge."""
+        if isinstance(X, Sample):
+            return X
+        if dtype not in ("float32", "float64"):
+            raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
+        if isinstance(X, Dataset):
+            if split == "auto":
+                split = "train" if "train" in X.splits else None
+            rows = X.split_rows(split)
+            return cls(_some(rows, X.path), None, X.path, os.urandom(8).hex(), X.ranges(split), dtype)
+        if hasattr(X, "to_numpy"):  # a data frame
+            X = X.to_numpy()
+        if isinstance(X, np.ndarray) and X.dtype.kind in "biuf":
+            if X.ndim != 2:
+                raise DataError(f"rows need two axes, rows and features; got an array of shape {X.shape}")
+            X = X.astype(dtype, copy=False)
+            if not np.isfinite(X).all():
+                raise DataError("rows hold NaN or infinity; remove or replace them first")
+        elif isinstance(X, np.ndarray):
+            X = X.tolist()
+        return cls(_some(row_count(X), "the table"), X, dtype=dtype)
+
+    def blocks(self, size: int = BLOCK_ROWS) -> list[Block]:
+        """All rows in order, in blocks of `size` rows and a last one of fewer."""
+        if not self.path:
+            return [Block(take(self.memory, rows)) for rows in row_blocks(self.count, size)]
+        return [
+            Block(None, self.path, self.token, self._within(part.start, part.stop), self.dtype)
+            for part in row_blocks(self.count, size)
+        ]
+
+    def _within(self, start: int, stop: int) -> Ranges:
+        """The row ranges of the data set that hold rows start..stop of this table."""
+        found, seen = [], 0
+        for low, high in self.ranges:
+            first, last = max(start - seen, 0), min(stop - seen, high - low)
+            if first < last:
+                found.append((low + first, low + last))
+            seen += high - low
+        return tuple(found)
+
+    def read(self) -> Any:
+        """All of them in memory."""
+        return self.memory if not self.path else self.blocks(max(self.count, 1))[0].read()
+
+    def sample(self, size: int, seed: int) -> Any:
+        """At most `size` rows: all, or ranges of neighbours scattered over the table (cheap to read from disk)."""
+        if self.count <= size:
+            return self.read()
+        if not self.path:
+            chosen = np.sort(np.random.default_rng(seed).choice(self.count, size, replace=False))
+            if hasattr(self.memory, "shape"):
+                return self.memory[chosen]
+            return [self.memory[i] for i in chosen]
+        return self.scattered(size, seed).read()
+
+    def scattered(self, size: int, seed: int) -> Block:
+        """At most `size` rows of a data set, as one block of several ranges."""
+        if self.count <= size:
+            return self.blocks(self.count)[0]
+        run = max(1, size // 16)
+        starts = np.random.default_rng(seed).choice(self.count // run, size // run, replace=False)
+        parts = [self._within(int(start) * run, int(start + 1) * run) for start in np.sort(starts)]
+        return Block(None, self.path, self.token, tuple(piece for part in parts for piece in part), self.dtype)
+
+
+def _some(count: int, name: str) -> int:
+    if not count:
+        raise DataError(f"{name} has no rows; at least one is needed")
+    return count
+
+
+# --- ρ and ϱ ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GramMoments:
+    """ρ, the mean of all K_ij, and ϱ, the mean of K_ii, over n rows."""
+
+    rho: float
+    varrho: float
+    n: int
+    error: float = 0.0  # standard error of ρ; 0 where it was summed exactly
+
+
+def block_pairs(count: int) -> list[tuple[int, int]]:
+    """Every pair of blocks on and below the diagonal."""
+    return [(i, j) for i in range(count) for j in range(i + 1)]
+
+
+def _pair(kernel: Kernel, left: Block, right: Block | None) -> np.ndarray:
+    X = left.read()
+    total, _ = tile_sums(kernel, X, None if right is None else right.read())
+    diagonal = float(np.sum(_host(kernel.diag(X)))) if right is None else 0.0
+    return np.asarray([total if right is None else 2 * total, diagonal])
+
+
+def _host(values: Any) -> np.ndarray:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _add(left: Any, right: Any) -> Any:
+    return left + right
+
+
+def gram_moments(kernel: Kernel, sample: Sample, *, executor: Executor, block_rows: int = BLOCK_ROWS) -> GramMoments:
+    """ρ and ϱ, exactly: every pair of rows is visited once."""
+    blocks = sample.blocks(block_rows)
+    calls = [(kernel, blocks[i], None if i == j else blocks[j]) for i, j in block_pairs(len(blocks))]
+    total, diagonal = executor.map_reduce(_pair, calls, _add, name="gram-sum")
+    return GramMoments(float(total) / sample.count**2, float(diagonal) / sample.count, sample.count)
+
+
+def _evaluate(mean_kernel: Kernel, X: Any, block: Block, weights: np.ndarray) -> np.ndarray:
+    return np.asarray(weighted_features(mean_kernel, X, block.read(), weights))
+
+
+def evaluate_mean(
+    kernel: Kernel,
+    sample: Sample,
+    weights: np.ndarray | float,
+    X: Any,
+    *,
+    executor: Executor,
+    block_rows: int = BLOCK_ROWS,
+) -> np.ndarray:
+    """Σ_j weights_j k(x_j, ·) at the rows of X; a single weight stands for all rows."""
+    at, calls = 0, []
+    for block in sample.blocks():
+        own = np.full(len(block), weights) if np.ndim(weights) == 0 else np.asarray(weights)[at : at + len(block)]
+        calls.append((kernel, X, block, own))
+        at += len(block)
+    found: np.ndarray = executor.map_reduce(_evaluate, calls, _add, name="mean-values")
+    return found
+
+
+def _cross(kernel: Kernel, left: Block, right: Block) -> float:
+    return tile_sums(kernel, left.read(), right.read())[0]
+
+
+def mean_inner(
+    kernel: Kernel, left: Sample, right: Sample, *, executor: Executor, block_rows: int = BLOCK_ROWS
+) -> float:
+    """<μ̂_X, μ̂_Y>, the mean of all k(x_i, y_j)."""
+    calls = [(kernel, a, b) for a in left.blocks(block_rows) for b in right.blocks(block_rows)]
+    total: float = executor.map_reduce(_cross, calls, _add, name="gram-cross")
+    return total / (left.count * right.count)
+
+
+def target_moments(target: Mean | None, sample: Sample, kernel: Kernel, *, executor: Executor) -> tuple[float, float]:
+    """<f*, μ̂> and |f*|²."""
+    if target is None:
+        return 0.0, 0.0
+    _check_target(target, kernel)
+    at_rows = evaluate_mean(kernel, sample, 1.0 / sample.count, target.points, executor=executor)
+    return float(np.asarray(target.weights) @ at_rows), target.norm_squared()
+
+
+def _check_target(target: Mean, kernel: Kernel) -> None:
+    if target.kernel != kernel:
+        raise ConfigError(f"the target is a mean of {target.kernel!r}, the data are embedded by {kernel!r}")
+
+
+# --- ρ by random features ---------------------------------------------------------------------------------
+
+
+def _angles(block: Block, frequencies: np.ndarray) -> np.ndarray:
+    X = np.asarray(block.read(), dtype=np.float64)
+    total = np.zeros((2, frequencies.shape[1]))
+    for part in row_blocks(len(X), 1024):  # bounded by a slab, whatever the block
+        angle = X[part] @ frequencies
+        total += np.stack([np.cos(angle).sum(axis=0), np.sin(angle).sum(axis=0)])
+    return total
+
+
+def feature_moments(
+    kernel: Kernel, sample: Sample, frequencies: np.ndarray, *, executor: Executor, block_rows: int = BLOCK_ROWS
+) -> GramMoments:
+    """ρ of a stationary kernel from D frequencies (columns) drawn from its spectrum, with its standard error."""
+    calls = [(block, frequencies) for block in sample.blocks(block_rows)]
+    sums = executor.map_reduce(_angles, calls, _add, name="random-features")
+    variance = float(np.mean(_host(kernel.diag(sample.sample(1, 0)))))
+    single = variance * (sums[0] ** 2 + sums[1] ** 2) / sample.count**2
+    count = len(single)
+    error = float(single.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
+    return GramMoments(float(single.mean()), variance, sample.count, error)
+
+
+def spectrum_sample(kernel: Kernel, n_features: int, count: int, seed: int) -> np.ndarray:
+    """Frequencies from the spectral density of a Gaussian, Laplace or Matérn kernel."""
+    if kernel.name not in SAMPLERS:
+        raise ConfigError(f"{kernel!r} has no random features; choose {', '.join(SAMPLERS)}, or sums='exact'")
+    nu = float(getattr(kernel, "nu", 1.5))
+    width = getattr(kernel, "length_scale", 1.0)
+    return sample_frequencies(n_features, count, kernel.name, width, nu, rng=np.random.default_rng([seed, 5]))
+
+
+# --- the four estimators, for any number of rows ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FittedMean:
+    """(1 - α) μ̂ + α f* ("s-kmse": Σ β_i k(x_i, ·) + (1 - Σβ) f*), the rows staying where they are."""
+
+    kernel: Kernel
+    sample: Sample
+    weights: np.ndarray | float  # one number where all rows weigh the same
+    alpha: float
+    target: Mean | None
+    moments: GramMoments | None  # None where the estimator needs none
+    regularization: float | None = None
+
+    def evaluate(self, X: Any, *, executor: Executor) -> np.ndarray:
+        found = evaluate_mean(self.kernel, self.sample, self.weights, X, executor=executor)
+        if self.target is not None and self.alpha:
+            found = found + self.alpha * np.asarray(self.target.evaluate(X))
+        return found
+
+    def in_memory(self) -> Mean:
+        """Points and weights as one record; reads all rows."""
+        n = self.sample.count
+        weights = np.full(n, self.weights) if np.ndim(self.weights) == 0 else np.asarray(self.weights)
+        own = Mean(self.kernel, self.sample.read(), weights)
+        if self.target is None or not self.alpha:
+            return own
+        return joined(own, Mean(self.kernel, self.target.points, np.asarray(self.target.weights) * self.alpha))
+
+
+def fit_mean(
+    kernel: Kernel,
+    sample: Sample,
+    estimator: str,
+    *,
+    executor: Executor,
+    regularization: float | None = None,
+    positive_part: bool = False,
+    target: Mean | None = None,
+    frequencies: np.ndarray | None = None,
+) -> FittedMean:
+    """Any of the four estimators. "s-kmse" needs the Gram matrix in memory, the others need sums over it at most."""
+    if estimator not in ESTIMATORS:
+        raise ConfigError(f"estimator={estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
+    n = sample.count
+    if estimator == "s-kmse":
+        needed, available = 3 * 8 * n * n, free_bytes("numpy")
+        if needed > available:
+            raise DataError(
+                f"estimator='s-kmse' decomposes the Gram matrix of all {n} rows and needs {needed / 1e9:.1f} GB, "
+                f"{available / 1e9:.1f} GB are free; use 'r-kmse' or 'b-kmse', or fewer rows"
+            )
+        X = sample.read()
+        K = _host(kernel.gram(X))
+        moments = GramMoments(float(K.mean()), float(np.trace(K)) / n, n)
+        if target is not None:
+            _check_target(target, kernel)
+            K = centred_gram(K, _host(target.evaluate(X)), target.norm_squared())
+        found = gram_weights(estimator, K, regularization, positive_part)
+        return FittedMean(kernel, sample, found.weights, found.alpha, target, moments, found.regularization)
+    if estimator == "kme":
+        return FittedMean(kernel, sample, 1.0 / n, 0.0, None, None)
+    if frequencies is not None:
+        moments = feature_moments(kernel, sample, frequencies, executor=executor)
+    else:
+        moments = gram_moments(kernel, sample, executor=executor)
+    cross, norm = target_moments(target, sample, kernel, executor=executor)
+    rho, varrho = centred_moments(moments.rho, moments.varrho, cross, norm)
+    alpha = shrinkage(estimator, rho, varrho, n, positive_part)
+    return FittedMean(kernel, sample, (1 - alpha) / n, alpha, target, moments)

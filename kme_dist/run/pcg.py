@@ -1,0 +1,401 @@
+"""The exact fit by preconditioned block conjugate gradients: exact to a tolerance, no factorisation of size n.
+
+All m right sides are solved at once and share one Krylov space: a step costs one product K S with n x m numbers S, done
+in panels by tasks that compute the tiles of K they need, or find them in the scratch place where they fit. The
+preconditioner is F Fᵀ + nλI with F from randomly pivoted Cholesky, built block by block over the cluster: each round
+chooses some pivots here and adds their columns to every block of F there.
+
+    step, in the form that stays stable when right sides converge at different times (a QR of the residual block):
+        T = A S,  Ξ = (SᵀT)⁻¹,  X += S Ξ C,  R = Q - T Ξ,  Z = M⁻¹R,  sᵀs = RᵀZ,  Q = R s⁻¹,  S = Z s⁻¹ + S sᵀ,  C = s C
+
+Recurrences are in double precision; tiles are in single precision only where λ and the tolerance allow it. λ is
+chosen on a held-out block of rows: the same F serves every λ, with or without that block.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kme_dist.backend import blas_threads, cholesky
+from kme_dist.core.embedding import Embedding, log_loss
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.objective import one_hot
+from kme_dist.errors import NumericalError
+from kme_dist.run import solve
+from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
+from kme_dist.run.pivots import accept, block_size, columns, propose
+
+_SMALLEST, _LARGEST = 256, 4_096
+MOST_STEPS = 1_000
+_RESTARTS = 6
+_STALLED = 100  # steps without progress: rounding has the upper hand
+_LOOSE = 1e-3  # tolerance while λ is sought
+
+Product = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """The Gram matrix in panels of rows, and the factor of its preconditioner."""
+
+    token: str
+    rows: Rows
+    kernel: Kernel
+    blocks: tuple[Span, ...]
+    scratch: Scratch
+    cached: bool  # tiles are kept in the scratch place
+
+    def X(self, i: int) -> np.ndarray:
+        return self.rows.read(*self.blocks[i])[0]
+
+    def tile(self, i: int, j: int) -> np.ndarray:
+        """K(block i, block j)."""
+        if j > i:
+            return self.tile(j, i).T
+        name = f"K-{i}-{j}"
+        if self.cached and self.scratch.has(name):
+            return self.scratch.load(name)
+        K = self.kernel.gram(self.X(i)) if i == j else self.kernel.gram(self.X(i), self.X(j))
+        if self.cached:
+            self.scratch.save(name, K)
+        return np.asarray(K)
+
+
+# --- what workers do --------------------------------------------------------------------------------
+
+
+def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> np.ndarray:
+    """K(block i, blocks `over`) S."""
+    S = panels.scratch.load(name)
+    total, at = 0.0, 0
+    for j in over:
+        tile = panels.tile(i, j)
+        part = S[at : at + tile.shape[1]]
+        total = total + (tile @ part.astype(tile.dtype)).astype(np.float64)
+        at += tile.shape[1]
+    return np.asarray(total)
+
+
+def extend_factor(panels: Panels, i: int, turn: int) -> np.ndarray:
+    """Add the columns of one round of pivots to block i of F; returns what they explain of each row."""
+    where = panels.scratch
+    pivots, beside, L = (np.array(where.load(f"{key}-{turn}")) for key in ("pivots", "beside", "corner"))
+    F = np.concatenate([where.load(f"F-{i}-{r}") for r in range(turn)], axis=1) if turn else None
+    X = panels.X(i)
+    F = np.zeros((len(X), 0), X.dtype) if F is None else F
+    added = columns(panels.kernel, panels.kernel.prepare(X), panels.kernel.prepare(pivots), F, beside, L)
+    where.save(f"F-{i}-{turn}", np.ascontiguousarray(added))
+    return np.asarray(np.sum(added.astype(np.float64) ** 2, axis=1))
+
+
+def join_factor(panels: Panels, i: int, turns: int) -> np.ndarray:
+    """F of block i as one array; returns FᵀF."""
+    F = np.concatenate([panels.scratch.load(f"F-{i}-{r}") for r in range(turns)], axis=1)
+    panels.scratch.save(f"F-{i}", F)
+    wide = F.astype(np.float64)
+    return np.asarray(wide.T @ wide)
+
+
+def project(panels: Panels, i: int, start: int, name: str) -> np.ndarray:
+    """Fᵀ R for block i, whose rows begin at `start` in R."""
+    F = panels.scratch.load(f"F-{i}")
+    return np.asarray(F.T @ panels.scratch.load(name)[start : start + len(F)])
+
+
+def correct(panels: Panels, i: int, start: int, name: str, W: np.ndarray) -> np.ndarray:
+    """R - F W for block i."""
+    F = panels.scratch.load(f"F-{i}")
+    return np.asarray(panels.scratch.load(name)[start : start + len(F)] - F @ W)
+
+
+# --- the fit ----------------------------------------------------------------------------------------
+
+
+def fit_pcg(task: Task) -> Found:
+    """Weights to a relative residual of `tolerance` for every class; λ by the loss on a held-out block."""
+    lam = task.regularization
+    panels = make_panels(task, _precision(task, lam))
+    try:
+        F = Preconditioner.build(panels, task, rank=default_rank(task.rows.count))
+        lam, loss, tried = _retune(panels, F, task)
+        wanted = _precision(task, lam)
+        if wanted != panels.rows.dtype:  # λ came out so small that single precision no longer serves
+            panels.scratch.clear()
+            panels = make_panels(task, wanted)
+            F = Preconditioner.build(panels, task, rank=default_rank(task.rows.count))
+        everything = tuple(range(len(panels.blocks)))
+        Y = labels(panels, everything)
+        V, steps, residual = solve_blocks(panels, task, everything, Y, lam, task.tolerance, F, most_steps=MOST_STEPS)
+        stored = panels.scratch.bytes()
+    finally:
+        panels.scratch.clear()
+    if residual > task.tolerance:
+        raise NumericalError(
+            f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps, {task.tolerance:.1e} was asked for, "
+            f"at regularization {lam:.1e}; raise `regularization` or `tolerance`, or use solver='tiled' or 'nystrom'",
+            rows=task.rows.count, regularization=lam, dtype=panels.rows.dtype,
+        )  # fmt: skip
+    X, _ = task.rows.read(0, task.rows.count)
+    facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
+    if tried:
+        facts["held_out_rows"] = panels.blocks[0][1] - panels.blocks[0][0]
+    embedding = Embedding(task.kernel, X, V.astype(task.rows.dtype), lam)
+    return Found(embedding, loss, tried, residual, steps, stored, facts)
+
+
+def precision_for(task: Task, lam: float) -> tuple[float, tuple[str, ...]]:
+    """Mean of k(x, x), and the precisions worth trying at this λ."""
+    few, _ = task.rows.read(0, min(task.rows.count, 1000))
+    scale = float(np.mean(task.kernel.diag(few), dtype=np.float64)) or 1.0
+    return scale, ("float32", "float64") if task.rows.dtype == "float32" and lam / scale > 1e-5 else ("float64",)
+
+
+def _precision(task: Task, lam: float) -> str:
+    """Of the tiles: products in single precision cannot bring the residual below 1e-5 or so."""
+    return precision_for(task, lam)[1][0] if task.tolerance >= 1e-4 else "float64"
+
+
+def default_rank(n: int) -> int:
+    """Of the preconditioner: its cost n r² stays below that of a few products with K."""
+    return int(min(n // 2 or 1, max(200, 10 * math.sqrt(n))))
+
+
+def make_panels(task: Task, dtype: str) -> Panels:
+    n = task.rows.count
+    size = task.tile_rows or int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
+    rows = task.rows.in_precision(dtype)
+    token = os.urandom(6).hex()
+    # Kept tiles lie in the page cache of the workers' machines, so what counts is the memory of all of them.
+    cached = n * n // 2 * np.dtype(dtype).itemsize < 0.5 * task.memory * task.executor.workers
+    return Panels(token, rows, task.kernel, tuple(rows.blocks(size)), task.scratch.child(f"pcg-{token}"), cached)
+
+
+def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
+    y = np.concatenate([panels.rows.read(*panels.blocks[i])[1] for i in blocks])
+    return np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
+
+
+def _retune(panels: Panels, F: Preconditioner, task: Task) -> tuple[float, float | None, dict[float, float]]:
+    """The λ with the least loss on the first block of rows, fitted on all others."""
+    n = task.rows.count
+    if not task.retune or len(panels.blocks) < 2:
+        return task.regularization, None, {}
+    others = tuple(range(1, len(panels.blocks)))
+    Y, held = labels(panels, others), labels(panels, (0,))
+    few = panels.X(0)
+    variance = task.kernel.alpha(few) ** 2 or 1.0
+    last: np.ndarray | None = None
+
+    def judge(lam: float) -> float:
+        nonlocal last
+        # The same shift nλ as all rows will have: it plays the part of a noise variance.
+        V, _, _ = solve_blocks(panels, task, others, Y, lam * n / len(Y), _LOOSE, F, start=last)
+        last = V
+        panels.scratch.save("held", V)
+        P = task.executor.map(multiply_panel, [(panels, 0, others, "held")], name="gram-product")[0]
+        return float(log_loss(held, P, task.floor))
+
+    return solve.search_regularization(
+        lambda lams: [judge(lam) for lam in lams], scale=variance / n, start=task.regularization
+    )
+
+
+def solve_blocks(
+    panels: Panels,
+    task: Task,
+    blocks: tuple[int, ...],
+    Y: np.ndarray,
+    lam: float,
+    tolerance: float,
+    factor: Preconditioner | None,
+    start: np.ndarray | None = None,
+    most_steps: int = MOST_STEPS,
+) -> tuple[np.ndarray, int, float]:
+    """(K + nλI)⁻¹ Y over some blocks of rows: the solution, the steps, the largest relative residual of a class.
+
+    Without `factor` these are plain block conjugate gradients.
+    """
+    shift = len(Y) * lam
+    present = np.flatnonzero(Y.any(axis=0))  # a class without rows has weights 0
+    run = task.executor.map
+
+    def product(S: np.ndarray) -> np.ndarray:
+        panels.scratch.save("S", S)
+        parts = run(multiply_panel, [(panels, i, blocks, "S") for i in blocks], name="gram-product")
+        return np.concatenate(parts) + shift * S
+
+    precondition = factor.at(shift, blocks, task) if factor is not None else (lambda R: R)
+    V = np.zeros_like(Y)
+    begun = None if start is None else start[:, present]
+    with blas_threads(1):
+        V[:, present], steps, residual = block_cg(product, precondition, Y[:, present], tolerance, begun, most_steps)
+    return V, steps, residual
+
+
+def block_cg(
+    product: Product,
+    precondition: Product,
+    B: np.ndarray,
+    tolerance: float,
+    start: np.ndarray | None = None,
+    most_steps: int = MOST_STEPS,
+) -> tuple[np.ndarray, int, float]:
+    """Solve A X = B for all columns; returns X, the steps, the largest relative residual of a column."""
+    size = np.linalg.norm(B, axis=0)
+    X = np.zeros_like(B) if start is None else start.copy()
+    R = B - product(X) if start is not None else B.copy()
+    steps = 0
+    for _ in range(_RESTARTS):
+        left = np.linalg.norm(R, axis=0) / size
+        open_columns = np.flatnonzero(left > tolerance)
+        if not len(open_columns) or steps >= most_steps:
+            break
+        change, made = _one_run(
+            product, precondition, R[:, open_columns], tolerance * size[open_columns], most_steps - steps
+        )
+        X[:, open_columns] += change
+        steps += made
+        R = B - product(X)  # the true residual: rounding has carried the recurrence away from it
+    return X, steps, float(np.max(np.linalg.norm(R, axis=0) / size))
+
+
+def _one_run(
+    product: Product, precondition: Product, R: np.ndarray, wanted: np.ndarray, most: int
+) -> tuple[np.ndarray, int]:
+    """Steps until every column's residual is below `wanted`, or the block loses rank."""
+    X, C = np.zeros_like(R), np.eye(R.shape[1])
+    Z = precondition(R)
+    s = _root(R.T @ Z)
+    if s is None:
+        return X, 0
+    Q, S, C = _divide(R, s), _divide(Z, s), s
+    best, since = math.inf, 0
+    for step in range(1, most + 1):
+        T = product(S)
+        G = S.T @ T
+        root = _root(0.5 * (G + G.T))
+        if root is None:
+            return X, step
+        inverse = np.linalg.inv(root)
+        move = inverse @ inverse.T
+        X += S @ (move @ C)
+        R = Q - T @ move
+        worst = float(np.max(np.linalg.norm(R @ C, axis=0) / wanted))
+        best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
+        if worst <= 0.5 or since > _STALLED:
+            return X, step
+        Z = precondition(R)
+        s = _root(R.T @ Z)
+        if s is None:
+            return X, step
+        Q, S = _divide(R, s), _divide(Z, s) + S @ s.T
+        C = s @ C
+    return X, most
+
+
+def _root(G: np.ndarray) -> np.ndarray | None:
+    """Upper s with sᵀs = G, or None where G has lost rank and the run must start anew without what has converged."""
+    try:
+        s: np.ndarray = np.linalg.cholesky(0.5 * (G + G.T)).T
+    except np.linalg.LinAlgError:
+        return None
+    d = np.abs(np.diagonal(s))
+    return s if np.isfinite(s).all() and d.min() > 1e-13 * d.max() else None
+
+
+def _divide(R: np.ndarray, s: np.ndarray) -> np.ndarray:
+    return R @ np.linalg.inv(s)
+
+
+def relative_residual(task: Task, V: np.ndarray, lam: float) -> float:
+    """|(K + nλI) V - Y| / |Y| with a freshly computed K in double precision, panel by panel."""
+    panels = make_panels(task, "float64")
+    panels = Panels(panels.token, panels.rows, panels.kernel, panels.blocks, panels.scratch, cached=False)
+    everything = tuple(range(len(panels.blocks)))
+    panels.scratch.save("S", V)
+    try:
+        calls = [(panels, i, everything, "S") for i in everything]
+        P = np.concatenate(task.executor.map(multiply_panel, calls, name="gram-product"))
+    finally:
+        panels.scratch.clear()
+    Y = labels(panels, everything)
+    return float(np.linalg.norm(P + task.rows.count * lam * V - Y) / np.linalg.norm(Y))
+
+
+# --- the preconditioner -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """M = F Fᵀ + shift I; F lies in blocks of rows in the scratch place."""
+
+    panels: Panels
+    grams: tuple[np.ndarray, ...]  # FᵀF of each block
+    unexplained: float  # share of the trace of K that F leaves out
+
+    @property
+    def rank(self) -> int:
+        return int(self.grams[0].shape[0])
+
+    @classmethod
+    def build(cls, panels: Panels, task: Task, rank: int) -> Preconditioner:
+        """Randomly pivoted Cholesky: pivots are chosen here, columns computed there."""
+        rng = np.random.default_rng([task.seed, 7])
+        everything, kernel = range(len(panels.blocks)), panels.kernel
+        residual = np.concatenate([kernel.diag(panels.X(i)).astype(np.float64) for i in everything])
+        trace, floor = residual.sum(), 1e-12 if panels.rows.dtype == "float64" else 1e-6
+        done = turn = 0
+        while done < rank and residual.sum() > floor * trace:
+            proposed = propose(residual, min(block_size(rank), rank - done), rng)
+            X, beside = panels.rows.take(proposed), cls._rows_of(panels, proposed, turn)
+            H = kernel.gram(X, X.copy()).astype(np.float64) - beside.astype(np.float64) @ beside.T
+            kept, L = accept(H, rng)
+            if not len(kept):
+                residual[proposed] = 0.0
+                continue
+            for key, array in (("pivots", X[kept]), ("beside", beside[kept]), ("corner", L)):
+                panels.scratch.save(f"{key}-{turn}", array)
+            calls = [(panels, i, turn) for i in everything]
+            explained = np.concatenate(task.executor.map(extend_factor, calls, name="pivoted-cholesky"))
+            residual = np.maximum(residual - explained, 0.0)
+            residual[proposed[kept]] = 0.0
+            done, turn = done + len(kept), turn + 1
+        grams = task.executor.map(join_factor, [(panels, i, turn) for i in everything], name="pivoted-cholesky")
+        return cls(panels, tuple(grams), float(residual.sum() / trace))
+
+    @staticmethod
+    def _rows_of(panels: Panels, numbers: np.ndarray, turns: int) -> np.ndarray:
+        """Rows of F, as far as it goes, by their numbers."""
+        if not turns:
+            return np.zeros((len(numbers), 0), panels.rows.dtype)
+        size = panels.blocks[0][1]
+        found = np.empty((len(numbers), 0), panels.rows.dtype)
+        for r in range(turns):
+            held = {i: panels.scratch.load(f"F-{i}-{r}") for i in sorted(set((numbers // size).tolist()))}
+            part = np.stack([held[number // size][number % size] for number in numbers.tolist()])
+            found = np.concatenate([found, part], axis=1)
+        return found
+
+    def at(self, shift: float, blocks: tuple[int, ...], task: Task) -> Product:
+        """M⁻¹ for some blocks of rows and one shift, by the Woodbury identity."""
+        H = np.asfortranarray(sum(self.grams[i] for i in blocks) + shift * np.eye(self.rank))
+        factor, panels, run = cholesky(H), self.panels, task.executor.map
+        sizes = [panels.blocks[i][1] - panels.blocks[i][0] for i in blocks]
+        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(int).tolist()
+
+        def apply(R: np.ndarray) -> np.ndarray:
+            panels.scratch.save("R", R)
+            where = list(zip(blocks, starts, strict=True))
+            parts = run(project, [(panels, i, start, "R") for i, start in where], name="precondition")
+            W = factor.solve(sum(parts))
+            return (
+                np.concatenate(run(correct, [(panels, i, start, "R", W) for i, start in where], name="precondition"))
+                / shift
+            )
+
+        return apply

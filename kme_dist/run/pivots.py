@@ -1,0 +1,144 @@
+"""Rows that stand for all rows: randomly pivoted Cholesky, k-means++ and uniform choice.
+
+    chosen, F = rpcholesky(kernel, X, rank=500, seed=0)     # K ≈ F Fᵀ, exact at the chosen rows
+    C = X[choose_centres(kernel, X, 500, "rpcholesky", seed=0)]
+
+RPCholesky draws pivots in proportion to the diagonal of K - F Fᵀ, what the earlier pivots leave unexplained. Pivots
+are proposed in blocks, and a proposal is kept with the chance that it would have had alone, after the ones kept before
+it: the same distribution as one by one, at the speed of matrix products.
+[Diaz, Epperly, Frangella, Tropp, Webber, arXiv 2304.12465; blocks: Epperly, Tropp, Webber, arXiv 2410.03969]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import cholesky
+from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.errors import ConfigError
+
+CHOICES = ("rpcholesky", "kmeans++", "uniform")
+_ROWS = 2_048  # of a tile
+_EXHAUSTED = {"float32": 1e-5, "float64": 1e-12}  # share of the trace that is rounding, not kernel
+
+
+def propose(residual: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Row numbers in proportion to what is left of the diagonal; one row may be proposed twice."""
+    edges = np.cumsum(residual)
+    found = np.searchsorted(edges, rng.random(count) * edges[-1], side="right")
+    return np.asarray(np.minimum(found, len(residual) - 1))
+
+
+def accept(H: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Which proposals to keep, and the Cholesky factor of the block of the kept ones.
+
+    H is the block of K - F Fᵀ at the proposals (overwritten). Proposal i stays with probability (what is left of H_ii
+    after the ones kept before it) / H_ii.
+    """
+    first, kept = np.diagonal(H).copy(), []
+    L = np.zeros_like(H)
+    for i in range(len(H)):
+        left = H[i, i]
+        if left <= 1e-10 * first[i] or rng.random() * first[i] >= left:
+            continue
+        kept.append(i)
+        L[i:, i] = H[i:, i] / np.sqrt(left)
+        H[i:, i:] -= np.outer(L[i:, i], L[i:, i])
+    chosen = np.array(kept, dtype=np.int64)
+    return chosen, L[np.ix_(chosen, chosen)]
+
+
+def block_size(rank: int) -> int:
+    """Proposals of one round: few enough to lose little to rejection, many enough for matrix products."""
+    return int(min(max(rank // 8, 16), 256))
+
+
+def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pivots and factor F (n x rank) with K ≈ F Fᵀ; fewer where the kernel is exhausted before."""
+    rng = np.random.default_rng([seed, 3])
+    n = row_count(X)
+    prepared = kernel.prepare(X)
+    diagonal = kernel.diag(X)
+    dtype, residual = diagonal.dtype, diagonal.astype(np.float64)
+    enough = _EXHAUSTED[dtype.name] * residual.sum()
+    F = np.zeros((n, min(rank, n)), dtype=dtype)
+    pivots, done = np.empty(0, np.int64), 0
+    while done < F.shape[1] and residual.sum() > enough:
+        proposed = propose(residual, min(block_size(rank), F.shape[1] - done), rng)
+        rows = _rows(prepared, proposed)
+        H = kernel.evaluate(rows, rows).astype(np.float64) - F[proposed, :done] @ F[proposed, :done].T
+        kept, L = accept(np.asarray(H, dtype=np.float64), rng)
+        chosen = proposed[kept]
+        if not len(chosen):
+            residual[proposed] = 0.0  # nothing is left of them but rounding
+            continue
+        width = slice(done, done + len(chosen))
+        for tile in row_blocks(n, _ROWS):
+            F[tile, width] = columns(kernel, take(prepared, tile), _rows(prepared, chosen), F[tile, :done],
+                                     F[chosen, :done], L)  # fmt: skip
+            residual[tile] -= np.sum(F[tile, width].astype(np.float64) ** 2, axis=1)
+        residual[chosen] = 0.0
+        np.maximum(residual, 0.0, out=residual)
+        pivots, done = np.concatenate([pivots, chosen]), done + len(chosen)
+    return pivots, F[:, :done]
+
+
+def columns(kernel: Kernel, X: Any, chosen: Any, F: np.ndarray, F_chosen: np.ndarray, L: np.ndarray) -> np.ndarray:
+    """New columns (K(X, chosen) - F F_chosenᵀ) L⁻ᵀ for prepared rows."""
+    residual = kernel.evaluate(X, chosen)
+    residual -= F @ F_chosen.T
+    inverse = np.linalg.inv(L).astype(residual.dtype)  # a small, well-scaled triangle: a product beats a solve
+    return np.asarray(residual @ inverse.T)
+
+
+def _rows(prepared: Any, numbers: np.ndarray) -> Any:
+    if isinstance(prepared, tuple):
+        return tuple(_rows(part, numbers) for part in prepared)
+    return prepared[numbers] if hasattr(prepared, "ndim") else [prepared[i] for i in numbers]
+
+
+def choose_centres(kernel: Kernel, X: Any, count: int, how: str, seed: int) -> np.ndarray:
+    """Row numbers of (at most) `count` centres among the rows of X, in ascending order."""
+    n = row_count(X)
+    if how not in CHOICES:
+        raise ConfigError(f"centre_choice={how!r} is unknown; choose one of {', '.join(CHOICES)}")
+    if count >= n and how == "uniform":
+        return np.arange(n)
+    if how == "rpcholesky":
+        return np.sort(rpcholesky(kernel, X, min(count, n), seed)[0])
+    rng = np.random.default_rng([seed, 4])
+    if how == "uniform":
+        return np.sort(rng.choice(n, count, replace=False))
+    return np.sort(_kmeans_plus_plus(kernel, X, min(count, n), rng))
+
+
+def _kmeans_plus_plus(kernel: Kernel, X: Any, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Each next centre in proportion to the squared distance, in the kernel's own geometry, to the nearest so far."""
+    prepared, diagonal = kernel.prepare(X), kernel.diag(X).astype(np.float64)
+    chosen = [int(rng.integers(len(diagonal)))]
+    nearest = np.full(len(diagonal), np.inf)
+    while len(chosen) < count:
+        last = np.array(chosen[-1:])
+        k = kernel.evaluate(prepared, _rows(prepared, last))[:, 0]
+        np.minimum(nearest, diagonal + diagonal[last] - 2 * k, out=nearest)
+        nearest[last] = 0.0
+        np.maximum(nearest, 0.0, out=nearest)
+        if not nearest.sum() > 1e-12 * diagonal.sum():
+            break
+        chosen.append(int(propose(nearest, 1, rng)[0]))
+    return np.array(chosen)
+
+
+def unexplained(kernel: Kernel, X: Any, centres: Any) -> float:
+    """trace(K - K_nc K_cc⁻¹ K_cn) / trace(K): which share of the kernel the centres leave out."""
+    diagonal, C = kernel.diag(X), kernel.prepare(centres)
+    K_cc = np.asfortranarray(kernel.gram(centres), dtype=np.float64)
+    jitter = 1e-14 * len(K_cc) * float(np.trace(K_cc)) / len(K_cc)
+    K_cc[np.diag_indices(len(K_cc))] += jitter
+    factor, prepared, left = cholesky(K_cc), kernel.prepare(X), 0.0
+    for tile in row_blocks(row_count(X), _ROWS):
+        half = factor.half_solve(kernel.evaluate(take(prepared, tile), C).T)
+        left += float(np.sum(diagonal[tile], dtype=np.float64) - np.sum(half * half))
+    return max(left, 0.0) / float(np.sum(diagonal, dtype=np.float64))

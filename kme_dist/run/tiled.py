@@ -1,0 +1,196 @@
+"""The exact fit by a block Cholesky factorisation whose tiles lie in the scratch place.
+
+    A = K + nλI is cut into tiles of `tile_rows`. Tile (i, j) of the factor is made by one task, in one go, from the
+    rows of blocks i and j and the finished tiles to its left:
+
+        L_ij = (A_ij - Σ_{k<j} L_ik L_jkᵀ) L_jj⁻ᵀ,        L_jj = chol(A_jj - Σ_{k<j} L_jk L_jkᵀ)
+
+    Columns follow one another; the tiles of a column are made side by side. The forward solve goes along with the
+    diagonal; the backward solve is one more pass over the tiles.
+
+A task holds a handful of tiles whatever the number of rows, and the disk holds half of an n x n matrix: that is the
+plan, not an accident. A tile is written once, whole, under its own name, so a task that a dead worker left behind is
+simply run again, and a fit that was killed finds its tiles and goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+
+from kme_dist.backend import Factor, cholesky
+from kme_dist.core.embedding import Embedding
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.objective import one_hot
+from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.run import solve
+from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
+from kme_dist.run.pcg import precision_for, relative_residual
+
+_SMALLEST, _LARGEST = 512, 4_096
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A factorisation: which rows, which matrix, and where its tiles go."""
+
+    rows: Rows
+    kernel: Kernel
+    shift: float
+    blocks: tuple[Span, ...]
+    scratch: Scratch
+
+    def X(self, i: int) -> np.ndarray:
+        return self.rows.read(*self.blocks[i])[0]
+
+
+def default_tile_rows(n: int) -> int:
+    """A sixteenth of the rows, within what pays: by n alone, since the cut decides the rounding."""
+    return int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
+
+
+def fit_tiled(task: Task) -> Found:
+    """Exact weights; λ by leave-one-out as for `cholesky`."""
+    n, size = task.rows.count, task.tile_rows or default_tile_rows(task.rows.count)
+    lam, loss, tried = solve_on_sample(task)
+    scale, precisions = precision_for(task, lam)
+    attempts = [(dtype, 0.0) for dtype in precisions]
+    attempts += [("float64", jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
+    for dtype, jitter in attempts:
+        stored = _check_room(task, n, size, dtype)
+        tiles = _tiles(task, dtype, n * lam + jitter, size)
+        try:
+            V = _solve(tiles, task)
+        except NumericalError:
+            tiles.scratch.clear()
+            continue
+        tiles.scratch.clear()
+        break
+    else:
+        raise NumericalError(
+            f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; raise it",
+            rows=n, regularization=lam, dtype="float64",
+        )  # fmt: skip
+    residual = relative_residual(task, V, lam)
+    X, _ = task.rows.read(0, n)
+    facts = {"tile_rows": size, "tiles": len(tiles.blocks) * (len(tiles.blocks) + 1) // 2, "dtype": dtype}
+    if n > solve.LOO_ROWS and loss is not None:
+        facts["leave_one_out_rows"] = solve.LOO_ROWS
+    embedding = Embedding(task.kernel, X, V.astype(task.rows.dtype), lam)
+    return Found(embedding, loss, tried, residual, len(tiles.blocks), stored, facts)
+
+
+def _tiles(task: Task, dtype: str, shift: float, size: int) -> Tiles:
+    rows = task.rows.in_precision(dtype)
+    known = {
+        "path": rows.path,
+        "ranges": rows.ranges,
+        "scaling": [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
+        "dtype": dtype,
+        "kernel": task.kernel.to_config(),
+        "shift": shift,
+        "size": size,
+        "data": rows.digest(),
+    }
+    name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return Tiles(rows, task.kernel, shift, tuple(rows.blocks(size)), task.scratch.child(f"tiles-{name}"))
+
+
+def _check_room(task: Task, n: int, size: int, dtype: str) -> int:
+    """Bytes that the tiles take; refuses a disk or a worker that cannot hold its share."""
+    item = np.dtype(dtype).itemsize
+    needed, held = (n * n + n * size) // 2 * item, 5 * size * size * item
+    if held > task.memory:
+        raise ConfigError(
+            f"tiles of {size} rows need {held / 1e9:.1f} GB in a worker that has {task.memory / 1e9:.1f} GB; "
+            "set `tile_rows` lower"
+        )
+    if task.scratch.place.is_local:
+        task.scratch.place.path.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(task.scratch.place.path).free
+        if needed > free:
+            raise ConfigError(
+                f"solver='tiled' needs {needed / 1e9:.1f} GB of disk for {n} rows, {free / 1e9:.1f} GB are free at "
+                f"{task.scratch.place}; free some, or use solver='pcg' or 'nystrom'"
+            )
+    return needed
+
+
+def _solve(tiles: Tiles, task: Task) -> np.ndarray:
+    """(K + shift I)⁻¹ Y."""
+    count, run = len(tiles.blocks), task.executor.map
+    run(factor_diagonal, [(tiles, 0)], name="factor-diagonal")
+    for j in range(count - 1):
+        run(factor_tile, [(tiles, i, j) for i in range(j + 1, count)], name="factor-tile")
+        task.say(f"fit: column {j + 2} of {count}")
+    rest = [np.array(tiles.scratch.load(f"z-{j}"), dtype=np.float64) for j in range(count)]
+    for j in range(count - 1, -1, -1):
+        rest[j] = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}"))).half_solve(rest[j], transposed=True)
+        parts = run(back_substitute, [(tiles, j, k, rest[j]) for k in range(j)], name="back-substitute")
+        for k, part in enumerate(parts):
+            rest[k] = rest[k] - part
+    return np.concatenate(rest)
+
+
+def factor_tile(tiles: Tiles, i: int, j: int) -> None:
+    """L_ij; whoever makes the first tile below the diagonal goes on to the next diagonal tile."""
+    if not tiles.scratch.has(f"L-{i}-{j}"):
+        A = tiles.kernel.gram(tiles.X(i), tiles.X(j))
+        for k in range(j):
+            A -= tiles.scratch.load(f"L-{i}-{k}") @ tiles.scratch.load(f"L-{j}-{k}").T
+        corner = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}")))
+        tiles.scratch.save(f"L-{i}-{j}", np.ascontiguousarray(corner.half_solve(A.T).T))
+    if i == j + 1:
+        factor_diagonal(tiles, i)
+
+
+def factor_diagonal(tiles: Tiles, j: int) -> None:
+    """L_jj, and block j of the forward solve."""
+    if tiles.scratch.has(f"z-{j}"):  # written after the tile
+        return
+    X, y = tiles.rows.read(*tiles.blocks[j])
+    A = np.asfortranarray(tiles.kernel.gram(X))
+    A[np.diag_indices(len(A))] += A.dtype.type(tiles.shift)
+    b = one_hot(y, tiles.rows.n_classes, np.zeros(0, A.dtype))
+    for k in range(j):
+        L = tiles.scratch.load(f"L-{j}-{k}")
+        A -= L @ L.T
+        b -= L @ tiles.scratch.load(f"z-{k}")
+    factor = cholesky(A)
+    z = factor.half_solve(b)
+    tiles.scratch.save(f"L-{j}-{j}", factor.lower)
+    tiles.scratch.save(f"z-{j}", np.ascontiguousarray(z))
+
+
+def back_substitute(tiles: Tiles, j: int, k: int, V: np.ndarray) -> np.ndarray:
+    """What block j of the solution takes from block k: L_jkᵀ V_j."""
+    product: np.ndarray = tiles.scratch.load(f"L-{j}-{k}").T @ V
+    return product
+
+
+# --- λ for the exact solvers ------------------------------------------------------------------------
+
+
+def solve_on_sample(task: Task) -> tuple[float, float | None, dict[float, float]]:
+    """λ by leave-one-out, one task for each λ that is tried; rows beyond a few thousand are sampled."""
+    n, lam = task.rows.count, task.regularization
+    if not task.retune or n < 2:
+        return lam, None, {}
+    few, _ = task.rows.read(0, min(n, 1000))
+    variance = task.kernel.alpha(few) ** 2 or 1.0
+
+    def evaluate(lams: list[float]) -> list[float]:
+        calls = [(task.rows, task.kernel, lam, variance, task.floor, task.seed) for lam in lams]
+        return task.executor.map(judge_regularization, calls, name="leave-one-out")
+
+    return solve.search_regularization(evaluate, scale=variance / n, start=lam)
+
+
+def judge_regularization(rows: Rows, kernel: Kernel, lam: float, variance: float, floor: float, seed: int) -> float:
+    """Leave-one-out log loss of (a sample of) the rows at one λ."""
+    X, y = rows.sample(solve.LOO_ROWS, seed)
+    return solve.leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.count, variance, floor)

@@ -1,0 +1,267 @@
+"""From a data set to a fitted embedding: learn under every objective that is to be compared, fit each, keep the best.
+
+    recipe = Recipe(kernel, objective="auto", steps=300)
+    candidates = learn_candidates(data, recipe, executor=executor)
+    trained = fit_candidates(data, recipe, candidates, executor=executor, scratch="run/scratch")
+    trained.fit.embedding, trained.best.name, trained.losses
+
+`Recipe` is where the settings of the estimator turn into settings of the learning, in memory and on a cluster alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kme_dist.core import optim
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.data.batches import plan_batches, read_batch
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.places import Place
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run import solve
+from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.executors import Executor
+from kme_dist.run.fitting import Fit, fit_on_dataset
+from kme_dist.run.learn import LearnSettings, Record, length_scale_names, median_length_scale
+from kme_dist.run.rounds import learn_on_dataset
+from kme_dist.run.scaling import Scaling
+
+SELECTED = ("rcb", "validation")  # what objective "auto" chooses between
+WHOLE_BATCH_ROWS = 1_000  # with more rows than this a step sees a batch of so many
+SAMPLE_ROWS = 1_500  # what the search for a starting point looks at
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is to be learned and fitted; the fields are the estimator's parameters of the same names."""
+
+    kernel: Kernel
+    objective: str = "auto"
+    refit_regularization: bool = True
+    risk: str = "sum"
+    complexity_weight: float | None = None
+    regularization: float = 1.0
+    batch_size: int | None = None
+    steps: int = 1000
+    learning_rate: float = 0.1
+    optimizer: str = "adam"
+    scaling: str | None = "unit"
+    solver: str = "auto"
+    centres: int | None = None
+    dtype: str = "float32"
+    seed: int = 0
+    probability_floor: float | None = None
+    # What only a cluster has:
+    batches_per_step: int = 1
+    local_steps: int | None = None
+    schedule: Callable[[float, int], optim.Schedule] | None = None
+    train_share: float | None = None
+    backend: str = "numpy"
+    fit: dict[str, Any] = field(default_factory=dict)  # further arguments of `fit_on_dataset`
+
+    def settings(self, objective: str, rows: int) -> LearnSettings:
+        """Of one objective. Under "auto" steps are smaller, length scales are held near their start, and a plateau ends
+        the learning; the published objectives run all their steps."""
+        auto, as_published = self.objective == "auto", self.objective in ("rcb", "erm")
+        share = 0.8 if auto else 0.5
+        batch = WHOLE_BATCH_ROWS if self.batch_size is None and rows > WHOLE_BATCH_ROWS else self.batch_size
+        return LearnSettings(
+            objective=objective,
+            risk=self.risk,
+            complexity_weight=self.complexity_weight,
+            steps=int(self.steps),
+            batch_size=batch,
+            learning_rate=self.learning_rate * (0.5 if auto else 1.0),
+            schedule=self.schedule,
+            optimizer=self.optimizer,
+            train_share=share if self.train_share is None else self.train_share,
+            prior_width=1.0 if auto else None,
+            patience=None if as_published else 50 if auto else 100,
+            seed=self.seed,
+        )
+
+    def floor(self, rows: int, n_classes: int) -> float:
+        """The probability below which no label falls: n rows cannot prove anything rarer than 1/(n + m)."""
+        return 1.0 / (rows + n_classes) if self.probability_floor is None else float(self.probability_floor)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel and a λ, ready for the fit."""
+
+    name: str  # the objective they were learned under
+    kernel: Kernel
+    regularization: float
+    history: list[Record] = field(default_factory=list, repr=False)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The candidate that was kept and its fit; the losses of all of them, where they were judged."""
+
+    best: Candidate
+    fit: Fit
+    losses: dict[str, float]
+    candidates: list[Candidate] = field(repr=False)
+
+
+def learn_candidates(
+    dataset: Dataset,
+    recipe: Recipe,
+    *,
+    executor: Executor,
+    split: str | None = "auto",
+    checkpoints: Callable[[str], Checkpoints] | None = None,
+    callback: Callable[[Record], None] | None = None,
+) -> list[Candidate]:
+    """Learn the kernel under each objective that the recipe compares (one, or two for "auto").
+
+    `checkpoints` makes the place to save at from the name of an objective.
+    """
+    split = _resolved(dataset, split)
+    rows = dataset.split_rows(split)
+    kernel, lam = recipe.kernel, float(recipe.regularization)
+    if recipe.steps == 0 and recipe.objective not in ("median", "cv"):
+        return [Candidate("given", kernel, lam)]
+    if recipe.objective in ("auto", "median", "cv"):
+        kernel, lam = _start(dataset, recipe, split, rows, executor)
+    if recipe.objective in ("median", "cv"):
+        return [Candidate(recipe.objective, kernel, lam)]
+    found = []
+    for name in SELECTED if recipe.objective == "auto" else (recipe.objective,):
+        learned = learn_on_dataset(
+            dataset,
+            kernel,
+            lam,
+            recipe.settings(name, rows),
+            batches_per_step=recipe.batches_per_step,
+            local_steps=recipe.local_steps,
+            executor=executor,
+            checkpoints=None if checkpoints is None else checkpoints(name),
+            callback=callback,
+            split=split,
+            scaling=recipe.scaling,
+            dtype=recipe.dtype,
+            backend=recipe.backend,
+        )
+        found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
+    return found
+
+
+def fit_candidates(
+    dataset: Dataset,
+    recipe: Recipe,
+    candidates: list[Candidate],
+    *,
+    executor: Executor,
+    scratch: Any,
+    split: str | None = "auto",
+    report: Callable[[str], None] | None = None,
+) -> Trained:
+    """Fit every candidate on all rows and keep the one with the least loss on rows it was not fitted to."""
+    assert dataset.classes is not None
+    split = _resolved(dataset, split)
+
+    def fitted(candidate: Candidate, retune: bool) -> Fit:
+        return fit_on_dataset(
+            dataset,
+            candidate.kernel,
+            candidate.regularization,
+            executor=executor,
+            scratch=Place.of(scratch),
+            split=split,
+            scaling=recipe.scaling,
+            dtype=recipe.dtype,
+            solver=recipe.solver,
+            centres=recipe.centres,
+            retune=retune,
+            floor=recipe.floor(dataset.split_rows(split), len(dataset.classes or ())),
+            seed=recipe.seed,
+            report=report,
+            **recipe.fit,
+        )
+
+    as_given = recipe.steps == 0 or recipe.objective == "cv"
+    retune = not as_given and (recipe.refit_regularization or len(candidates) > 1)
+    fits = [fitted(candidate, retune) for candidate in candidates]
+    order = sorted(range(len(fits)), key=lambda i: math.inf if (loss := fits[i].loss) is None else loss)
+    best, fit = candidates[order[0]], fits[order[0]]
+    losses = {c.name: f.loss for c, f in zip(candidates, fits, strict=True) if f.loss is not None}
+    if retune and not recipe.refit_regularization:
+        fit = fitted(best, False)
+    return Trained(best, fit, losses, candidates)
+
+
+def _resolved(dataset: Dataset, split: str | None) -> str | None:
+    if split == "auto":
+        split = "train" if "train" in dataset.splits else None
+    if dataset.classes is None:
+        raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
+    if dataset.split_rows(split) < 2:
+        raise DataError(
+            f"{dataset.path}: at least two rows to learn from are needed, {dataset.split_rows(split)} found"
+        )
+    return split
+
+
+# --- a place to start from --------------------------------------------------------------------------
+
+
+def _start(dataset: Dataset, recipe: Recipe, split: str | None, rows: int, executor: Executor) -> tuple[Kernel, float]:
+    """Where learning starts, found on a sample of rows by one of the workers."""
+    assert dataset.classes is not None
+    floor = recipe.floor(rows, len(dataset.classes))
+    call = (dataset.path, split, recipe, len(dataset.classes), floor, min(SAMPLE_ROWS, rows))
+    return executor.map(start_on_sample, [call], name="starting-point")[0]
+
+
+def start_on_sample(
+    path: str, split: str | None, recipe: Recipe, n_classes: int, floor: float, sample: int
+) -> tuple[Kernel, float]:
+    """The function that a worker runs: kernel and λ that suit a random sample of rows."""
+    data = open_dataset(path)
+    batch = read_batch(data, plan_batches(data, batch_size=sample, seed=recipe.seed, split=split, mode="auto"), 0)
+    X = Scaling.of(data.split_statistics(split), recipe.scaling).apply(batch.X, recipe.dtype)
+    y = np.asarray(batch.y)
+    if recipe.objective == "auto":
+        return solve.scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed)
+    width = median_length_scale(X, recipe.seed)
+    if recipe.objective == "median":
+        return with_length_scale(recipe.kernel, width), float(recipe.regularization)
+    return cross_validate(recipe.kernel, X, y, n_classes, width, recipe.seed)
+
+
+def with_length_scale(kernel: Kernel, width: float) -> Kernel:
+    names = list(length_scale_names(kernel))
+    if not names:
+        raise ConfigError(f"{kernel!r} has no length scale: objective 'median' and 'cv' cannot set one")
+    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
+
+
+def cross_validate(
+    kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, width: float, seed: int
+) -> tuple[Kernel, float]:
+    """k-fold search over one common length scale and λ: the baseline of the paper."""
+    from sklearn.model_selection import StratifiedKFold
+
+    from kme_dist.backend import to_host
+    from kme_dist.run.learn import select
+
+    folds = int(max(2, min(5, np.bincount(y)[np.unique(y)].min())))
+    splits = list(StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32).split(np.zeros(len(y)), y))
+    grid = [(width * factor, float(lam)) for factor in (0.1, 0.3, 1.0, 3.0) for lam in 10.0 ** np.arange(-6.0, 1.0)]
+    scores = []
+    for scale, lam in grid:
+        trial, hits = with_length_scale(kernel, scale), 0
+        for train, test in splits:
+            fitted = solve.fit(trial, select(X, train), y[train], n_classes, regularization=lam, retune=False)
+            decided = to_host(fitted.embedding.decision(select(X, test))).argmax(axis=1)
+            hits += int((decided == y[test]).sum())
+        scores.append(hits)
+    scale, lam = grid[int(np.argmax(scores))]
+    return with_length_scale(kernel, scale), lam

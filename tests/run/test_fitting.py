@@ -1,0 +1,383 @@
+"""The fit of stored data sets: five solvers that agree, whoever does the work and whatever dies on the way."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from kme_dist import errors
+from kme_dist.cluster import open_client
+from kme_dist.config import ClusterConfig
+from kme_dist.core.embedding import clip_normalise
+from kme_dist.core.features import from_config
+from kme_dist.core.kernels import Gaussian, Matern
+from kme_dist.data.ingest import ingest
+from kme_dist.run import fitting, pcg, solve, tiled
+from kme_dist.run.blocks import Rows, Scratch
+from kme_dist.run.executors import DaskExecutor, SerialExecutor
+from kme_dist.run.fitting import choose, fit_on_dataset
+from kme_dist.run.nystrom import Accumulator, Centres, System
+
+M = 3
+KERNEL = Gaussian(length_scale=np.full(4, 0.6))
+
+
+def made_up(n, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.random((n, 4))
+    y = np.clip((X[:, 0] + X[:, 1] ** 2 + 0.15 * rng.normal(size=n)) * 1.6, 0, M - 1).astype(int)
+    return X, y
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return ingest(
+        made_up(600), tmp_path_factory.mktemp("fitting") / "d.zarr", shuffle=0, split="train=0.8,test=0.2",
+        chunk_bytes=2048, shard_bytes=8192, dtype="float64",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fit(data, tmp_path):
+    def call(solver, kernel=KERNEL, regularization=1e-4, retune=False, executor=None, dtype="float64", **more):
+        return fit_on_dataset(
+            data, kernel, regularization, solver=solver, retune=retune, dtype=dtype, scratch=tmp_path / "scratch",
+            executor=executor or SerialExecutor(), **more,
+        )  # fmt: skip
+
+    call.scratch = tmp_path / "scratch"
+    return call
+
+
+@pytest.fixture(scope="module")
+def client():
+    with open_client(ClusterConfig(workers=2, dashboard=False)) as connected:
+        yield connected
+
+
+def exact(data, lam, kernel=KERNEL):
+    X, y = data.read("train")
+    low, high = X.min(axis=0), X.max(axis=0)
+    Z = (X - low) / (high - low)
+    n = len(Z)
+    return Z, np.linalg.solve(kernel.gram(Z) + n * lam * np.eye(n), np.eye(M)[y])
+
+
+def files(folder):
+    return [path for path in folder.rglob("*") if path.is_file()] if folder.exists() else []
+
+
+# --- the exact ones --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg"])
+@pytest.mark.parametrize("lam", [1e-3, 1e-6])
+def test_exact_solvers_give_the_formula(solver, lam, fit, data):
+    found = fit(solver, regularization=lam, tolerance=1e-9, tile_rows=100)
+    Z, V = exact(data, lam)
+    np.testing.assert_allclose(found.embedding.centres, Z, atol=1e-12)
+    assert np.linalg.norm(found.embedding.weights - V) < 1e-6 * np.linalg.norm(V)
+    left = KERNEL.gram(Z) @ found.embedding.weights + len(Z) * lam * found.embedding.weights
+    Y = np.eye(M)[data.read("train")[1]]
+    assert found.residual == pytest.approx(np.linalg.norm(left - Y) / np.linalg.norm(Y), rel=0.1, abs=1e-9)
+    assert (found.rows, found.regularization, found.loss) == (len(Z), lam, None)
+    assert found.iterations >= 1
+    assert found.bytes > 0
+    assert not files(fit.scratch), "what lay in the scratch place is gone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["tiled", "pcg"])
+def test_exact_solvers_agree_on_five_thousand_rows(solver, tmp_path):
+    X, y = made_up(5000)
+    data = ingest((X, y), tmp_path / "d.zarr", dtype="float64")
+    kernel = Gaussian(length_scale=np.full(4, 0.4))
+    V, other = (
+        fit_on_dataset(
+            data, kernel, 1e-6, solver=name, retune=False, dtype="float64", executor=SerialExecutor(),
+            scratch=tmp_path / "s", tolerance=1e-8,
+        ).embedding.weights
+        for name in ("cholesky", solver)
+    )  # fmt: skip
+    assert np.linalg.norm(V - other) < 1e-6 * np.linalg.norm(V)
+
+
+@pytest.mark.parametrize("tile_rows", [60, 125, 480, 5000])
+def test_tiles_of_any_size_give_the_same_weights(tile_rows, fit, data):
+    found = fit("tiled", tile_rows=tile_rows)
+    assert found.facts["tile_rows"] == tile_rows
+    V = exact(data, 1e-4)[1]
+    np.testing.assert_allclose(found.embedding.weights, V, atol=1e-8 * np.abs(V).max())
+
+
+def test_a_task_holds_a_few_tiles_and_no_more(fit, monkeypatch):
+    """Nobody, driver or task, makes an array of more than tile x tile numbers, but for the rows and weights."""
+    largest = []
+    save = Scratch.save
+    monkeypatch.setattr(Scratch, "save", lambda self, name, a: (largest.append(a.size), save(self, name, a))[1])
+    fit("tiled", tile_rows=60)
+    assert max(largest) == max(60 * 60, 480 * M)
+
+
+def test_tiles_that_are_there_are_not_made_again(fit, monkeypatch):
+    made = []
+    original = tiled.factor_diagonal
+
+    def stop_half_way(tiles, j):
+        made.append(j)
+        if j == 4 and made.count(4) == 1:
+            raise KeyboardInterrupt
+        original(tiles, j)
+
+    monkeypatch.setattr(tiled, "factor_diagonal", stop_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        fit("tiled", tile_rows=60)
+    kept = {path.name for path in files(fit.scratch)}
+    assert {"L-0-0.npy", "L-4-3.npy", "z-3.npy"} <= kept
+    stamps = {path.name: path.stat().st_mtime_ns for path in files(fit.scratch)}
+    seen = {}
+    remember = Scratch.clear
+    monkeypatch.setattr(
+        Scratch, "clear",
+        lambda self: (seen.update({p.name: p.stat().st_mtime_ns for p in files(self.place.path)}), remember(self))[1],
+    )  # fmt: skip
+    fit("tiled", tile_rows=60)
+    assert {name: seen[name] for name in stamps} == stamps
+
+
+def test_a_disk_or_worker_that_is_too_small_is_refused_beforehand(fit, monkeypatch):
+    with pytest.raises(errors.ConfigError, match=r"tiles of 400 rows need .* set `tile_rows` lower"):
+        fit("tiled", tile_rows=400, memory=1_000_000)
+    monkeypatch.setattr(tiled.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(errors.ConfigError, match=r"GB of disk for 480 rows, 0.0 GB are free"):
+        fit("tiled")
+
+
+def test_single_precision_is_left_where_lambda_is_too_small_for_it(fit):
+    assert fit("tiled", dtype="float32", regularization=1e-3).facts["dtype"] == "float32"
+    small = fit("tiled", dtype="float32", regularization=1e-8)
+    assert small.facts["dtype"] == "float64"
+    assert small.residual < 1e-4, "the weights are stored in single precision"
+
+
+def test_conjugate_gradients_keep_their_word_or_say_so(fit, monkeypatch):
+    for tolerance in (1e-2, 1e-8):
+        assert fit("pcg", tolerance=tolerance).residual <= tolerance
+    monkeypatch.setattr(pcg, "MOST_STEPS", 3)
+    with pytest.raises(errors.NumericalError, match="was asked for, at regularization"):
+        fit("pcg", regularization=1e-6, tolerance=1e-12)
+
+
+def test_the_preconditioner_saves_two_thirds_of_the_steps(data, tmp_path):
+    from kme_dist.run.blocks import Task
+    from kme_dist.run.pcg import Preconditioner, labels, make_panels, solve_blocks
+
+    rows = Rows.of(data, split="train", scaling="unit", dtype="float64")
+    task = Task(
+        rows, KERNEL, 1e-6, False, 0.0, 0, 1e-6, SerialExecutor(), Scratch.at(tmp_path), None, 10**9, print
+    )  # fmt: skip
+    panels = make_panels(task, "float64")
+    blocks = tuple(range(len(panels.blocks)))
+    Y = labels(panels, blocks)
+    F = Preconditioner.build(panels, task, rank=100)
+    assert F.rank == 100
+    plain = solve_blocks(panels, task, blocks, Y, 1e-6, 1e-6, None)[1]
+    steps = solve_blocks(panels, task, blocks, Y, 1e-6, 1e-6, F)[1]
+    assert steps <= plain / 3
+
+
+def test_a_class_without_rows_gets_no_weight(tmp_path):
+    X, y = made_up(300)
+    data = ingest((X, np.where(y == 1, 2, y)), tmp_path / "d.zarr", dtype="float64", class_names=["0", "1", "2"])
+    weights = {
+        solver: fit_on_dataset(
+            data, KERNEL, 1e-3, solver=solver, retune=False, dtype="float64", executor=SerialExecutor(),
+            scratch=tmp_path / "s",
+        ).embedding.weights
+        for solver in ("cholesky", "tiled", "pcg", "nystrom")
+    }  # fmt: skip
+    absent = [i for i in range(weights["tiled"].shape[1]) if not np.any(weights["cholesky"][:, i])]
+    for found in weights.values():
+        assert not np.any(found[:, absent])
+
+
+# --- λ ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled"])
+def test_exact_solvers_choose_lambda_by_leave_one_out(solver, fit, data):
+    found = fit(solver, retune=True, floor=1e-3)
+    X, y = found.embedding.centres, data.read("train")[1]
+    lam, loss, _ = solve.retune_regularization(KERNEL, X, y, M, start=1e-4, floor=1e-3)
+    assert found.regularization == pytest.approx(lam)
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_conjugate_gradients_choose_lambda_on_rows_they_have_not_seen(fit, data):
+    found = fit("pcg", retune=True, floor=1e-3, tile_rows=80)
+    Z, y = exact(data, 1e-4)[0], data.read("train")[1]
+    n = len(Z)
+
+    def held_out(lam):
+        K = KERNEL.gram(Z)
+        V = np.linalg.solve(K[80:, 80:] + n * lam * np.eye(n - 80), np.eye(M)[y[80:]])
+        p = clip_normalise(K[:80, 80:] @ V, 1e-3)
+        return -np.log(p[np.arange(80), y[:80]]).mean()
+
+    assert found.facts["held_out_rows"] == 80
+    for lam, loss in found.tried:
+        assert loss == pytest.approx(held_out(lam), abs=2e-3)
+    assert found.loss <= min(loss for _, loss in found.tried) * 1.001
+
+
+def test_centres_choose_lambda_by_leave_one_out(fit, data):
+    found = fit("nystrom", centres=40, retune=True, floor=1e-3)
+    assert found.facts["leave_one_out_rows"] == 480
+    Z, y = exact(data, 1e-4)[0], data.read("train")[1]
+    C, lam = found.embedding.centres, found.regularization
+    K_nc, K_cc, Y, losses = KERNEL.gram(Z, C), KERNEL.gram(C), np.eye(M)[y], []
+    for i in range(0, 480, 40):
+        rest = np.arange(480) != i
+        V = np.linalg.solve(K_nc[rest].T @ K_nc[rest] + 480 * lam * K_cc, K_nc[rest].T @ Y[rest])
+        losses.append(clip_normalise(K_nc[i : i + 1] @ V, 1e-3)[0, y[i]])
+    A = np.linalg.inv(K_nc.T @ K_nc + 480 * lam * K_cc)
+    h = np.einsum("ij,jk,ik->i", K_nc, A, K_nc)
+    P = Y - (Y - K_nc @ (A @ K_nc.T @ Y)) / (1 - h)[:, None]
+    every = clip_normalise(P, 1e-3)[np.arange(480), y]
+    np.testing.assert_allclose(every[::40], losses, rtol=1e-5)
+    assert found.loss == pytest.approx(-np.log(every).mean(), rel=1e-6)
+    assert found.facts["effective_dimension"] == pytest.approx(h.sum(), rel=1e-5)
+
+
+# --- centres and features --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["rpcholesky", "kmeans++", "uniform"])
+def test_centres_solve_the_projected_problem(how, fit, data):
+    found = fit("nystrom", centres=60, centre_choice=how, kernel=Matern(length_scale=np.ones(4), nu=1.5))
+    kernel, C = found.embedding.kernel, found.embedding.centres
+    Z, y = exact(data, 1e-4)[0], data.read("train")[1]
+    K_nc, K_cc = kernel.gram(Z, C), kernel.gram(C)
+    V = np.linalg.solve(K_nc.T @ K_nc + len(Z) * 1e-4 * K_cc, K_nc.T @ np.eye(M)[y])
+    np.testing.assert_allclose(found.embedding.decision(Z), K_nc @ V, atol=1e-6)
+    assert len(C) == 60
+    assert found.residual < 1e-8
+    assert len(np.unique(C, axis=0)) == 60, "no row is a centre twice"
+
+
+class Unsplit(Centres):
+    leading = None
+
+
+def test_smooth_kernels_keep_their_detail_in_single_precision(data):
+    """Squared in single precision as they are, the rows of a smooth kernel would drown in rounding."""
+    smooth = Gaussian(length_scale=np.full(4, 1.5))
+    Z, y = exact(data, 1e-4)[0], data.read("train")[1]
+
+    def weights(kind, dtype):
+        rows = Z.astype(dtype)
+        basis = kind(smooth, rows[:100])
+        sums = Accumulator(basis, M, rows)
+        sums.add(rows, y)
+        total = sums.sums()
+        V = System(total.G, total.B, basis.metric(), len(Z), total.noise).solve(1e-8)
+        return smooth.gram(Z, Z[:100]) @ V
+
+    wanted, split, whole = weights(Centres, "float64"), weights(Centres, "float32"), weights(Unsplit, "float32")
+    assert np.linalg.norm(split - wanted) < 0.3 * np.linalg.norm(whole - wanted)
+
+
+def test_explicit_features_give_ridge_regression(fit, data):
+    features = from_config({"name": "random_fourier", "features": 50}, n_features=4, seed=1)
+    found = fit("features", features=features)
+    Z, y = exact(data, 1e-4)[0], data.read("train")[1]
+    Phi = features.forward(Z)
+    W = np.linalg.solve(Phi.T @ Phi + len(Z) * 1e-4 * np.eye(Phi.shape[1]), Phi.T @ np.eye(M)[y])
+    np.testing.assert_allclose(found.embedding.weights, W, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(found.embedding.decision(Z), Phi @ W, atol=1e-9)
+    assert fit("auto", features=features, retune=True).solver == "features"
+
+
+# --- whoever does the work -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg", "nystrom"])
+def test_workers_give_the_bits_of_a_single_process(solver, fit, client):
+    settings = {"retune": solver == "nystrom", "centres": 50, "tile_rows": 120, "dtype": "float32"}
+    alone, together = (fit(solver, executor=e, **settings) for e in (SerialExecutor(), DaskExecutor(client)))
+    assert alone.regularization == together.regularization
+    np.testing.assert_array_equal(alone.embedding.weights, together.embedding.weights)
+    np.testing.assert_array_equal(alone.embedding.centres, together.embedding.centres)
+
+
+class Assassin(DaskExecutor):
+    """Kills a worker in the middle of its third round."""
+
+    rounds = 0
+
+    def map(self, function, calls, *, name):
+        self.rounds += 1
+        if self.rounds == 3:
+            pids = self.client.run(os.getpid)
+            os.kill(next(iter(pids.values())), signal.SIGKILL)
+        return super().map(function, calls, name=name)
+
+
+@pytest.mark.parametrize("solver", ["tiled", "pcg"])
+def test_a_worker_that_dies_changes_nothing(solver, fit, client):
+    undisturbed = fit(solver, tile_rows=100)
+    killed = fit(solver, tile_rows=100, executor=Assassin(client))
+    np.testing.assert_array_equal(killed.embedding.weights, undisturbed.embedding.weights)
+    client.wait_for_workers(1, timeout=60)
+
+
+# --- choosing --------------------------------------------------------------------------------------
+
+
+def test_auto_goes_by_rows_memory_and_workers_and_says_why():
+    def auto(n, workers=2, room=10**10, **more):
+        return choose("auto", n, more.get("centres"), None, workers, room, "float32")
+
+    assert auto(1000)[0] == "cholesky"
+    assert auto(1000, room=10**6)[0] == "tiled"
+    assert auto(15_000)[0] == "tiled"
+    assert auto(60_000)[0] == "nystrom"
+    assert auto(60_000, workers=200)[0] == "tiled"
+    assert auto(1000, centres=50) == ("nystrom", "50 centres were asked for")
+    assert "60000 rows" in auto(60_000)[1]
+    assert "about" in auto(60_000)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"solver": "lu"}, "solver='lu' is unknown; choose 'auto', 'cholesky', 'tiled'"),
+        ({"solver": "features"}, "solver='features' needs a feature map"),
+        ({"solver": "cholesky", "memory": 1000}, "needs 0.0 GB in one worker for 480 rows.*'tiled'"),
+        ({"solver": "nystrom", "centre_choice": "best"}, "centre_choice='best' is unknown; choose one of rpcholesky"),
+    ],
+)
+def test_what_cannot_be_done_is_said(change, line, fit):
+    with pytest.raises(errors.ConfigError, match=line):
+        fit(**change)
+
+
+def test_data_without_labels_or_rows_are_refused(tmp_path):
+    X, _ = made_up(20)
+    plain = ingest(X, tmp_path / "x.zarr")
+    common = {"executor": SerialExecutor(), "scratch": tmp_path / "s"}
+    with pytest.raises(errors.DataError, match="has no class labels"):
+        fit_on_dataset(plain, KERNEL, 1e-3, **common)
+
+
+def test_the_loss_is_finite_with_two_rows(tmp_path):
+    data = ingest((np.eye(2), [0, 1]), tmp_path / "d.zarr")
+    found = fit_on_dataset(
+        data, Gaussian(length_scale=np.ones(2)), 1e-3, executor=SerialExecutor(), scratch=tmp_path / "s"
+    )
+    assert math.isfinite(found.loss)
+    assert fitting.SOLVERS[0] == found.solver

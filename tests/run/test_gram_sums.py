@@ -1,0 +1,107 @@
+"""Sums over all pairs of rows: the same from memory, from disk, by any blocks, on any workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import kme_dist as kme
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.executors import DaskExecutor, SerialExecutor
+from kme_dist.run.means import (
+    Sample,
+    evaluate_mean,
+    feature_moments,
+    fit_mean,
+    gram_moments,
+    mean_inner,
+    spectrum_sample,
+)
+
+KERNEL = kme.kernels.Gaussian(length_scale=[1.0, 2.0, 0.7])
+SERIAL = SerialExecutor()
+
+
+@pytest.fixture
+def X(rng):
+    return rng.normal(size=(157, 3))
+
+
+@pytest.fixture
+def stored(X, tmp_path):
+    np.save(tmp_path / "rows.npy", X)
+    return kme.ingest(tmp_path / "rows.npy", tmp_path / "rows.zarr", dtype="float64", split="train=0.8,test=0.2")
+
+
+@pytest.mark.parametrize("block_rows", [1, 13, 64, 500])
+def test_moments_by_blocks_are_those_of_the_gram_matrix(X, block_rows):
+    rows = X if block_rows > 1 else X[:9]
+    found = gram_moments(KERNEL, Sample.of(rows), executor=SERIAL, block_rows=block_rows)
+    n = len(rows)
+    total = sum(float(np.exp(-0.5 * np.sum(((a - b) / [1.0, 2.0, 0.7]) ** 2))) for a in rows for b in rows)
+    assert found.rho == pytest.approx(total / n**2, rel=1e-10)
+    assert found.varrho == pytest.approx(1.0, rel=1e-12)
+    assert (found.n, found.error) == (n, 0.0)
+
+
+def test_a_data_set_on_disk_gives_what_its_rows_give(stored):
+    train, _ = stored.read("train")
+    sample = Sample.of(stored)  # its training part
+    assert sample.count == len(train)
+    np.testing.assert_array_equal(np.concatenate([block.read() for block in sample.blocks(17)]), train)
+    found = gram_moments(KERNEL, sample, executor=SERIAL, block_rows=31)
+    assert found.rho == pytest.approx(KERNEL.gram(train).mean(), rel=1e-10)
+    np.testing.assert_allclose(
+        evaluate_mean(KERNEL, sample, 1 / len(train), train[:5], executor=SERIAL),
+        KERNEL.gram(train[:5], train).mean(axis=1),
+        rtol=1e-10,
+    )
+    other = Sample.of(stored, split="test")
+    expected = KERNEL.gram(train, stored.read("test")[0]).mean()
+    assert mean_inner(KERNEL, sample, other, executor=SERIAL) == pytest.approx(expected, rel=1e-10)
+
+
+def test_workers_give_the_same_bits_as_one_process(stored):
+    sample = Sample.of(stored)
+    alone = gram_moments(KERNEL, sample, executor=SERIAL, block_rows=40)
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        together = gram_moments(KERNEL, sample, executor=DaskExecutor(client), block_rows=40)
+    assert (together.rho, together.varrho) == (alone.rho, alone.varrho)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [kme.kernels.Gaussian(1.5, scale=1.2), kme.kernels.Matern(1.5, nu=1.5), kme.kernels.Laplace(2.0)],
+    ids=repr,
+)
+def test_random_features_estimate_rho_within_their_stated_error(kernel, X):
+    frequencies = spectrum_sample(kernel, 3, 4000, seed=1)
+    found = feature_moments(kernel, Sample.of(X), frequencies, executor=SERIAL, block_rows=50)
+    exact = gram_moments(kernel, Sample.of(X), executor=SERIAL)
+    assert 0 < found.error < 0.02 * exact.rho * 4
+    assert abs(found.rho - exact.rho) < 4 * found.error
+    assert found.varrho == pytest.approx(exact.varrho)
+
+
+def test_samples_are_rows_of_the_table(stored, X):
+    drawn = Sample.of(stored, split=None).sample(40, seed=3)
+    assert 0 < len(drawn) <= 40
+    assert {tuple(row) for row in drawn} <= {tuple(row) for row in X}
+    assert len(Sample.of(["ab", "cd", "ef"]).sample(2, seed=0)) == 2
+
+
+def test_mistakes_are_named(X):
+    with pytest.raises(DataError, match="no rows"):
+        Sample.of(X[:0])
+    with pytest.raises(DataError, match="NaN"):
+        Sample.of(np.array([[np.nan]]))
+    with pytest.raises(DataError, match="two axes"):
+        Sample.of(np.zeros(3))
+    with pytest.raises(ConfigError, match="no random features"):
+        spectrum_sample(kme.kernels.Linear(), 3, 10, 0)
+    with pytest.raises(ConfigError, match="estimator='mean'"):
+        fit_mean(KERNEL, Sample.of(X), "mean", executor=SERIAL)

@@ -1,0 +1,539 @@
+"""Batch inference: every input and output, exactly once, and nothing that changed goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zarr
+
+import kme_dist as kme
+from kme_dist import inference
+from kme_dist.core import embedding as mce
+from kme_dist.core.kernels import Gaussian
+from kme_dist.data import predictions as stored
+from kme_dist.data.ingest import ingest
+from kme_dist.data.places import Place
+from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
+from kme_dist.run import predicting
+
+N, D, M = 5_000, 3, 3
+CHUNK = 1024
+
+
+def rows(count, seed=0):
+    return np.random.default_rng(seed).normal(size=(count, D)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    X = rows(120, seed=5)
+    y = np.array(["ash", "birch", "cedar"])[(X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)]
+    fitted = kme.MCEClassifier(kernel=Gaussian(length_scale=np.ones(D)), steps=0, regularization=1e-3).fit(X, y)
+    fitted.path = str(tmp_path_factory.mktemp("model") / "model.zarr")
+    fitted.save(fitted.path)
+    return fitted
+
+
+@pytest.fixture
+def data(tmp_path):
+    return ingest(rows(N), tmp_path / "rows.zarr", chunk_bytes=CHUNK * D * 4)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The chunks that were computed, in order."""
+    chunks = []
+    real = inference.predict_chunk
+
+    def compute(task, chunk, *rest):
+        chunks.append(chunk)
+        return real(task, chunk, *rest)
+
+    monkeypatch.setattr(inference, "predict_chunk", compute)
+    return chunks
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-4)
+
+
+# --- what is computed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["zarr", "parquet"])
+def test_every_output_is_what_the_estimator_says(model, data, tmp_path, format):
+    g = {"ash": 1.0, "birch": 10.0, "cedar": -2.0}
+    out = tmp_path / "scores"
+    outcome = kme.predict(
+        model.path, data, out, outputs=inference.OUTPUTS, expectations={"cost": g}, top_k=2, format=format
+    )
+    assert (outcome.rows, outcome.chunks, outcome.computed, outcome.quarantined) == (N, 5, 5, [])
+    found, X = kme.open_predictions(out), rows(N)
+    assert found.status == "complete"
+    assert (found.labels() == model.predict(X)).mean() > 0.999
+    p = model.predict_proba(X)
+    close(found.read("probability"), p)
+    close(found.read("decision"), model.decision_probabilities(X))
+    close(found.read("entropy"), model.entropy(X))
+    close(found.read("rkhs_entropy"), model.entropy(X, kind="rkhs"))
+    close(found.read("expectation/cost"), model.expectation(X, g))
+    close(found.read("top_probability"), np.sort(p, axis=1)[:, ::-1][:, :2])
+    assert (found.read("top_label")[:, 0] == p.argmax(axis=1)).mean() > 0.999
+    close(found.read("probability", 1000, 2100), p[1000:2100])
+    found.verify()
+
+
+def test_any_zarr_library_reads_the_arrays(model, data, tmp_path):
+    kme.predict(model.path, data, tmp_path / "out.zarr", expectations={"a": [0, 1, 2]})
+    group = zarr.open_group(str(tmp_path / "out.zarr"), mode="r")
+    assert group["label"].shape == (N,)
+    assert group["probability"].chunks == (CHUNK, M)
+    close(group["expectation/a"][:], model.expectation(rows(N), [0, 1, 2]))
+    assert group.attrs["classes"] == ["ash", "birch", "cedar"]
+
+
+def test_parquet_output_reads_as_one_table(model, data, tmp_path):
+    kme.predict(model.path, data, tmp_path / "out", format="parquet")
+    table = pq.read_table(tmp_path / "out")
+    assert table.num_rows == N
+    assert table.column_names == ["label", "probability_ash", "probability_birch", "probability_cedar"]
+    assert (np.array(table["label"].to_pylist()) == model.predict(rows(N))).mean() > 0.999
+
+
+def test_inputs_of_all_kinds_give_the_same_answers(model, data, tmp_path):
+    import dask.array as da
+
+    X, names = rows(N), list(data.feature_names)
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    for i, piece in enumerate(np.array_split(X, [700, 3000])):
+        table = pa.table({"id": np.arange(len(piece)) + 100 * i, **{n: piece[:, j] for j, n in enumerate(names)}})
+        pq.write_table(table, folder / f"part-{i}.parquet", row_group_size=256)
+    inputs = {
+        "dataset": (data, {}),
+        "path": (data.path, {}),
+        "numpy": (X, {}),
+        "dask": (da.from_array(X, chunks=(900, 2)), {}),
+        "parquet": (str(folder), {"id_column": "id"}),
+        "parquet-like": (str(folder), {"like": data}),
+    }
+    wanted = model.predict_proba(X)
+    for kind, (source, options) in inputs.items():
+        out = tmp_path / f"{kind}.zarr"
+        assert kme.predict(model.path, source, out, **options).rows == N, kind
+        close(kme.open_predictions(out).read("probability"), wanted)
+    ids = kme.open_predictions(tmp_path / "parquet.zarr").read("id")
+    assert ids[:3].tolist() == [0, 1, 2]
+    assert ids[700] == 100
+
+
+def test_text_ids_travel_through_parquet_only(model, tmp_path):
+    X = rows(50)
+    table = pa.table({"who": [f"row {i}" for i in range(50)], **{f"x{j}": X[:, j] for j in range(D)}})
+    pq.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match=r"who.*parquet"):
+        kme.predict(model.path, tmp_path / "in.parquet", tmp_path / "out.zarr", id_column="who")
+    kme.predict(model.path, tmp_path / "in.parquet", tmp_path / "out", id_column="who", format="parquet")
+    assert pq.read_table(tmp_path / "out")["id"].to_pylist()[:2] == ["row 0", "row 1"]
+
+
+def test_a_split_is_predicted_in_its_own_order_with_row_numbers(model, tmp_path):
+    data = ingest(rows(N), tmp_path / "split.zarr", split="a=0.3,b=0.7", chunk_bytes=CHUNK * D * 4)
+    kme.predict(model.path, data, tmp_path / "out.zarr", split="b")
+    found = kme.open_predictions(tmp_path / "out.zarr")
+    assert found.rows == data.split_rows("b")
+    X, _ = data.read("b")
+    close(found.read("probability"), model.predict_proba(X))
+    np.testing.assert_allclose(rows(N)[found.read("row")], X)
+
+
+def test_no_rows_are_no_problem(model, tmp_path):
+    outcome = kme.predict(model.path, rows(0), tmp_path / "out.zarr")
+    assert (outcome.rows, outcome.chunks) == (0, 0)
+    assert kme.open_predictions(tmp_path / "out.zarr").labels().shape == (0,)
+
+
+def test_a_model_in_memory_is_saved_beside_the_output(model, tmp_path):
+    kme.predict(model, rows(10), tmp_path / "out.zarr")
+    assert kme.load(tmp_path / "out.zarr.model").classes_.tolist() == ["ash", "birch", "cedar"]
+
+
+def test_calibrated_models_give_calibrated_probabilities(model, tmp_path):
+    X = rows(120, seed=5)
+    other = kme.load(model.path).calibrate(X, model.predict(X))
+    kme.predict(other, rows(100), tmp_path / "out.zarr")
+    found = kme.open_predictions(tmp_path / "out.zarr").read("probability")
+    close(found, other.predict_proba(rows(100)))
+    assert np.abs(found - model.predict_proba(rows(100))).max() > 0.01
+
+
+def test_double_precision_where_single_loses_the_sum(rng):
+    C = rng.normal(size=(40, 2)).astype(np.float32)
+    V = rng.normal(size=(40, M)).astype(np.float32)
+    assert mce.sufficient_precision(mce.Embedding(Gaussian(), C, V, 0.1)) == "float32"
+    assert mce.sufficient_precision(mce.Embedding(Gaussian(), C, 1e5 * V, 0.1)) == "float64"
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
+    cases = [
+        ({"outputs": ["labels"]}, ConfigError, "labels"),
+        ({"outputs": []}, ConfigError, "nothing is asked for"),
+        ({"format": "csv"}, ConfigError, "csv"),
+        ({"split": "test"}, ConfigError, "no split 'test'"),
+        ({"top_k": -1}, ConfigError, "top_k"),
+        ({"expectations": {"../x": [1, 2, 3]}}, ConfigError, "letters"),
+        ({"expectations": {"x": [1, 2]}}, ConfigError, "3 classes"),
+        ({"dtype": "float16"}, ConfigError, "float16"),
+        ({"executor": 3}, ConfigError, "Client"),
+    ]
+    for options, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            kme.predict(model.path, data, tmp_path / "out.zarr", **options)
+    with pytest.raises(DataError, match="2 features, the model was fitted with 3"):
+        kme.predict(model.path, rows(5)[:, :2], tmp_path / "out.zarr")
+    with pytest.raises(DataError, match="no model here"):
+        kme.predict(tmp_path / "nothing.zarr", data, tmp_path / "out.zarr")
+    with pytest.raises(DataError, match="no data set and no Parquet"):
+        kme.predict(model.path, tmp_path / "nothing.zarr", tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    for options in ({}, {"overwrite": True}, {"from_scratch": True}):
+        with pytest.raises(ConfigError, match="will not be replaced"):
+            kme.predict(model.path, data, tmp_path / "mine", **options)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_two_writers_do_not_meet(model, data, tmp_path):
+    from kme_dist.data.leases import writer_lease
+
+    with writer_lease(Place.of(tmp_path / "out.zarr")), pytest.raises(RetryError, match="another writer"):
+        kme.predict(model.path, data, tmp_path / "out.zarr")
+
+
+# --- exactly once ----------------------------------------------------------------------------------
+
+
+def test_a_second_run_does_nothing_and_from_scratch_does_everything(model, data, tmp_path, counted):
+    out = tmp_path / "out.zarr"
+    kme.predict(model.path, data, out)
+    assert counted == [0, 1, 2, 3, 4]
+    again = kme.predict(model.path, data, out)
+    assert (again.computed, again.skipped, len(counted)) == (0, 5, 5)
+    assert kme.predict(model.path, data, out, overwrite=True).computed == 0, "it is the same job"
+    assert kme.predict(model.path, data, out, from_scratch=True).computed == 5
+
+
+def interrupt_after(monkeypatch, count):
+    real, done = inference.predict_chunk, []
+
+    def compute(task, chunk, *rest):
+        if len(done) == count:
+            raise KeyboardInterrupt
+        done.append(chunk)
+        return real(task, chunk, *rest)
+
+    monkeypatch.setattr(inference, "predict_chunk", compute)
+
+
+def test_what_an_interrupted_job_did_is_not_done_again(model, data, tmp_path, monkeypatch, counted):
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            kme.predict(model.path, data, out)
+    assert kme.open_predictions(out).status == "running"
+    counted.clear()
+    assert kme.predict(model.path, data, out).skipped == 3
+    assert counted == [3, 4]
+    close(kme.open_predictions(out).read("probability"), model.predict_proba(rows(N)))
+
+
+def test_a_changed_model_or_request_is_refused_until_told_otherwise(model, data, tmp_path, monkeypatch):
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            kme.predict(model.path, data, out)
+    other = kme.load(model.path).calibrate(rows(120, seed=5), model.predict(rows(120, seed=5)))
+    with pytest.raises(ConfigError, match=r"half-done job of something else \(model differ"):
+        kme.predict(other, data, out)
+    with pytest.raises(ConfigError, match="outputs differ"):
+        kme.predict(model.path, data, out, outputs=["label"])
+    kme.predict(other, data, out, overwrite=True)
+    with pytest.raises(ConfigError, match=r"finished predictions .*--overwrite"):
+        kme.predict(model.path, data, out)
+    assert kme.predict(model.path, data, out, from_scratch=True).computed == 5
+    close(kme.open_predictions(out).read("probability"), model.predict_proba(rows(N)))
+
+
+def test_a_model_that_changes_while_workers_load_it_is_refused(model, data, tmp_path):
+    place = tmp_path / "model.zarr"
+    model.save(place)
+    digest = inference._model_digest(Place.of(place))
+    kme.load(place).calibrate(rows(120, seed=5), model.predict(rows(120, seed=5))).save(place)
+    with pytest.raises(ConfigError, match="has changed since this job began"):
+        inference._scorer(str(place), digest, "float32")
+
+
+@pytest.mark.parametrize("kind", ["dataset", "numpy", "parquet"])
+def test_changed_rows_are_refused_and_appended_ones_are_done(model, tmp_path, counted, kind):
+    X, out = rows(N), tmp_path / "out.zarr"
+
+    def source(X, grow=None):
+        if kind == "numpy":
+            return X
+        if kind == "dataset":
+            path = tmp_path / "rows.zarr"
+            if grow is not None:
+                return kme.open_dataset(path).append(X[grow:])
+            return ingest(X, path, chunk_bytes=CHUNK * D * 4, overwrite=path.exists())
+        folder = tmp_path / "folder"
+        folder.mkdir(exist_ok=True)
+        pieces = [X] if grow is None else [X[:grow], X[grow:]]
+        for i, piece in enumerate(pieces[grow is not None :], start=grow is not None):
+            pq.write_table(pa.table({f"x{j}": piece[:, j] for j in range(D)}), folder / f"{i}.parquet")
+        return str(folder)
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(predicting, "CHUNK_ROWS", CHUNK)
+    try:
+        kme.predict(model.path, source(X), out)
+        counted.clear()
+        longer = np.concatenate([X, rows(2_000, seed=3)])
+        grown = kme.predict(model.path, source(longer, grow=N), out)
+        assert counted == [4, 5, 6], "the last chunk was not full"
+        assert (grown.rows, grown.skipped) == (7_000, 4)
+        close(kme.open_predictions(out).read("probability"), model.predict_proba(longer))
+        kme.open_predictions(out).verify()
+        changed = longer.copy()
+        changed[17, 1] += 1
+        if kind == "parquet":
+            for file in (tmp_path / "folder").iterdir():
+                file.unlink()
+        with pytest.raises(ConfigError, match=r"has changed \(chunk 0"):
+            kme.predict(model.path, source(changed), out)
+        with pytest.raises(ConfigError, match=r"fewer rows|has changed"):
+            kme.predict(model.path, source(X[:2000]), out)
+        kme.predict(model.path, source(changed), out, overwrite=True)
+        close(kme.open_predictions(out).read("probability"), model.predict_proba(changed))
+    finally:
+        monkey.undo()
+
+
+def test_a_receipt_without_its_chunk_does_not_count(model, data, tmp_path, counted):
+    out = tmp_path / "out.zarr"
+    kme.predict(model.path, data, out)
+    (out / "label" / "c" / "2").unlink()
+    (out / "probability" / "c" / "4" / "0").write_bytes(b"half")
+    counted.clear()
+    kme.predict(model.path, data, out)
+    assert counted == [2, 4]
+    kme.open_predictions(out).verify()
+
+
+def test_damage_is_found_by_verify(model, data, tmp_path):
+    out = tmp_path / "out.zarr"
+    kme.predict(model.path, data, out)
+    object_ = out / "probability" / "c" / "1" / "0"
+    content = bytearray(object_.read_bytes())
+    content[100] ^= 1
+    object_.write_bytes(bytes(content))
+    with pytest.raises(CorruptError, match="chunk 1"):
+        kme.open_predictions(out).verify()
+
+
+def test_a_replaced_job_writes_nothing_more(model, data, tmp_path):
+    out = tmp_path / "out.zarr"
+    kme.predict(model.path, data, out, outputs=["label"])
+    layout = kme.open_predictions(out).layout
+    with pytest.raises(RetryError, match="another job"):
+        predicting.store_chunk(layout, "an older job", 0, "", {"label": np.zeros(CHUNK)}, CHUNK)
+
+
+# --- poison ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["zarr", "parquet"])
+def test_a_poison_chunk_is_set_aside_and_the_rest_goes_on(model, tmp_path, counted, format):
+    X = rows(N)
+    X[2_500, 1] = np.nan
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(predicting, "CHUNK_ROWS", CHUNK)
+    try:
+        outcome = kme.predict(model.path, X, tmp_path / "out", format=format)
+    finally:
+        monkey.undo()
+    assert sorted(counted) == [0, 1, 2, 2, 2, 3, 4], "tried three times"
+    (entry,) = outcome.quarantined
+    assert (entry["chunk"], entry["first_row"], entry["rows"]) == (2, 2048, CHUNK)
+    assert "row 2500, feature 1" in entry["error"]
+    found = kme.open_predictions(tmp_path / "out")
+    assert found.status == "incomplete"
+    assert found.quarantined == outcome.quarantined
+    p = found.read("probability")
+    assert np.isnan(p[2048:3072]).all()
+    assert found.labels()[2100] is None
+    clean = np.r_[0:2048, 3072:N]
+    close(p[clean], model.predict_proba(X[clean]))
+    found.verify()
+
+
+def test_a_corrupt_chunk_is_tried_again_once_it_is_mended(model, data, tmp_path, counted):
+    from kme_dist.data.chunks import StoredArray
+
+    key = StoredArray(data.place, "X").key(0)
+    path = data.place.path / key
+    whole = path.read_bytes()
+    broken = bytearray(whole)
+    broken[CHUNK * D * 4 + 50] ^= 1  # inside the second chunk of the shard
+    path.write_bytes(bytes(broken))
+    outcome = kme.predict(model.path, data, tmp_path / "out.zarr")
+    assert [entry["chunk"] for entry in outcome.quarantined] == [1]
+    assert "CorruptError" in outcome.quarantined[0]["error"]
+    path.write_bytes(whole)
+    counted.clear()
+    mended = kme.predict(model.path, data, tmp_path / "out.zarr")
+    assert (counted, mended.quarantined) == ([1], [])
+    assert kme.open_predictions(tmp_path / "out.zarr").status == "complete"
+
+
+def test_trouble_of_the_surroundings_stops_the_job(model, data, tmp_path, monkeypatch):
+    def full(self, chunk, arrays):
+        raise RetryError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.Layout, "write", full)
+        with pytest.raises(RetryError, match="no space"):
+            kme.predict(model.path, data, tmp_path / "out.zarr")
+    assert kme.predict(model.path, data, tmp_path / "out.zarr").computed == 5
+
+
+# --- kills -----------------------------------------------------------------------------------------
+
+DRIVER = """
+import os, signal, sys
+import kme_dist as kme
+from kme_dist.run import predicting
+from kme_dist.data import predictions as stored
+
+model, data, out, point, count = sys.argv[1:]
+left = [int(count)]
+
+def die_at(module, name, after):
+    real = getattr(module, name)
+    def wrapped(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(module, name, wrapped)
+
+where, _, when = point.partition(":")
+if where == "chunk":
+    die_at(stored.Layout, "write", when == "after")
+elif where == "receipt":
+    die_at(predicting, "write_receipt", when == "after")
+elif where == "manifest":
+    die_at(predicting, "gather_receipts", when == "after")
+kme.predict(model, data, out)
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "receipt:before",
+        "manifest:before",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("chunk:before", "chunk:after")),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("receipt:after", "manifest:after")),
+    ],
+)
+def test_a_driver_killed_anywhere_leaves_what_a_second_run_completes(model, data, tmp_path, counted, point):
+    count = "1" if point.startswith("manifest") else "3"
+    script = tmp_path / "driver.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    out = tmp_path / "out.zarr"
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), model.path, data.path, str(out), point, count]
+    assert subprocess.run(command, env=environment, timeout=120, check=False).returncode == -signal.SIGKILL
+    expected = {"chunk": [2, 3, 4], "receipt": [2, 3, 4], "manifest": []}[point.split(":")[0]]
+    if point == "receipt:after":
+        expected = [3, 4]
+    kme.predict(model.path, data, out)
+    assert counted == expected
+    whole = tmp_path / "whole.zarr"
+    kme.predict(model.path, data, whole)
+    first, second = kme.open_predictions(out), kme.open_predictions(whole)
+    for name in second.names:
+        assert (first.read(name) == second.read(name)).all()
+    first.verify()
+    assert not list(out.glob("_receipts/*.json"))
+    assert len(json.loads((out / "_manifest.json").read_text())["chunks"]) == 5
+
+
+def test_gpu_workers_compute_on_the_device(model, tmp_path, device):
+    inference._scorer.cache_clear()
+    try:
+        kme.predict(model.path, rows(700), tmp_path / "out.zarr", outputs=inference.OUTPUTS)
+        scorer = inference._scorer(model.path, inference._model_digest(Place.of(model.path)), "float32")
+        assert scorer._device == "cupy"
+    finally:
+        inference._scorer.cache_clear()
+    found = kme.open_predictions(tmp_path / "out.zarr").read("probability")
+    close(found, model.probabilities(model.embedding_.decision(model.scaling_.apply(rows(700), "float64"))))
+
+
+# --- clusters --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client():
+    from distributed import Client, LocalCluster
+
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        yield client
+
+
+def test_workers_give_the_same_bits_as_this_process(model, data, tmp_path, client):
+    import dask.array as da
+
+    kme.predict(model.path, data, tmp_path / "here.zarr")
+    here = kme.open_predictions(tmp_path / "here.zarr")
+    lazy = da.from_array(rows(N), chunks=(CHUNK, D))
+    for name, source in {"dataset": data, "numpy": rows(N), "lazy": lazy}.items():
+        out = tmp_path / f"{name}.zarr"
+        outcome = kme.predict(model.path, source, out, executor=client)
+        assert (outcome.rows, outcome.quarantined) == (N, []), name
+        there = kme.open_predictions(out)
+        if name != "numpy":  # the same chunks
+            np.testing.assert_array_equal(there.read("probability"), here.read("probability"))
+        close(there.read("probability"), here.read("probability"))
+    with pytest.raises(DataError, match="persisted"):
+        kme.predict(model.path, client.persist(lazy), tmp_path / "held.zarr", executor=client)
+
+
+def test_a_poison_chunk_does_not_stop_the_workers(model, tmp_path, client):
+    import dask.array as da
+
+    X = rows(N)
+    X[1500] = np.nan
+    outcome = kme.predict(model.path, da.from_array(X, chunks=(CHUNK, D)), tmp_path / "out.zarr", executor=client)
+    assert [entry["chunk"] for entry in outcome.quarantined] == [1]
+    assert outcome.computed == 4
