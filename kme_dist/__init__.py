@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kme_dist import errors, kernels
+    from kme_dist.askl import ASKLClassifier, ASKLRegressor
+    from kme_dist.bags import OneClassSupportMeasure, SupportMeasureClassifier
+    from kme_dist.conditional import ConditionalMeanEmbedding
     from kme_dist.core.objective import (
         Objective,
         feature_objective,
@@ -19,14 +22,31 @@ if TYPE_CHECKING:
     )
     from kme_dist.data.dataset import Dataset, open_dataset
     from kme_dist.data.ingest import Table, ingest, read_table
+    from kme_dist.data.predictions import Predictions, open_predictions
+    from kme_dist.density import MixtureMatching
     from kme_dist.estimators import MCEClassifier, load
+    from kme_dist.inference import predict
+    from kme_dist.means import KernelMean, ParzenClassifier
+    from kme_dist.mmd import MMDTest, mmd_test
+    from kme_dist.networks import CENClassifier
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ASKLClassifier",
+    "ASKLRegressor",
+    "CENClassifier",
+    "ConditionalMeanEmbedding",
     "Dataset",
+    "KernelMean",
     "MCEClassifier",
+    "MMDTest",
+    "MixtureMatching",
     "Objective",
+    "OneClassSupportMeasure",
+    "ParzenClassifier",
+    "Predictions",
+    "SupportMeasureClassifier",
     "Table",
     "errors",
     "feature_objective",
@@ -34,22 +54,39 @@ __all__ = [
     "kernels",
     "load",
     "loo_objective",
+    "mmd_test",
     "open_dataset",
+    "open_predictions",
+    "predict",
     "rcb_objective",
     "read_table",
     "validation_objective",
 ]
 
 _HOMES = {
+    "ASKLClassifier": "kme_dist.askl",
+    "ASKLRegressor": "kme_dist.askl",
+    "CENClassifier": "kme_dist.networks",
+    "ConditionalMeanEmbedding": "kme_dist.conditional",
     "Dataset": "kme_dist.data.dataset",
+    "KernelMean": "kme_dist.means",
     "MCEClassifier": "kme_dist.estimators",
+    "MMDTest": "kme_dist.mmd",
+    "MixtureMatching": "kme_dist.density",
     "Objective": "kme_dist.core.objective",
+    "OneClassSupportMeasure": "kme_dist.bags",
+    "ParzenClassifier": "kme_dist.means",
+    "Predictions": "kme_dist.data.predictions",
+    "SupportMeasureClassifier": "kme_dist.bags",
     "Table": "kme_dist.data.ingest",
     "feature_objective": "kme_dist.core.objective",
     "ingest": "kme_dist.data.ingest",
     "load": "kme_dist.estimators",
     "loo_objective": "kme_dist.core.objective",
+    "mmd_test": "kme_dist.mmd",
     "open_dataset": "kme_dist.data.dataset",
+    "open_predictions": "kme_dist.data.predictions",
+    "predict": "kme_dist.inference",
     "rcb_objective": "kme_dist.core.objective",
     "read_table": "kme_dist.data.ingest",
     "validation_objective": "kme_dist.core.objective",

@@ -33,7 +33,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kme_dist.config import json_schema, load_config
+from kme_dist import cli_jobs, cli_predict
+from kme_dist.config import json_schema, load_config, parse_yaml
 from kme_dist.errors import KMEError
 
 app = typer.Typer(
@@ -81,6 +82,9 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Learn, evaluate and write the run folder with report.html, as the config says."""
+    if _has_section(config, "pendulum"):
+        pendulum(config, overrides, as_json, quiet)
+        return
     settings = load_config(config, overrides or [])
     say = _talker(quiet)
     job, typed = _pipeline("run"), ["kme-dist", "run", str(config), *(f"--set={change}" for change in overrides or [])]
@@ -124,7 +128,7 @@ def learn(
     settings = load_config(config, [*(overrides or []), *_at(scheduler)])
     job, typed = _pipeline("learn"), ["kme-dist", "learn", str(config), *(f"--set={c}" for c in overrides or [])]
     with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
-        listener = _pipeline("run").Listener(start=progress.rename, step=progress, say=_talker(quiet))
+        listener = _pipeline("folder").Listener(start=progress.rename, step=progress, say=_talker(quiet))
         result = job.run(settings, name=config.stem, fresh=fresh, listener=listener, command=shlex.join(typed))
     if as_json:
         _print_json(result)
@@ -134,6 +138,49 @@ def learn(
         f"regularisation {result['regularization']:.4g}"
     )
     print(f"learned: {result['learned']}")
+
+
+@app.command()
+def fit(
+    config: Annotated[Path, typer.Argument(help="YAML file whose data.source is a data set.")],
+    update: Annotated[
+        bool, typer.Option("--update", help="Add the chunks that a fitted model has not seen; old rows are not read.")
+    ] = False,
+    remove: Annotated[
+        str | None, typer.Option(metavar="DATA", help="With --update: take the chunks of this data set out.")
+    ] = None,
+    merge: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="With --update: take in the model of another run folder.")
+    ] = None,
+    overrides: Overrides = None,
+    scheduler: Scheduler = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Fit anew although nothing has changed.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Solve for the embedding on all rows over a cluster, with the kernel that `learn` has left in the run folder."""
+    settings = load_config(config, [*(overrides or []), *_at(scheduler)])
+    job, typed = _pipeline("fit"), ["kme-dist", "fit", str(config), *(f"--set={c}" for c in overrides or [])]
+    result = job.run(
+        settings,
+        name=config.stem,
+        update=update,
+        remove=remove,
+        merge=merge,
+        fresh=fresh,
+        listener=_pipeline("folder").Listener(say=_talker(quiet)),
+        command=shlex.join(typed),
+    )
+    if as_json:
+        _print_json(result)
+        return
+    loss = "" if result["loss"] is None else f", log loss of rows left out {result['loss']:.4f}"
+    print(
+        f"{result['solver']} ({result['reason']}) on {result['rows']} rows in {result['seconds']:.1f} s: "
+        f"regularisation {result['regularization']:.4g}{loss}, residual {result['residual']:.1e}, "
+        f"{result['iterations']} iterations"
+    )
+    print(f"model: {result['model']}")
 
 
 @app.command()
@@ -156,16 +203,33 @@ def plan(
 def cluster(
     workers: Annotated[int | None, typer.Option(help="Worker processes; one for each core when absent.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory limit of a worker, e.g. 2GiB.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve other machines there; needs --tls.")
+    ] = None,
+    tls: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Encrypt with the certificates in DIR; made if they are missing.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--allow-insecure", help="Serve other machines without TLS.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Start a cluster on this machine and keep it up until interrupted."""
+    from kme_dist.certs import make_certificates, tls_files
     from kme_dist.cluster import open_client
     from kme_dist.config import ClusterConfig
 
     if workers is not None and workers < 1:
         raise typer.BadParameter(f"--workers is {workers}; at least 1 is needed.")
-    with open_client(ClusterConfig(workers=workers, memory=memory)) as client:
+    if tls is not None:
+        make_certificates(tls)
+    settings = ClusterConfig(
+        workers=workers,
+        memory=memory,
+        address=None if listen is None else f"{'tls' if tls else 'tcp'}://{listen}",
+        tls=None if tls is None else tls_files(tls, "cluster"),
+        insecure=insecure,
+    )
+    with open_client(settings) as client:
         facts = {"scheduler": client.scheduler.address, "dashboard": client.dashboard_link}
         if as_json:
             _print_json(facts)
@@ -255,7 +319,7 @@ def inspect(
 ) -> None:
     """Say what lies at a path: a data set, a model or a run."""
     if "://" not in path and (Path(path) / "run.json").is_file():
-        facts = _pipeline("run").describe_run(Path(path))
+        facts = _pipeline("folder").describe_run(Path(path))
         if verify and (Path(path) / "model.zarr").exists():
             _pipeline("describe").describe(Path(path) / "model.zarr", verify=True)
     else:
@@ -274,9 +338,14 @@ def _names(text: str | None) -> list[str] | None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
-    """Versions, BLAS and threads, cores and memory, GPUs, write access: is all well here?"""
-    report = _pipeline("doctor").examine()
+def doctor(
+    scheduler: Scheduler = None,
+    insecure: Annotated[bool, typer.Option("--allow-insecure", help="Reach another machine without TLS.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Versions, BLAS and threads, cores and memory, GPUs, write access, a cluster: is all well here?"""
+    report = _pipeline("doctor").examine(scheduler=scheduler, insecure=insecure)
     if as_json:
         _print_json(report)
     elif not quiet:
@@ -287,6 +356,66 @@ def doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
         raise typer.Exit(2)
     if not as_json:
         _talker(quiet)("no problem found")
+
+
+@app.command()
+def smoke(
+    config: Annotated[Path | None, typer.Argument(help="YAML file whose section `cluster` is to be tried.")] = None,
+    overrides: Overrides = None,
+    scheduler: Scheduler = None,
+    folder: Annotated[
+        str | None, typer.Option(help="Place that this process and all workers can reach; a scratch folder if absent.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Store, learn, fit and predict a tiny table on a cluster and check the result: does all of it work here?"""
+    from kme_dist.config import ClusterConfig
+
+    if config is not None:
+        settings = load_config(config, [*(overrides or []), *_at(scheduler)]).cluster
+    elif overrides:
+        raise typer.BadParameter("--set changes a key of CONFIG, and none is given.")
+    else:
+        settings = ClusterConfig() if scheduler is None else ClusterConfig(kind="address", address=scheduler)
+    facts = _pipeline("smoke").run(settings, folder)
+    if as_json:
+        _print_json(facts)
+    elif not quiet:
+        print(
+            f"all is well: {facts['workers']} workers, {facts['steps']} steps as in a single process, "
+            f"{100 * facts['accuracy']:.0f} % of the unseen rows told right ({facts['seconds']:.1f} s)"
+        )
+
+
+cli_jobs.add_commands(app)
+cli_predict.add_commands(app)
+
+
+@app.command()
+def pendulum(
+    config: Annotated[Path, typer.Argument(help="YAML file with a section `pendulum`, see configs/pendulum.yaml.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Example: swing a pendulum up by kernel policy iteration, with dense and sparse embeddings."""
+    job = _pipeline("pendulum")
+    result = job.run(job.load(config, overrides or []), name=config.stem, say=_talker(quiet))
+    if as_json:
+        _print_json(result)
+        return
+    print(job.summary(result))
+    print(f"report: {result['report']}")
+
+
+def _has_section(config: Path, name: str) -> bool:
+    """Whether a config is one of the examples that have a section of their own; what is wrong with it is said later."""
+    try:
+        tree = parse_yaml(config.read_text(encoding="utf-8"), str(config))
+    except (KMEError, OSError, UnicodeDecodeError):
+        return False
+    return isinstance(tree, dict) and name in tree
 
 
 @app.command("config-schema")
@@ -370,7 +499,15 @@ def _is_command(arguments: list[str]) -> bool:
         "ingest",
         "inspect",
         "doctor",
+        "pendulum",
         "config-schema",
+        "fit",
+        "predict",
+        "evaluate",
+        "submit",
+        "jobs",
+        "schedule",
+        "certs",
     }
 
 

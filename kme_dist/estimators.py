@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.model_selection import StratifiedKFold
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
+from kme_dist.core.calibration import Calibration
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.data import store
+from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset
+from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.run import learn as learning
 from kme_dist.run import solve
-from kme_dist.run.learn import LearnSettings, Record
+from kme_dist.run.executors import DaskExecutor
+from kme_dist.run.features import features_of, restore_features, with_features
+from kme_dist.run.fitting import fit_arrays
+from kme_dist.run.learn import Record
+from kme_dist.run.refining import Refinable
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.train import (
+    SELECTED,
+    Recipe,
+    Trained,
+    cross_validate,
+    fit_candidates,
+    learn_candidates,
+    with_length_scale,
+)
 
-_SELECTED = ("rcb", "validation")  # what objective="auto" chooses between
 _FORMAT = 1
 _ONE_THREAD_ROWS = 4_000
+_SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration
 
 
-class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Multiclass conditional embedding: a probabilistic kernel classifier that learns its own kernel.
 
     Parameters
@@ -51,12 +69,16 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     regularization : where λ starts; with steps=0 kernel and λ are used as given.
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None chooses by the number of rows.
     scaling : {"unit", "standard", None}; learned inside the model and applied to queries too.
-    solver, centres : the final fit: "auto", "cholesky" (exact) or "nystrom" with so many centres.
+    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with so many centres.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". Raw rows (scaling=None) so far from the origin
         that float32 cannot tell them apart are learned in float64 all the same.
     random_state : whole number; decides batches, splits and centres.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot prove anything rarer; 0 is the published clip-normalisation.
+    calibration : {"none", "temperature", "isotonic"}
+        A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see `calibrate`,
+        too. Labels do not depend on it.
+    features : a feature map (or its config) that scaled rows are taken through first; the kernel stands on it.
 
     Attributes
     ----------
@@ -93,6 +115,8 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random_state: int | None = 0,
         verbose: bool = False,
         probability_floor: float | None = None,
+        calibration: str = "none",
+        features: Any = None,
     ) -> None:
         self.kernel = kernel
         self.objective = objective
@@ -113,6 +137,8 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
         self.probability_floor = probability_floor
+        self.calibration = calibration
+        self.features = features
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -123,8 +149,12 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         brings its own labels. `callback` receives the record of every learning step (see `history_`).
         """
         self._check_settings()
+        report = callback or (_print_record if self.verbose else None)
+        if self.client is not None:
+            return self._fit_over_client(X, y, report)
         if isinstance(X, Dataset):
             X, y = _read_dataset(X, y)
+        X, y = (in_memory(part) for part in (X, y))
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -133,11 +163,10 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
             )
         seed = self._seed()
-        self.scaling_ = Scaling.learn(X, self.scaling)
+        self.scaling_ = with_features(Scaling.learn(X, self.scaling), self.features, seed)
         rows = devices.to_device(self.scaling_.apply(X, self._working_dtype(X)), self._device())
         self.probability_floor_ = self._floor(len(X))
-        start = kernels.from_config(self.kernel, n_features=X.shape[1])
-        report = callback or (_print_record if self.verbose else None)
+        start = kernels.from_config(self.kernel, n_features=rows.shape[1])
         choose = {"cv": self._fit_cv, "median": self._fit_median}.get(self.objective, self._fit_learned)
         # Small factorisations gain nothing from a second BLAS thread and stall when the other core is busy.
         with devices.blas_threads(1 if len(rows) <= _ONE_THREAD_ROWS else None):
@@ -145,9 +174,11 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.kernel_ = self.embedding_.kernel
         self.regularization_ = self.embedding_.regularization
         self.bound_ = self._bound(rows, codes)
+        self.calibration_ = self._leave_one_out_calibration(rows, codes, seed)
         return self
 
     def _check_settings(self) -> None:
+        Calibration(self.calibration)
         known = ("auto", *learning.OBJECTIVES, "cv", "median")
         if self.objective not in known:
             raise ConfigError(f"objective={self.objective!r} is unknown; choose one of {', '.join(known)}")
@@ -163,11 +194,6 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r}: needs a positive number")
-        if self.client is not None:
-            raise ConfigError(
-                "client: the estimator learns in one process in this version; leave client=None, "
-                "or learn over a cluster with `kme-dist learn`"
-            )
 
     def _working_dtype(self, X: np.ndarray) -> str:
         """The precision to learn in: double where single cannot tell the rows apart.
@@ -200,22 +226,69 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _device(self) -> str:
         return devices.resolve(self.backend)
 
-    def _settings(self, objective: str, n: int, seed: int) -> LearnSettings:
-        batch = self.batch_size if self.batch_size is not None else _default_batch(n)
-        auto, as_published = self.objective == "auto", self.objective in ("rcb", "erm")
-        return LearnSettings(
-            objective=objective,
+    def _recipe(self, start: Kernel, seed: int) -> Recipe:
+        """The same settings, for whoever learns and fits with them."""
+        return Recipe(
+            kernel=start,
+            objective=self.objective,
+            refit_regularization=bool(self.refit_regularization),
             risk=self.risk,
             complexity_weight=self.complexity_weight,
+            regularization=float(self.regularization),
+            batch_size=None if self.batch_size is None else int(self.batch_size),
             steps=int(self.steps),
-            batch_size=batch,
-            learning_rate=self.learning_rate * (0.5 if auto else 1.0),
+            learning_rate=self.learning_rate,
             optimizer=self.optimizer,
-            train_share=0.8 if auto else 0.5,
-            prior_width=1.0 if auto else None,
-            patience=None if as_published else 50 if auto else 100,
+            scaling=self.scaling,
+            solver=self.solver,
+            centres=None if self.centres is None else int(self.centres),
+            dtype=self.dtype,
             seed=seed,
+            probability_floor=None if self.probability_floor is None else self._floor(0),
         )
+
+    def _fit_over_client(self, X: Any, y: Any, report: Callable[[Record], None] | None) -> Self:
+        """Learn and fit on the workers of `client`; rows that are not stored yet are stored for them first."""
+        if self.features is not None:
+            raise ConfigError("features with a client: learn over a cluster with CENClassifier(network=features)")
+        executor = DaskExecutor(self.client)
+        with tempfile.TemporaryDirectory(prefix="kme-dist-") as scratch:
+            if isinstance(X, Dataset):
+                if y is not None:
+                    raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
+                data = X
+            else:
+                _check_one_machine(self.client)
+                data = ingest((X, y), Path(scratch) / "rows.zarr", task="classification", dtype="float64")
+            seed = self._seed()
+            start = kernels.from_config(self.kernel, n_features=data.features)
+            recipe = self._recipe(start, seed)
+            # Workers elsewhere reach the data set, but not a folder of this machine.
+            place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}") if X is data else Path(scratch) / "fit"
+            candidates = learn_candidates(data, recipe, executor=executor, callback=report)
+            trained = fit_candidates(data, recipe, candidates, executor=executor, scratch=place)
+            return self.adopt(data, recipe, trained)
+
+    def adopt(self, data: Dataset, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
+        """Become the model that was trained on (a split of) `data` elsewhere."""
+        assert data.classes is not None
+        split = ("train" if "train" in data.splits else None) if split == "auto" else split
+        fit = trained.fit
+        self.classes_ = np.asarray(data.classes)
+        self.n_features_in_ = data.features
+        self.columns_ = list(data.feature_names)
+        self.scaling_, self.embedding_ = fit.scaling, fit.embedding
+        self.probability_floor_ = recipe.floor(fit.rows, len(self.classes_))
+        self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
+        self.history_ = [record for candidate in trained.candidates for record in candidate.history]
+        self.solver_, self.solver_reason_ = fit.solver, fit.reason
+        self.kernel_, self.regularization_ = trained.best.kernel, fit.regularization
+        sample = plan_batches(data, batch_size=min(_SAMPLE_ROWS, fit.rows), seed=recipe.seed, split=split)
+        batch = read_batch(data, sample, 0)
+        rows = devices.to_device(self.scaling_.apply(batch.X, devices.precision(fit.embedding.weights)), self._device())
+        self.bound_ = self._bound(rows, batch.y, fit.rows)
+        self.calibration_ = self._leave_one_out_calibration(rows, batch.y, recipe.seed, fit.rows)
+        return self
 
     def _fit_learned(
         self, start: Kernel, rows: Any, codes: np.ndarray, seed: int, report: Callable[[Record], None] | None
@@ -224,24 +297,15 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             candidates = {"given": learning.Learned(start, float(self.regularization), [])}
         else:
             names: tuple[str, ...] = (self.objective,)
-            lam = float(self.regularization)
+            recipe, lam = self._recipe(start, seed), float(self.regularization)
             if self.objective == "auto":
-                names = _SELECTED
+                names = SELECTED
                 start, lam = solve.scale_to_data(
                     start, rows, codes, len(self.classes_), floor=self.probability_floor_, seed=seed
                 )
-            candidates = {
-                name: learning.learn(
-                    start,
-                    lam,
-                    rows,
-                    codes,
-                    len(self.classes_),
-                    self._settings(name, len(rows), seed),
-                    report,
-                )
-                for name in names
-            }
+            settings = {name: recipe.settings(name, len(rows)) for name in names}
+            m = len(self.classes_)
+            candidates = {name: learning.learn(start, lam, rows, codes, m, settings[name], report) for name in names}
         retune = self.steps > 0 and (self.refit_regularization or len(candidates) > 1)
         solutions = {
             name: self._solve(learned.kernel, learned.regularization, rows, codes, seed, retune)
@@ -267,6 +331,11 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> solve.Solution:
         dtype = devices.precision(rows)
         solver, reason = solve.choose_solver(self.solver, len(rows), self.centres, dtype, self._device())
+        if solver in ("tiled", "pcg"):
+            return fit_arrays(
+                kernel, devices.to_host(rows), codes, regularization=lam, retune=retune, solver=solver,
+                floor=self.probability_floor_, seed=seed,
+            )  # fmt: skip
         return solve.fit(
             kernel,
             rows,
@@ -285,7 +354,7 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self, start: Kernel, rows: Any, codes: np.ndarray, seed: int, report: Callable[[Record], None] | None
     ) -> None:
         width = learning.median_length_scale(devices.to_host(rows), seed)
-        kernel = _with_length_scale(start, width)
+        kernel = with_length_scale(start, width)
         solution = self._solve(
             kernel, float(self.regularization), rows, codes, seed, retune=bool(self.refit_regularization)
         )
@@ -295,30 +364,12 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _fit_cv(
         self, start: Kernel, rows: Any, codes: np.ndarray, seed: int, report: Callable[[Record], None] | None
     ) -> None:
-        """k-fold search over one common length scale and λ: the baseline of the paper."""
         width = learning.median_length_scale(devices.to_host(rows), seed)
-        folds = int(max(2, min(5, np.bincount(codes).min())))
-        splits = list(
-            StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32).split(np.zeros(len(codes)), codes)
-        )
-        grid = [(width * factor, lam) for factor in (0.1, 0.3, 1.0, 3.0) for lam in 10.0 ** np.arange(-6.0, 1.0)]
-        scores = []
-        for scale, lam in grid:
-            kernel = _with_length_scale(start, scale)
-            hits = 0
-            for train, test in splits:
-                fitted = self._solve(
-                    kernel, float(lam), learning.select(rows, train), codes[train], seed, retune=False
-                ).embedding
-                decided = devices.to_host(fitted.decision(learning.select(rows, test))).argmax(axis=1)
-                hits += int((decided == codes[test]).sum())
-            scores.append(hits / len(codes))
-        scale, lam = grid[int(np.argmax(scores))]
+        kernel, lam = cross_validate(start, rows, codes, len(self.classes_), width, seed)
         self.history_ = []
-        solution = self._solve(_with_length_scale(start, scale), float(lam), rows, codes, seed, retune=False)
-        self._keep("cv", solution, {})
+        self._keep("cv", self._solve(kernel, lam, rows, codes, seed, retune=False), {})
 
-    def _bound(self, rows: Any, codes: np.ndarray) -> float:
+    def _bound(self, rows: Any, codes: np.ndarray, total: int | None = None) -> float:
         """The right-hand side of the generalisation bound at (a sample of) the training rows."""
         sample = slice(0, 20_000)
         P = devices.to_host(self.embedding_.decision(rows[sample])).astype(np.float64)
@@ -326,7 +377,7 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         V = devices.to_host(self.embedding_.weights).astype(np.float64)
         centres = devices.to_host(self.embedding_.decision(self.embedding_.centres)).astype(np.float64)
         complexity = self.embedding_.kernel.alpha(rows[sample]) * np.sqrt(max(float((V * centres).sum()), 0.0))
-        return generalisation_bound(float(-np.log(own).mean()), complexity, len(codes))
+        return generalisation_bound(float(-np.log(own).mean()), complexity, total or len(codes))
 
     # --- predicting ------------------------------------------------------------------------------
 
@@ -348,7 +399,7 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         P = self.decision_probabilities(X)
         if len(self.classes_) > 2:
             return P
-        p = mce.clip_normalise(P, self.probability_floor_)
+        p = self.probabilities(P)
         return np.asarray(p[:, 1] - p[:, 0] + 1e-12 * (P[:, 1] - P[:, 0]))
 
     def predict(self, X: Any) -> np.ndarray:
@@ -357,15 +408,15 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(self.classes_[best])
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Clip-normalised probabilities (see `probability_floor`), columns in the order of `classes_`."""
-        return np.asarray(mce.clip_normalise(self.decision_probabilities(X), self.probability_floor_))
+        """Probabilities, clip-normalised (see `probability_floor`, `calibration`), in the order of `classes_`."""
+        return self.probabilities(self.decision_probabilities(X))
 
     def entropy(self, X: Any, kind: str = "clip") -> np.ndarray:
-        """Uncertainty in nats: of the clip-normalised probabilities ("clip"), or the embedding's own ("rkhs")."""
+        """Uncertainty in nats: of the probabilities ("clip"), or the embedding's own estimate ("rkhs")."""
         if kind not in ("clip", "rkhs"):
             raise ConfigError(f"kind={kind!r} is unknown; choose 'clip' or 'rkhs'")
         P = self.decision_probabilities(X)
-        return np.asarray(mce.entropy(P, self.probability_floor_) if kind == "clip" else mce.rkhs_entropy(P))
+        return np.asarray(mce.rkhs_entropy(self.probabilities(P) if kind == "clip" else P))
 
     def expectation(self, X: Any, g: Any) -> np.ndarray:
         """E[g(Y) | x]: `g` is a function of the label, a mapping from label to value, or one value per class."""
@@ -377,7 +428,8 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def save(self, path: str | Path) -> None:
         """Write the fitted model as Zarr arrays and JSON; `kme_dist.load` brings it back without running code."""
         check_is_fitted(self, "embedding_")
-        settings = {**self.get_params(deep=False), "client": None}
+        settings = {**self.get_params(deep=False), "client": None, "features": None}
+        map_arrays, map_config = features_of(self.scaling_)
         if isinstance(settings["kernel"], Kernel):
             settings["kernel"] = settings["kernel"].to_config()
         arrays = {
@@ -385,6 +437,7 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "weights": devices.to_host(self.embedding_.weights),
             "scaling/shift": self.scaling_.shift,
             "scaling/factor": self.scaling_.factor,
+            **map_arrays,
         }
         labels = self.classes_.tolist()
         if not all(isinstance(label, str | int | float | bool) for label in labels):
@@ -394,17 +447,21 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "model_format": _FORMAT,
             "settings": {name: _plain(value) for name, value in settings.items()},
             "kernel": self.kernel_.to_config(),
+            "feature_map": map_config,
             "regularization": self.regularization_,
             "probability_floor": self.probability_floor_,
             "classes": labels,
             "classes_dtype": self.classes_.dtype.str,
             "features": self.n_features_in_,
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+            "columns": getattr(self, "columns_", []),
             "objective": self.objective_,
             "solver": self.solver_,
             "solver_reason": self.solver_reason_,
             "bound": self.bound_,
             "loo_log_loss": self.loo_log_loss_,
+            "calibration": self.calibration_.to_plain(),
+            "compression": getattr(self, "compression_", None),
             "history": self.history_,
         }
         store.save_arrays(path, arrays, attributes)
@@ -427,7 +484,8 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
         model.kernel_, model.regularization_ = kernel, float(found["regularization"])
         model.probability_floor_ = float(found["probability_floor"])
-        model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
+        stored = restore_features(found["feature_map"], arrays, own) if found.get("feature_map") else None
+        model.scaling_ = with_features(Scaling(arrays["scaling/shift"], arrays["scaling/factor"]), stored)
         dtype = np.dtype(found["classes_dtype"])
         if dtype.kind not in "biufUO":
             raise CorruptError(f"labels of type {dtype} do not belong in a model")
@@ -435,24 +493,47 @@ class MCEClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         model.n_features_in_ = int(found["features"])
         if found["feature_names"]:
             model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
+        if found.get("columns"):
+            model.columns_ = [str(name) for name in found["columns"]]
         model.objective_, model.bound_ = found["objective"], found["bound"]
         model.solver_, model.solver_reason_ = found["solver"], found["solver_reason"]
         model.loo_log_loss_, model.history_ = found["loo_log_loss"], found["history"]
+        model.calibration_ = Calibration.from_plain(found["calibration"]) if "calibration" in found else Calibration()
+        if found.get("compression"):
+            model.compression_ = found["compression"]
         return model
 
 
-def load(path: str | Path, kernels: Mapping[str, type[Kernel]] | None = None) -> MCEClassifier:
+# Models of other modules that `load` opens, imported when one of them turns up.
+_MODEL_HOMES = {
+    "ASKLClassifier": "kme_dist.askl",
+    "ASKLRegressor": "kme_dist.askl",
+    "CENClassifier": "kme_dist.networks",
+    "ConditionalMeanEmbedding": "kme_dist.conditional",
+    "KernelMean": "kme_dist.means",
+    "MixtureMatching": "kme_dist.density",
+    "OneClassSupportMeasure": "kme_dist.bags",
+    "ParzenClassifier": "kme_dist.means",
+    "SupportMeasureClassifier": "kme_dist.bags",
+}
+
+
+def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: Mapping[str, Any] | None = None) -> Any:
     """Load a saved model. Arrays and JSON only: nothing in the folder is ever run.
 
-    A model with a kernel class of your own needs it back: `load(path, kernels={"Tanimoto": Tanimoto})`.
+    A model with a kernel or a torch network of your own needs its class back: `kernels={"Tanimoto": Tanimoto}`,
+    `networks={"MyNet": MyNet}`.
     """
     arrays, found = store.load_arrays(path)
-    if found.get("model") != "MCEClassifier":
+    kind: Any = MCEClassifier
+    if found.get("model") in _MODEL_HOMES:
+        kind = getattr(importlib.import_module(_MODEL_HOMES[found["model"]]), found["model"])
+    elif found.get("model") != "MCEClassifier":
         raise DataError(f"{path} holds {found.get('model') or found.get('format')!r}, not a kme-dist model")
     if found.get("model_format") != _FORMAT:
         raise DataError(f"{path} has model format {found.get('model_format')!r}; this version reads format {_FORMAT}")
     try:
-        return MCEClassifier._restore(arrays, found, kernels or {})
+        return kind._restore(arrays, found, {**(kernels or {}), **(networks or {})})
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, KMEError):
             raise
@@ -469,21 +550,24 @@ def _read_dataset(data: Dataset, y: Any) -> tuple[np.ndarray, np.ndarray]:
     needed, available = data.split_rows(split) * data.features * 8, devices.free_bytes("numpy")
     if needed > 0.5 * available:
         raise DataError(
-            f"{data.path} takes {needed / 1e9:.1f} GB in memory, {available / 1e9:.1f} GB are free; fit a smaller split"
+            f"{data.path} takes {needed / 1e9:.1f} GB in memory, {available / 1e9:.1f} GB are free; pass a client"
         )
     X, codes = data.read(split)
     return X.reshape(len(X), -1).astype(np.float64), np.asarray(data.classes)[codes]
 
 
-def _default_batch(n: int) -> int | None:
-    return None if n <= 1000 else 1000
+def in_memory(part: Any) -> Any:
+    """A Dask array or data frame, gathered; anything else as it is."""
+    return part.compute() if hasattr(part, "dask") and hasattr(part, "compute") else part
 
 
-def _with_length_scale(kernel: Kernel, width: float) -> Kernel:
-    names = list(learning.length_scale_names(kernel))
-    if not names:
-        raise ConfigError(f"{kernel!r} has no length scale: objective 'median' and 'cv' cannot set one")
-    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
+def _check_one_machine(client: Any) -> None:
+    hosts = {worker["host"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()}
+    if not hosts <= {"127.0.0.1", "::1", "localhost"}:
+        raise DataError(
+            f"fit: rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
+            "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
+        )
 
 
 def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:

@@ -106,7 +106,7 @@ def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
         if len(histories) > 1:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(histories))
 
-    return _svg(draw, (10.5, 3.2 if len(histories) > 1 else 2.9), "curves")
+    return svg(draw, (10.5, 3.2 if len(histories) > 1 else 2.9), "curves")
 
 
 def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequence[str]) -> str:
@@ -131,7 +131,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequen
                 color = "white" if share[row, column] > 0.45 else "#202020"
                 axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=size)
 
-    return _svg(draw, (5.0, 4.6), "confusion")
+    return svg(draw, (5.0, 4.6), "confusion")
 
 
 def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
@@ -164,28 +164,28 @@ def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
         bottom.set_xlabel("probability given to the predicted class")
         bottom.yaxis.set_major_locator(MaxNLocator(3, integer=True))
 
-    return _svg(draw, (5.0, 4.6), "reliability")
+    return svg(draw, (5.0, 4.6), "reliability")
 
 
-def abstention_curve(confidence: np.ndarray, correct: np.ndarray) -> str:
-    """Accuracy on the surest rows against how many of the rows that is."""
-    order = np.argsort(-confidence, kind="stable")
-    kept = np.arange(1, len(order) + 1)
-    accuracy = np.cumsum(correct[order]) / kept
-    first = max(1, len(order) // 20)  # fewer rows than that say nothing
+def risk_coverage_curve(points: Sequence[Mapping[str, float]], wide: bool = False) -> str:
+    """Share of mistakes among the surest rows against how many of the rows that is."""
+    first = next((i for i, point in enumerate(points) if point["coverage"] >= 0.02), 0)  # fewer rows say nothing
+    coverage = [point["coverage"] for point in points[first:]]
+    risk = [point["risk"] for point in points[first:]]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        axes.step(kept[first - 1 :] / len(order), accuracy[first - 1 :], color=ACCENT, linewidth=1.8)
-        axes.axhline(accuracy[-1], color=INK, linewidth=1, linestyle=(0, (4, 4)), alpha=0.6)
+        axes.fill_between(coverage, risk, step="pre", color=ACCENT, alpha=0.15, linewidth=0)
+        axes.step(coverage, risk, where="pre", color=ACCENT, linewidth=1.8)
+        axes.axhline(risk[-1], color=INK, linewidth=1, linestyle=(0, (4, 4)), alpha=0.6)
         axes.set_xlim(0, 1.01)
-        low = min(0.95, float(accuracy[first - 1 :].min()))
-        axes.set_ylim(low - 0.05 * (1 - low), 1 + 0.05 * (1 - low))
-        axes.set_xlabel("share of the rows that are answered, the surest first")
-        axes.set_ylabel("share that is correct")
+        axes.set_ylim(0, max(0.01, 1.15 * max(risk)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+        axes.set_xlabel("share of rows answered, least entropy first")
+        axes.set_ylabel("share that is wrong")
         axes.grid()
 
-    return _svg(draw, (5.0, 4.2), "abstention")
+    return svg(draw, (10.5, 3.2) if wide else (5.0, 4.2), "coverage")
 
 
 def relevance_images(relevance: Mapping[str, np.ndarray], shape: tuple[int, int]) -> str:
@@ -202,7 +202,7 @@ def relevance_images(relevance: Mapping[str, np.ndarray], shape: tuple[int, int]
             bar.outline.set_visible(False)
             bar.locator = MaxNLocator(4)
 
-    return _svg(draw, (6.0, 3.7), "relevance")
+    return svg(draw, (6.0, 3.7), "relevance")
 
 
 def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) -> str:
@@ -221,7 +221,7 @@ def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) 
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
 
-    return _svg(draw, (5.0, max(4.2, 0.7 + 0.24 * len(order))), "relevance")
+    return svg(draw, (5.0, max(4.2, 0.7 + 0.24 * len(order))), "relevance")
 
 
 def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, int], columns: int = 8) -> str:
@@ -236,7 +236,7 @@ def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, i
             axes.imshow(image.reshape(shape), cmap="gray_r")
             axes.set_title(title, fontsize=9, loc="center")
 
-    return _svg(draw, (10.5, 1.5 * rows), "gallery")
+    return svg(draw, (10.5, 1.5 * rows), "gallery")
 
 
 def probability_maps(
@@ -289,7 +289,7 @@ def probability_maps(
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), markerscale=2)
 
     height = 5.6 if len(panels) > 3 else 6.2 if len(panels) > 1 else 4.4
-    return _svg(draw, (10.5, height), "map")
+    return svg(draw, (10.5, height), "map")
 
 
 def _scatter(
@@ -317,7 +317,7 @@ def _scatter(
 # Drawing helpers
 
 
-def _svg(draw: Callable[[Figure], None], size: tuple[float, float], name: str) -> str:
+def svg(draw: Callable[[Figure], None], size: tuple[float, float], name: str) -> str:
     """Run a drawing on a fresh figure and return SVG text ready to be put into a page."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")

@@ -1,0 +1,526 @@
+"""Conditional embedding networks: features and regularisation learned together, the classifier on top in closed form.
+
+>>> from sklearn.datasets import load_iris
+>>> X, y = load_iris(return_X_y=True)
+>>> model = CENClassifier(hidden=(16, 8), steps=100).fit(X, y)
+>>> model.predict_proba(X[:2]).shape
+(2, 3)
+
+    CENClassifier(hidden=(96, 32))                       the explicit network of the paper: algorithm 2, full gradients
+    CENClassifier(head="gaussian", hidden=(16, 8))       the implicit one: any kernel on the features, algorithm 1
+    CENClassifier(network=torch_module, batch_size=1000) any PyTorch module as the feature map
+    CENClassifier(client=client, ...).fit(dataset)       batches (or exact full gradients) over the workers of a cluster
+
+The networks of Hsu, Nock and Ramos; see `kme_dist.core.objective` for the paper and the objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from kme_dist import backend as devices
+from kme_dist.core import embedding as mce
+from kme_dist.core import features as maps
+from kme_dist.core import kernels, optim
+from kme_dist.core.kernels import Kernel, OnFeatures
+from kme_dist.data import store
+from kme_dist.data.dataset import Dataset
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run import features as learning
+from kme_dist.run import full, solve
+from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
+from kme_dist.run.learn import LearnSettings, Record, learn
+from kme_dist.run.scaling import Scaling
+
+FORMAT = 1
+_WIDE_ROWS = 4_096
+
+
+class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A conditional embedding whose features are a network.
+
+    Parameters
+    ----------
+    hidden, activation : sizes of the dense layers, and what each of them (the last too) applies: "relu", "tanh",
+        "gelu", "cosine". Weights start truncated normal with deviation 0.1, biases at 0.1, as published.
+    head : "linear" (W in closed form, algorithm 2), or a kernel by name or value (algorithm 1 on the features).
+    network : instead of dense layers: a feature map of `kme_dist.core.features`, a config of one, a `torch.nn.Module`,
+        or {"name": "torch", "architecture": NAME, ...} (see `kme_dist.torch_features`).
+    dropout, independent_masks : features of the last layer left out while learning; with `independent_masks` W is
+        solved under one mask and judged under another (the published convolutional network): in truth a validation
+        inside the batch.
+    alpha : 1 as published, or "batch": the supremum of |φ(x)| over the batch. (With the supremum the published networks
+        collapse.)
+    risk, complexity_weight : the loss summed or averaged, and τ (None: 4e).
+    regularization : where λ starts.   refit_regularization : choose λ again by leave-one-out on the learned features.
+    batch_size : rows of a step; None takes all of them: the exact gradient.
+    batches_per_step : batches averaged in a step; what a cluster does side by side.
+    steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
+    scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
+    client : a dask.distributed.Client. Rows of a stored data set are read by the workers; arrays travel with the calls.
+
+    Attributes
+    ----------
+    features_ : the learned map.   weights_ : W of the linear head.   regularization_, classes_, history_, bound_.
+    curve_ : one record per epoch where `fit` was given rows to watch.
+    """
+
+    def __init__(
+        self,
+        hidden: tuple[int, ...] = (96, 32),
+        head: str | Kernel = "linear",
+        network: Any = None,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        independent_masks: bool = False,
+        alpha: float | str = 1.0,
+        risk: str = "sum",
+        complexity_weight: float | None = None,
+        regularization: float = 1.0,
+        refit_regularization: bool = False,
+        batch_size: int | None = None,
+        batches_per_step: int = 1,
+        steps: int = 1000,
+        learning_rate: float = 0.1,
+        schedule: str = "constant",
+        optimizer: str = "adam",
+        scaling: str | None = "unit",
+        backend: str = "auto",
+        dtype: str = "float32",
+        client: Any = None,
+        random_state: int | None = 0,
+        verbose: bool = False,
+        probability_floor: float | None = None,
+    ) -> None:
+        self.hidden = hidden
+        self.head = head
+        self.network = network
+        self.activation = activation
+        self.dropout = dropout
+        self.independent_masks = independent_masks
+        self.alpha = alpha
+        self.risk = risk
+        self.complexity_weight = complexity_weight
+        self.regularization = regularization
+        self.refit_regularization = refit_regularization
+        self.batch_size = batch_size
+        self.batches_per_step = batches_per_step
+        self.steps = steps
+        self.learning_rate = learning_rate
+        self.schedule = schedule
+        self.optimizer = optimizer
+        self.scaling = scaling
+        self.backend = backend
+        self.dtype = dtype
+        self.client = client
+        self.random_state = random_state
+        self.verbose = verbose
+        self.probability_floor = probability_floor
+
+    # --- fitting ---------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        callback: Callable[[Record], None] | None = None,
+        watch: tuple[Any, Any] | None = None,
+    ) -> Self:
+        """Learn the features and λ, then solve for the weights on all rows.
+
+        X is a table with y its labels, or an open `Dataset`. `callback` receives the record of every step. `watch` is a
+        pair of rows and labels: after every epoch W is solved on all training rows and judged there, see `curve_`.
+        """
+        self._check_settings()
+        report = callback or (_print_record if self.verbose else None)
+        if isinstance(X, Dataset):
+            if y is not None:
+                raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
+            return self._fit_dataset(X, report, watch)
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        self._check_classes()
+        self.scaling_ = Scaling.learn(X, self.scaling)
+        rows = devices.to_device(self.scaling_.apply(X, self.dtype), devices.resolve(self.backend))
+        source = learning.ArraySource(rows, codes, self._batch_size(len(codes)), self._seed())
+        if self.client is not None and self._batch_size(len(codes)) is None:
+            raise ConfigError(
+                "client with batch_size=None: exact full gradients over a cluster need a stored data set, "
+                "fit(kme_dist.open_dataset(...)); or set batch_size, and batches travel to the workers"
+            )
+        self._learn(source, report, watch)
+        return self
+
+    def _fit_dataset(self, data: Dataset, report: Callable[[Record], None] | None, watch: Any) -> Self:
+        if data.classes is None:
+            raise DataError(f"{data.path} has no class labels; ingest it again with the column named by `label`")
+        split = "train" if "train" in data.splits else None
+        self.classes_ = np.asarray(data.classes)
+        self._check_classes()
+        self.n_features_in_ = data.features
+        self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
+        rows = data.split_rows(split)
+        if self._kernel_head() is not None:
+            X, codes = data.read(split)
+            if codes is None:
+                raise DataError(f"{data.path} has no labels; ingest it again with the column named by `label`")
+            scaled = devices.to_device(self.scaling_.apply(X, self.dtype), devices.resolve(self.backend))
+            self._learn(learning.ArraySource(scaled, codes, self._batch_size(rows), self._seed()), report, watch)
+            return self
+        source = learning.StoredSource.of(
+            data,
+            split=split,
+            scaling=self.scaling_,
+            dtype=self.dtype,
+            batch_size=self._batch_size(rows) or rows,
+            seed=self._seed(),
+            backend=self.backend,
+        )
+        if self._batch_size(rows) is None:
+            self._learn_full(data, split, source, report)
+        else:
+            self._learn(source, report, watch)
+        return self
+
+    def _learn(self, source: learning.Source, report: Callable[[Record], None] | None, watch: Any) -> None:
+        features, settings = self._start(), self._settings(source.rows)
+        head = self._kernel_head()
+        self.curve_: list[Record] = []
+        self.history_: list[Record] = []
+        if head is not None:
+            if not isinstance(source, learning.ArraySource):
+                raise ConfigError("a kernel head is learned from rows in memory")
+            self._learn_kernel(OnFeatures(head, features), source, settings, report)
+            return
+        task = learning.NetworkTask(
+            features,
+            settings,
+            len(self.classes_),
+            alpha=None if self.alpha == "batch" else float(self.alpha),
+            dropout=self.dropout,
+            independent_masks=self.independent_masks,
+            clip_above=not self.independent_masks,
+        )
+        per_epoch = max(1, source.rows // (source.batch * self.batches_per_step))
+
+        def after_step(record: Record, parameters: optim.Named) -> None:
+            if watch is not None and record["step"] % per_epoch == 0:
+                self._solve(features, parameters, source, settings)
+                score = {"epoch": record["step"] // per_epoch, "accuracy": float(self.score(*watch))}
+                self.curve_.append({**score, "step": record["step"], "seconds": record["seconds"]})
+                record["watched_accuracy"] = score["accuracy"]
+            if report is not None:
+                report(record)
+
+        found = learning.learn_task(
+            task,
+            source,
+            learning.start_of(features, self.regularization),
+            settings,
+            executor=self._executor(),
+            batches_per_step=self.batches_per_step,
+            callback=after_step,
+        )
+        self.history_ = found.history
+        self._solve(features, found.parameters, source, settings)
+
+    def _solve(self, start: Any, parameters: optim.Named, source: learning.Source, settings: LearnSettings) -> None:
+        """W on all rows, for the features that `parameters` stand for."""
+        self.features_ = learning.with_parameters(start, parameters)
+        self._fit_head(source, float(np.exp(parameters["regularization"])))
+
+    def _fit_head(self, source: learning.Source, regularization: float) -> None:
+        floor = self._floor(source.rows)
+        head = learning.solve_features(
+            self.features_,
+            source,
+            len(self.classes_),
+            regularization,
+            retune=self.refit_regularization,
+            floor=floor,
+            executor=self._executor(),
+        )
+        self.probability_floor_, self.regularization_ = floor, head.regularization
+        self.weights_ = head.weights
+        self.embedding_ = learning.FeatureEmbedding(self.features_, head.weights)
+        self.bound_ = self.history_[-1]["bound"] if getattr(self, "history_", None) else math.nan
+
+    def _learn_full(
+        self, data: Dataset, split: str | None, source: learning.StoredSource, report: Callable[[Record], None] | None
+    ) -> None:
+        """The exact gradient of all rows in every step, by three passes over the chunks."""
+        if self.alpha == "batch" or self.dropout:
+            raise ConfigError("exact full gradients have alpha=1 and no dropout; set batch_size to have either")
+        learned = full.learn_features(
+            data,
+            self._start(),
+            self.regularization,
+            self._settings(source.rows),
+            executor=self._executor() or SerialExecutor(),
+            callback=report,
+            split=split,
+            scaling=self.scaling,
+            dtype=self.dtype,
+            alpha=float(self.alpha),
+        )
+        self.history_, self.features_, self.curve_ = learned.history, learned.features, []
+        self._fit_head(source, learned.regularization)
+
+    def _learn_kernel(
+        self,
+        start: OnFeatures,
+        source: learning.ArraySource,
+        settings: LearnSettings,
+        report: Callable[[Record], None] | None,
+    ) -> None:
+        """Algorithm 1 with a kernel on the features."""
+        with devices.blas_threads(1 if source.batch <= _WIDE_ROWS else None):
+            learned = learn(start, float(self.regularization), source.X, source.y, len(self.classes_), settings, report)
+            self.history_, kernel = learned.history, learned.kernel
+            if not isinstance(kernel, OnFeatures):
+                raise ConfigError(f"learning turned {start!r} into {kernel!r}")
+            self.features_ = kernel.features
+            Z = self.features_.forward(source.X)
+            floor = self._floor(source.rows)
+            solution = solve.fit(
+                kernel.kernel,
+                Z,
+                source.y,
+                len(self.classes_),
+                regularization=learned.regularization,
+                retune=self.refit_regularization,
+                floor=floor,
+            )
+        self.weights_ = solution.embedding.weights
+        self.embedding_ = learning.FeatureEmbedding(self.features_, self.weights_, solution.embedding)
+        self.probability_floor_, self.regularization_ = floor, solution.embedding.regularization
+        self.bound_ = self.history_[-1]["bound"] if self.history_ else math.nan
+
+    # --- settings --------------------------------------------------------------------------------
+
+    def _check_settings(self) -> None:
+        for name, most in (("dropout", 1.0),):
+            value = getattr(self, name)
+            if not isinstance(value, int | float | np.number) or not 0 <= value < most:
+                raise ConfigError(f"{name}={value!r}: needs a number from 0 to below {most:g}")
+        for name in ("regularization", "learning_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value!r}: needs a positive number")
+        for name in ("steps", "batches_per_step"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < (name != "steps"):
+                raise ConfigError(f"{name}={value!r}: needs a whole number")
+        if self.batch_size is not None and (not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1):
+            raise ConfigError(f"batch_size={self.batch_size!r}: needs a whole number from 1, or None")
+        if self.alpha != "batch" and not (isinstance(self.alpha, int | float) and self.alpha > 0):
+            raise ConfigError(f"alpha={self.alpha!r}: needs a positive number or 'batch'")
+        if self.schedule not in ("constant", "cosine"):
+            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose 'constant' or 'cosine'")
+        if self.dtype not in ("float32", "float64"):
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose 'float32' or 'float64'")
+        if self.independent_masks and not self.dropout:
+            raise ConfigError("independent_masks needs dropout above 0: there is nothing to mask")
+        if self._kernel_head() is not None and (self.dropout or self.alpha == "batch"):
+            raise ConfigError("a kernel head takes no dropout and finds its own supremum; use head='linear'")
+
+    def _check_classes(self) -> None:
+        if len(self.classes_) < 2:
+            raise DataError(
+                f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
+            )
+
+    def _kernel_head(self) -> Kernel | None:
+        if isinstance(self.head, str) and self.head == "linear":
+            return None
+        if isinstance(self.head, str):
+            return kernels.from_config({"name": self.head})
+        return kernels.from_config(self.head)
+
+    def _seed(self) -> int:
+        if self.random_state is None:
+            return int(np.random.SeedSequence().generate_state(1)[0])
+        if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
+            raise ConfigError(f"random_state={self.random_state!r}: needs a whole number from 0, or None")
+        return int(self.random_state)
+
+    def _batch_size(self, n: int) -> int | None:
+        return None if self.batch_size is None or self.batch_size >= n else int(self.batch_size)
+
+    def _floor(self, n: int) -> float:
+        if self.probability_floor is None:
+            return 1.0 / (n + len(self.classes_))
+        if not isinstance(self.probability_floor, int | float | np.number) or not 0 <= self.probability_floor < 1:
+            raise ConfigError(f"probability_floor={self.probability_floor!r}: needs a number from 0 to below 1")
+        return float(self.probability_floor)
+
+    def _executor(self) -> Executor | None:
+        return None if self.client is None else DaskExecutor(self.client)
+
+    def _settings(self, n: int) -> LearnSettings:
+        return LearnSettings(
+            objective="rcb",
+            risk=self.risk,
+            complexity_weight=self.complexity_weight,
+            steps=int(self.steps),
+            batch_size=self._batch_size(n),
+            learning_rate=float(self.learning_rate),
+            schedule=optim.cosine_decay if self.schedule == "cosine" else None,
+            optimizer=self.optimizer,
+            seed=self._seed(),
+        )
+
+    def _start(self) -> Any:
+        d, network = self.n_features_in_, self.network
+        if network is None:
+            return maps.dense_network(d, tuple(self.hidden), self.activation, seed=self._seed())
+        return learning.as_features(network, d, self._seed())
+
+    # --- predicting ------------------------------------------------------------------------------
+
+    def embed(self, X: Any) -> np.ndarray:
+        """The learned features φ(x), in double precision."""
+        return devices.to_host(self.features_.forward(self._rows(X)))
+
+    def _rows(self, X: Any) -> Any:
+        check_is_fitted(self, "features_")
+        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        # In double: a row's result must not depend on the rows that come with it.
+        return devices.to_device(self.scaling_.apply(X, "float64"), devices.resolve(self.backend))
+
+    def decision_probabilities(self, X: Any) -> np.ndarray:
+        """f(x), one column per class; rows need not add up to one and entries may leave [0, 1]."""
+        rows = self._rows(X)
+        return devices.to_host(self.embedding_.decision(rows))
+
+    def probabilities(self, P: np.ndarray) -> np.ndarray:
+        """Class probabilities from decision probabilities: clip-normalised."""
+        return np.asarray(mce.clip_normalise(P, self.probability_floor_))
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Decision probabilities; with two classes, how far the second leads the first once normalised."""
+        P = self.decision_probabilities(X)
+        if len(self.classes_) > 2:
+            return P
+        p = self.probabilities(P)
+        return np.asarray(p[:, 1] - p[:, 0] + 1e-12 * (P[:, 1] - P[:, 0]))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The class with the largest decision probability."""
+        best = self.decision_probabilities(X).argmax(axis=1)
+        return np.asarray(self.classes_[best])
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Clip-normalised probabilities, columns in the order of `classes_`."""
+        return self.probabilities(self.decision_probabilities(X))
+
+    def entropy(self, X: Any) -> np.ndarray:
+        """Uncertainty of the clip-normalised probabilities, in nats."""
+        return np.asarray(mce.entropy(self.decision_probabilities(X), self.probability_floor_))
+
+    def expectation(self, X: Any, g: Any) -> np.ndarray:
+        """E[g(Y) | x]: `g` is a function of the label, or one value (or one row of values) per class."""
+        check_is_fitted(self, "classes_")
+        values = np.asarray([g(label) for label in self.classes_] if callable(g) else g, dtype=np.float64)
+        if values.shape[:1] != self.classes_.shape:
+            raise DataError(f"expectation: needs one value for each of {len(self.classes_)} classes")
+        return np.asarray(mce.expectation(self.decision_probabilities(X), values))
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted model as Zarr arrays and JSON; `kme_dist.load` brings it back without running code."""
+        check_is_fitted(self, "features_")
+        settings = {**self.get_params(deep=False), "client": None, "network": None}
+        if isinstance(self.head, Kernel):
+            settings["head"] = self.head.to_config()
+        arrays = {
+            "weights": devices.to_host(self.weights_),
+            "scaling/shift": self.scaling_.shift,
+            "scaling/factor": self.scaling_.factor,
+            **{f"features/{name}": value for name, value in self.features_.arrays.items()},
+        }
+        found = self.embedding_.on_features
+        if found is not None:
+            arrays["centres"] = devices.to_host(found.centres)
+        attributes = {
+            "model": type(self).__name__,
+            "model_format": FORMAT,
+            "settings": {name: plain(value) for name, value in settings.items()},
+            "features": self.features_.to_config(),
+            "kernel": None if found is None else found.kernel.to_config(),
+            "regularization": self.regularization_,
+            "probability_floor": self.probability_floor_,
+            **labels_to_json(self.classes_),
+            "inputs": self.n_features_in_,
+            "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+            "bound": None if math.isnan(self.bound_) else self.bound_,
+            "history": self.history_,
+            "curve": self.curve_,
+        }
+        store.save_arrays(path, arrays, attributes)
+
+    @classmethod
+    def _restore(
+        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> CENClassifier:
+        model = cls(**{**found["settings"], "hidden": tuple(found["settings"]["hidden"])})
+        model.features_ = learning.restore_features(found["features"], arrays, own)
+        model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
+        model.classes_, model.n_features_in_ = labels_from_json(found), int(found["inputs"])
+        if found["feature_names"]:
+            model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
+        model.weights_, inner = arrays["weights"], None
+        model.regularization_ = float(found["regularization"])
+        if found["kernel"] is not None:
+            device = devices.resolve(model.backend)
+            kernel = kernels.from_config(found["kernel"], own=own)
+            centres, weights = (devices.to_device(arrays[name], device) for name in ("centres", "weights"))
+            inner = mce.Embedding(kernel, centres, weights, model.regularization_)
+        model.embedding_ = learning.FeatureEmbedding(model.features_, model.weights_, inner)
+        model.probability_floor_ = float(found["probability_floor"])
+        model.bound_ = math.nan if found["bound"] is None else float(found["bound"])
+        model.history_, model.curve_ = found["history"], found["curve"]
+        return model
+
+
+# --- storing, shared with the other estimators of features -------------------------------------------
+
+
+def labels_to_json(classes: np.ndarray) -> dict[str, Any]:
+    labels = classes.tolist()
+    if not all(isinstance(label, str | int | float | bool) for label in labels):
+        raise DataError(f"labels of type {type(labels[0]).__name__} cannot be stored; use strings or numbers")
+    return {"classes": labels, "classes_dtype": classes.dtype.str}
+
+
+def labels_from_json(found: Mapping[str, Any]) -> np.ndarray:
+    dtype = np.dtype(found["classes_dtype"])
+    if dtype.kind not in "biufUO":
+        raise DataError(f"labels of type {dtype} do not belong in a model")
+    return np.array(found["classes"], dtype=dtype)
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON holds it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return [plain(part) for part in value] if isinstance(value, tuple | list) else value
+
+
+def _print_record(record: Record) -> None:
+    if record["step"] == 1 or record["step"] % 50 == 0 or "watched_accuracy" in record:
+        watched = f"  watched {100 * record['watched_accuracy']:.2f} %" if "watched_accuracy" in record else ""
+        print(
+            f"step {record['step']:>5}/{record['steps']}  q {record['objective']:.4g}  accuracy "
+            f"{record['accuracy']:.4f}  lambda {record['regularization']:.2e}{watched}"
+        )

@@ -1,0 +1,489 @@
+"""What a run tells while it goes on: to the page `/kme` of the Dask dashboard, to Prometheus, to a log of JSON lines.
+
+    with telemetry(executor, run="digits", stage="learn", log="run.log") as told:
+        learn_on_dataset(..., executor=executor, callback=told.step)
+
+    told.step(record)                          the record of a learning step
+    told.chunks(done, failed, total, rows)     how far a pass over the data has come
+    told.rows(done, total)                     the same where only rows are known
+    told.scales(kernel, shape=(28, 28))        length scales, as an image where rows are images
+    told.watching(checkpoints, shape)          the same checkpoints, which tell of themselves and of the scales in them
+    told.event("checkpoint", step=40)          anything else: a name and a few facts
+
+Telling is cheap and never waits: what is told is gathered for a fraction of a second and sent from the client's own
+thread, one small message at a time. Without a cluster only the log is written. A scheduler that is gone or does not
+listen is no reason for a run to fail. Numbers about rows are told, rows and credentials never.
+
+On workers, executors make their calls by `observed`, which counts them, and `metered("gram")` around a piece of work
+tells its time apart in Dask's fine performance metrics; anywhere else both do nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import functools
+import json
+import math
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol, TextIO, TypeVar
+
+import numpy as np
+
+from kme_dist.errors import DataError, KMEError
+
+T = TypeVar("T")
+TOPIC = "kme"
+STATUSES = ("running", "succeeded", "failed", "interrupted", "lost")
+STAGES = ("read", "gram", "factorise", "reduce", "write")  # names for `metered`
+# What is kept of a step's record; whatever else it holds stays where it is.
+STEP_FIELDS = (
+    "step",
+    "steps",
+    "seconds",
+    "objective",
+    "risk",
+    "complexity",
+    "regularization",
+    "gradient_norm",
+    "accuracy",
+    "validation_accuracy",
+    "rows",
+    "batches",
+    "rows_per_second",
+    "waiting_share",
+    "workers",
+    "jitter",
+)
+SECONDS_BETWEEN_MESSAGES = 0.3
+SECONDS_BETWEEN_LINES = 5.0  # of steps and chunks in the log; events are all written
+SECONDS_BETWEEN_SCALES = 2.0
+STEPS_IN_A_MESSAGE = 64
+SCALES_IN_A_MESSAGE = 32 * 32
+FAREWELL_S = 2.0  # how long the last message may take
+_SECRET = re.compile(r"pass|secret|token|credential|signature|(^|_)key$", re.IGNORECASE)
+_USER_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+_QUERY_OF_ADDRESS = re.compile(r"(://[^\s?#]+)\?[^\s#]+")
+
+
+@contextlib.contextmanager
+def telemetry(
+    cluster: Any = None, *, run: str, stage: str, pipeline: str | None = None, log: str | Path | TextIO | None = None
+) -> Iterator[Telemetry]:
+    """Tell how `stage` of `run` goes, from its beginning to its end, well or not.
+
+    Parameters
+    ----------
+    cluster : a `distributed.Client`, an executor, or None; tasks sent inside the block belong to the span (run, stage)
+    pipeline : what recurs from run to run (a nightly job, say), for alerts; the stage where it has no name
+    log : a path to append JSON lines to, "-" for stderr, or an open file
+    """
+    told = Telemetry(cluster, run=run, stage=stage, pipeline=pipeline, log=log)
+    try:
+        with told.span():
+            yield told
+    except BaseException as error:
+        told.close("failed" if isinstance(error, Exception) else "interrupted", **_facts_of(error))
+        raise
+    told.close()
+
+
+class Telemetry:
+    """One stage of one run, told to whoever watches. See the top of this file."""
+
+    def __init__(
+        self,
+        cluster: Any = None,
+        *,
+        run: str,
+        stage: str,
+        pipeline: str | None = None,
+        log: str | Path | TextIO | None = None,
+    ) -> None:
+        self.run, self.stage, self.pipeline = str(run), str(stage), str(pipeline or stage)
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Any] = {}
+        self._on_its_way, self._not_before = False, 0.0
+        self._scales_again = self._line_again = 0.0
+        self._closed = False
+        self._began = time.time()
+        self._log = _JsonLines(log) if log is not None else None
+        self._tell(status="running")
+        self._line("info", "started")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """The record of one learning step; fits as `callback` of every loop."""
+        kept: dict[str, Any] = {name: float(record[name]) for name in STEP_FIELDS if record.get(name) is not None}
+        kept["phase"] = str(record.get("phase", ""))
+        with self._lock:
+            steps = self._waiting.setdefault("steps", [])
+            steps.append(kept)
+            if len(steps) > 2 * STEPS_IN_A_MESSAGE:
+                del steps[:-1:2]  # hundreds a second: every other one draws the same curve
+        self._soon()
+        self._line_now_and_then("step", kept)
+
+    def chunks(self, done: int, failed: int, total: int, rows: int, **counts: int) -> None:
+        """How many chunks are done and failed so far, of how many, and the rows of those done.
+
+        `counts` may hold `retried` and `rejected`, likewise so far.
+        """
+        far = {"done": int(done), "failed": int(failed), "total": int(total), "rows": int(rows)}
+        far |= {name: int(count) for name, count in counts.items()}
+        self._tell(chunks=far)
+        self._line_now_and_then("chunks", far)
+
+    def rows(self, done: int, total: int) -> None:
+        """How many rows are done, of how many; fits as `progress` of a pass over a data set."""
+        far = {"done": int(done), "total": int(total)}
+        self._tell(rows=far)
+        self._line_now_and_then("rows", far)
+
+    def watching(self, checkpoints: Any, shape: tuple[int, ...] | None = None) -> Any:
+        """Checkpoints to hand to a loop in place of `checkpoints`; they tell when one is written, and length scales."""
+        return _ToldCheckpoints(checkpoints, self, shape)
+
+    def scales(self, values: Any, shape: tuple[int, ...] | None = None) -> None:
+        """Length scales: a kernel or an array. With the shape of one row, (28, 28) say, they are shown as an image."""
+        now = time.monotonic()
+        if self._client is None or now < self._scales_again:
+            return
+        self._scales_again = now + SECONDS_BETWEEN_SCALES
+        packed = pack_scales(_length_scales(values), shape)
+        if packed is not None:
+            self._tell(scales=packed)
+
+    def event(self, name: str, *, level: str = "info", **facts: Any) -> None:
+        """Something that happened: `checkpoint`, `resumed`, `chunk-failed`, ..."""
+        clean = _clean(facts)
+        with self._lock:
+            self._waiting.setdefault("events", []).append({"name": str(name), "at": time.time(), "facts": clean})
+            del self._waiting["events"][:-STEPS_IN_A_MESSAGE]
+        self._soon()
+        self._line(level, name, **clean)
+
+    def close(self, status: str = "succeeded", **facts: Any) -> None:
+        """The stage has ended; what is still waiting is sent before this returns."""
+        if self._closed:
+            return
+        self._closed = True
+        clean = _clean(facts)
+        with self._lock:
+            self._waiting |= {"status": status, "facts": clean}
+        client = self._client
+        if client is not None and not client.asynchronous:
+            with contextlib.suppress(*_no_listener()):
+                client.sync(self._send, callback_timeout=FAREWELL_S)
+        else:
+            self._soon()
+        level = "info" if status == "succeeded" else "error"
+        self._line(level, "ended", status=status, duration_s=round(time.time() - self._began, 3), **clean)
+        if self._log is not None:
+            self._log.close()
+
+    @contextlib.contextmanager
+    def span(self) -> Iterator[None]:
+        """Tasks that are sent meanwhile are counted together in Dask's fine performance metrics."""
+        if not hasattr(self._cluster, "client") and self._client is None:
+            yield
+            return
+        from distributed import span
+
+        with span(self.run, self.stage):
+            yield
+
+    # --- to the scheduler ----------------------------------------------------------------------------
+
+    @property
+    def _client(self) -> Any:
+        return _client_of(self._cluster)  # asked for each time: some executors open their cluster when it is needed
+
+    def _tell(self, **news: Any) -> None:
+        with self._lock:
+            self._waiting |= news
+        self._soon()
+
+    def _soon(self) -> None:
+        """See to it that what is waiting leaves within a fraction of a second, whether more follows or not."""
+        client = self._client
+        if client is None or self._on_its_way:
+            return
+        self._on_its_way = True
+        try:
+            client.loop.add_callback(self._send_when_due)
+        except (RuntimeError, AttributeError):  # the client's thread has ended; there is nobody to tell
+            self._cluster = None
+
+    async def _send_when_due(self) -> None:
+        await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+        self._not_before = time.monotonic() + SECONDS_BETWEEN_MESSAGES
+        self._on_its_way = False  # before the message is made: what comes later asks for the next one
+        with contextlib.suppress(*_no_listener()):
+            await self._send()
+
+    async def _send(self) -> None:
+        with self._lock:
+            news, self._waiting = self._waiting, {}
+        client = self._client
+        if news and client is not None and client.scheduler is not None:
+            await client.scheduler.log_event(topic=TOPIC, msg=self._message(news))
+
+    def _message(self, news: dict[str, Any]) -> dict[str, Any]:
+        """Every message says whose it is, so that one alone makes sense to a page that was opened late."""
+        news["steps"] = _thinned(news.get("steps", []), STEPS_IN_A_MESSAGE)
+        return {
+            "run": self.run,
+            "stage": self.stage,
+            "pipeline": self.pipeline,
+            "client": str(getattr(self._client, "id", "")),
+            "version": _version(),
+            "began": self._began,
+            "at": time.time(),
+            **news,
+        }
+
+    # --- to the log ----------------------------------------------------------------------------------
+
+    def _line_now_and_then(self, event: str, facts: Mapping[str, Any]) -> None:
+        if self._log is not None and time.monotonic() >= self._line_again:
+            self._line_again = time.monotonic() + SECONDS_BETWEEN_LINES
+            self._line("info", event, **facts)
+
+    def _line(self, level: str, event: str, **facts: Any) -> None:
+        if self._log is not None:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            known = {"ts": now, "level": level, "run": self.run, "stage": self.stage, "event": event}
+            self._log.write({**facts, **known})
+
+
+class _ToldCheckpoints:
+    """Checkpoints that do what they did before, and tell of it."""
+
+    def __init__(self, checkpoints: Any, told: Telemetry, shape: tuple[int, ...] | None) -> None:
+        self._checkpoints, self._told, self._shape = checkpoints, told, shape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpoints, name)
+
+    def offer(self, snapshot: Any, identity: Mapping[str, Any]) -> bool:
+        saved = bool(self._checkpoints.offer(snapshot, identity))
+        if saved:
+            self._told.event("checkpoint", step=snapshot.step)
+        scales = _named_scales(snapshot.parameters)
+        if scales.size:
+            self._told.scales(np.exp(scales), self._shape)  # snapshots hold logarithms
+        return saved
+
+
+class _JsonLines:
+    """One JSON object a line, whole or not at all."""
+
+    def __init__(self, target: str | Path | TextIO) -> None:
+        self._own = isinstance(target, str | Path) and str(target) != "-"
+        self._lock = threading.Lock()
+        if isinstance(target, str | Path):
+            self._file: TextIO = open(target, "a", encoding="utf-8") if self._own else sys.stderr  # noqa: SIM115
+        else:
+            self._file = target
+
+    def write(self, line: dict[str, Any]) -> None:
+        ordered = {name: line.pop(name) for name in ("ts", "level", "run", "stage", "event")} | line
+        text = json.dumps({name: _finite(value) for name, value in ordered.items()}, default=str) + "\n"
+        with self._lock, contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe stops no run
+            self._file.write(text)
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._own:
+            self._file.close()
+
+
+# --- on workers -------------------------------------------------------------------------------------
+
+
+class Meter(Protocol):
+    """Who counts what is computed in this process; see `kme_dist.dashboard.TileMeter`."""
+
+    def call(self, name: str, seconds: float, result: Any, *, failed: bool) -> None: ...
+    def stage(self, name: str, seconds: float) -> None: ...
+
+
+_meters: list[Meter] = []  # of this process: one for each worker in it that counts
+
+
+def observed(function: Callable[..., T], call: tuple[Any, ...]) -> T:
+    """`function(*call)`, counted by whoever counts here: calls, seconds, rows."""
+    if not _meters:
+        return function(*call)
+    began = time.perf_counter()
+    name = getattr(function, "__name__", type(function).__name__).strip("_")
+    try:
+        result = function(*call)
+    except BaseException:
+        for meter in _meters:
+            meter.call(name, time.perf_counter() - began, None, failed=True)
+        raise
+    for meter in _meters:
+        meter.call(name, time.perf_counter() - began, result, failed=False)
+    return result
+
+
+@contextlib.contextmanager
+def metered(name: str) -> Iterator[None]:
+    """Time spent in the block, told apart by Dask's fine performance metrics and by `kme_stage_seconds_total`."""
+    metrics = sys.modules.get("distributed.metrics")  # not loaded: this is no worker
+    if metrics is None:
+        yield
+        return
+    with metrics.context_meter.meter(name) as taken:
+        yield
+    for meter in _meters:
+        meter.stage(name, taken.delta)
+
+
+def count_by(meter: Meter) -> None:
+    """From now on `meter` is told of every call and stage in this process."""
+    if meter not in _meters:
+        _meters.append(meter)
+
+
+def count_no_more(meter: Meter) -> None:
+    if meter in _meters:
+        _meters.remove(meter)
+
+
+@contextlib.contextmanager
+def performance_report(cluster: Any, path: str | Path | None) -> Iterator[None]:
+    """Dask's own report of what the cluster did in the block, one HTML file; nothing without a path or a cluster."""
+    client = _client_of(cluster)
+    if client is None or path is None:
+        yield
+        return
+    from distributed import performance_report as report
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with client.as_current(), report(filename=str(path), mode="inline"):
+        yield
+
+
+# --- what is told -----------------------------------------------------------------------------------
+
+
+def pack_scales(values: np.ndarray, shape: tuple[int, ...] | None = None) -> dict[str, Any] | None:
+    """Length scales in about a kilobyte: logarithms, one byte each, between the smallest and the largest.
+
+    More of them than fit are averaged over neighbours; colour planes (h, w, c) are averaged too.
+    """
+    logs = np.log10(np.asarray(values, dtype=np.float64).reshape(-1))
+    logs = np.where(np.isfinite(logs), logs, np.nan)
+    if logs.size < 2 or np.isnan(logs).all():
+        return None
+    image = _as_image(logs, shape)
+    grid = image if image is not None else logs[None, :]
+    while grid.size > SCALES_IN_A_MESSAGE:
+        grid = _halved(grid)
+    low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
+    levels = np.nan_to_num((grid - low) / max(high - low, 1e-12) * 255)
+    return {
+        "shape": list(grid.shape),
+        "image": image is not None,
+        "features": int(logs.size),
+        "low": low,
+        "high": high,
+        "levels": levels.astype(np.uint8).tobytes(),
+    }
+
+
+def unpack_scales(packed: Mapping[str, Any]) -> np.ndarray:
+    """The base-10 logarithms again, to within a 255th of their range."""
+    levels = np.frombuffer(packed["levels"], dtype=np.uint8).reshape(packed["shape"])
+    grid: np.ndarray = packed["low"] + levels / 255.0 * (packed["high"] - packed["low"])
+    return grid
+
+
+def _as_image(logs: np.ndarray, shape: tuple[int, ...] | None) -> np.ndarray | None:
+    if shape is None or len(shape) < 2 or math.prod(shape) != logs.size or min(shape[:2]) < 2:
+        return None
+    planes = logs.reshape(shape[0], shape[1], -1)
+    image: np.ndarray = planes.mean(axis=2)
+    return image
+
+
+def _halved(grid: np.ndarray) -> np.ndarray:
+    """Neighbours averaged, along both axes where there are two."""
+    for axis in (0, 1):
+        if grid.shape[axis] > 1:
+            even = grid.shape[axis] // 2 * 2
+            first, second = (np.take(grid, range(start, even, 2), axis=axis) for start in (0, 1))
+            grid = (first + second) / 2
+    return grid
+
+
+def _length_scales(values: Any) -> np.ndarray:
+    parameters = getattr(values, "parameters", None)
+    return np.asarray(values, dtype=np.float64) if parameters is None else _named_scales(parameters)
+
+
+def _named_scales(parameters: Mapping[str, Any]) -> np.ndarray:
+    """Of a kernel with several parts, those of the part that has most."""
+    found = [np.ravel(value) for name, value in parameters.items() if name.rsplit(".", 1)[-1] == "length_scale"]
+    return max(found, key=np.size) if found else np.empty(0)
+
+
+def _client_of(cluster: Any) -> Any:
+    """Of a client, itself; of an executor, the one it has; of anything else, None."""
+    return cluster if hasattr(cluster, "log_event") else getattr(cluster, "client", None)
+
+
+def _thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    if len(steps) <= most:
+        return steps
+    kept = np.linspace(0, len(steps) - 1, most).round().astype(int)
+    return [steps[i] for i in kept]
+
+
+def _facts_of(error: BaseException) -> dict[str, Any]:
+    """What may be told of an error. What is wrong with data may quote it, and bugs may quote anything."""
+    facts: dict[str, Any] = {"error": type(error).__name__, "exit_code": getattr(error, "exit_code", 1)}
+    if isinstance(error, KMEError) and not isinstance(error, DataError):
+        facts["message"] = str(error)
+    return facts
+
+
+def _clean(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain facts: numbers, flags and short texts, without what looks like a secret."""
+    return {str(name): "***" if _SECRET.search(str(name)) else _plain(value) for name, value in facts.items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float | np.generic):
+        return _finite(float(value))
+    text = _QUERY_OF_ADDRESS.sub(r"\1", _USER_IN_ADDRESS.sub("", str(value)))
+    return text if len(text) <= 400 else text[:400] + "…"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@functools.cache
+def _version() -> str:
+    return metadata.version("kme-dist")
+
+
+def _no_listener() -> tuple[type[BaseException], ...]:
+    """What telling may run into: the scheduler has gone, is going, or the client was closed."""
+    from distributed.client import ClosedClientError
+    from distributed.comm import CommClosedError
+
+    return (OSError, TimeoutError, CommClosedError, ClosedClientError, RuntimeError, AttributeError)
