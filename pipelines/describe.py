@@ -16,6 +16,7 @@ from rich.table import Table
 from kme_dist.data.chunks import read_attributes, read_layout
 from kme_dist.data.dataset import DATASET_FORMAT, describe_dataset, open_dataset
 from kme_dist.data.places import METADATA_KEY, Place
+from kme_dist.data.predictions import PARQUET_STATE, PREDICTIONS_FORMAT, open_predictions
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import DataError, KMEError
 
@@ -28,6 +29,8 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
     A damaged, cut or missing chunk raises CorruptError, which names it.
     """
     place = Place.of(path)
+    if place.exists(PARQUET_STATE):
+        return {**_sizes(place), **_predictions(place, verify), "verified": verify}
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
@@ -35,13 +38,14 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
     format_name = str(attributes.get("format", ""))
     if not format_name.startswith("kme-dist/"):
         raise DataError(f"{place}: a Zarr group, but not one that kme-dist wrote.")
-    sizes = place.sizes()
-    facts: dict[str, Any] = {"path": place.address, "objects": len(sizes), "bytes": sum(sizes.values())}
+    facts = _sizes(place)
     if format_name == DATASET_FORMAT:
         data = open_dataset(place)
         if verify:
             data.verify()
         facts.update(describe_dataset(data.attributes))
+    elif format_name == PREDICTIONS_FORMAT:
+        facts.update(_predictions(place, verify))
     else:
         if verify:
             load_arrays(place.address)
@@ -49,6 +53,31 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
         facts["arrays"] = {name: _shape(place, name) for name in attributes.get("digests", {})}
     facts["verified"] = verify
     return facts
+
+
+def _sizes(place: Place) -> dict[str, Any]:
+    sizes = place.sizes()
+    return {"path": place.address, "objects": len(sizes), "bytes": sum(sizes.values())}
+
+
+def _predictions(place: Place, verify: bool) -> dict[str, Any]:
+    found = open_predictions(place)
+    if verify:
+        found.verify()
+    hidden = ("fields", "classes", "computed_from", "chunk_rows", "quarantined")
+    return {
+        **{key: value for key, value in found.state.items() if key not in hidden},
+        "data": found.state["computed_from"]["data"],
+        "precision": found.state["computed_from"]["precision"],
+        "class_names": [str(label) for label in found.classes],
+        "chunks": found.chunks,
+        "chunks_done": len(found.receipts()),
+        "quarantined": [f"chunk {entry['chunk']}: {entry['error']}" for entry in found.quarantined],
+        "arrays": {
+            field.name: f"{' x '.join(map(str, (found.rows, *field.row_shape)))} {field.dtype}"
+            for field in found.layout.fields
+        },
+    }
 
 
 def _shape(place: Place, name: str) -> str:

@@ -1,4 +1,7 @@
-"""`kme-dist doctor`: what is installed here, what the machine offers, and what would get in the way."""
+"""`kme-dist doctor`: what is installed here, what the machine offers, and what would get in the way.
+
+With `--scheduler ADDRESS` also whether that cluster can be reached and its workers have the versions of this process.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kme_dist.cluster import open_unchecked, worker_differences
+from kme_dist.config import ClusterConfig
+from kme_dist.errors import KMEError
+
 PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn")
 
 
-def examine(folder: str | Path = ".") -> dict[str, Any]:
-    """Versions, BLAS and threads, cores and memory, GPUs, write access; `problems` lists what is wrong."""
+def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure: bool = False) -> dict[str, Any]:
+    """Versions, BLAS and threads, cores and memory, GPUs, write access; `problems` lists what is wrong.
+
+    With the address of a scheduler also its workers and what differs there.
+    """
     # The libraries must be loaded for threadpoolctl to see their BLAS.
     import numpy as np
     import scipy.linalg
@@ -47,6 +57,10 @@ def examine(folder: str | Path = ".") -> dict[str, Any]:
     writable = _write_error(Path(folder))
     if writable is not None:
         problems.append(writable)
+    cluster: dict[str, Any] = {}
+    if scheduler is not None:
+        cluster = _cluster(scheduler, insecure)
+        problems += cluster.pop("problems")
     return {
         "versions": versions,
         "platform": platform.platform(),
@@ -56,8 +70,36 @@ def examine(folder: str | Path = ".") -> dict[str, Any]:
         "blas": blas,
         "gpu": gpu,
         "folder": {"path": str(Path(folder).resolve()), "writable": writable is None},
+        **({"cluster": cluster} if cluster else {}),
         "problems": problems,
     }
+
+
+def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
+    """What runs at an address, and which of its workers differ from this process in what."""
+    found: dict[str, Any] = {"scheduler": scheduler, "problems": []}
+    try:
+        with open_unchecked(ClusterConfig(kind="address", address=scheduler, insecure=insecure)) as client:
+            different = list(worker_differences(client))
+            workers = client.scheduler_info(n_workers=-1)["workers"].values()
+            found |= {
+                "dashboard": client.dashboard_link,
+                "workers": len(workers),
+                "threads": sum(worker["nthreads"] for worker in workers),
+                "gpus": sum(worker.get("resources", {}).get("GPU", 0) for worker in workers),
+                "memory_bytes": sum(worker["memory_limit"] for worker in workers),
+                "same_versions": not different,
+            }
+            found["problems"] += [f"worker {worker} {why}" for worker, why in different]
+            found["problems"] += [
+                f"worker {worker['id']} has {worker['nthreads']} threads; kme-dist computes with one thread a worker, "
+                "so start it with --nthreads 1, and as many workers as there are cores"
+                for worker in workers
+                if worker["nthreads"] > 1
+            ]
+    except KMEError as error:
+        found["problems"].append(str(error))
+    return found
 
 
 def _usable_cores() -> int:

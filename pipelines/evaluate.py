@@ -1,28 +1,40 @@
-"""How good are the predictions? Numbers for `metrics.json` and for the report.
+"""How good are the predictions? `kme-dist evaluate`, `python pipelines/evaluate.py CONFIG`.
 
-    measure(y_test, clf.predict_proba(X_test), clf.classes_)["accuracy"]
+    measure(y_test, clf.predict_proba(X_test), clf.classes_)["accuracy"]          # rows in memory
+    evaluate("scores.zarr", "rows.zarr", executor=executor)                       # stored rows, chunk by chunk
 
-Probabilities are taken as they are after normalisation; the log loss clips zeros the way
-scikit-learn does, so one confident mistake costs much but not infinitely much.
+`evaluate` adds up every chunk where it lies and writes the figures (`metrics.json`) and a page with pictures
+(`report.html`) into a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sklearn.metrics import (
-    accuracy_score,
-    confusion_matrix,
-    log_loss,
-    precision_recall_fscore_support,
-)
 
-RELIABILITY_BINS = 10
+from kme_dist.cluster import open_executor
+from kme_dist.config import ClusterConfig, Config
+from kme_dist.core.metrics import Tally
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.places import Place
+from kme_dist.data.predictions import Predictions, open_predictions
+from kme_dist.pipelines import report
+from kme_dist.pipelines.folder import Listener, now, to_json
+from kme_dist.pipelines.predict import Job, job_of
+from kme_dist.run.evaluating import tally_predictions
+from kme_dist.run.executors import Executor, SerialExecutor
+
+FEW_ROWS = 2_000_000
+HEADLINES = ("accuracy", "balanced_accuracy", "log_loss", "brier", "calibration_error", "top_k_accuracy")
 
 
 def measure(labels: np.ndarray, probabilities: np.ndarray, classes: np.ndarray) -> dict[str, Any]:
-    """Accuracy, calibration and confusion of class probabilities.
+    """Accuracy, calibration and confusion of class probabilities in memory.
 
     Parameters
     ----------
@@ -30,47 +42,82 @@ def measure(labels: np.ndarray, probabilities: np.ndarray, classes: np.ndarray) 
     probabilities : (n, m) array  non-negative rows in the order of `classes`
     classes : (m,) array          sorted, as in `classes_` of an estimator
     """
-    probabilities = np.asarray(probabilities, dtype=np.float64)
-    probabilities = probabilities / probabilities.sum(axis=1, keepdims=True)
-    true = np.searchsorted(classes, labels)
-    guess = probabilities.argmax(axis=1)
-    indices = np.arange(len(classes))
-    precision, recall, f1, rows = precision_recall_fscore_support(true, guess, labels=indices, zero_division=0.0)
-    bins = _reliability(probabilities.max(axis=1), guess == true)
+    return Tally.of(np.searchsorted(classes, labels), probabilities).metrics(classes)
+
+
+def evaluate(
+    predictions: str | Path | Predictions,
+    data: str | Path | Dataset,
+    *,
+    split: str | None = None,
+    folder: str | Path | None = None,
+    executor: Executor | None = None,
+    title: str = "Predictions",
+) -> dict[str, Any]:
+    """Compare stored predictions with the labels of the data set they were made of; returns the figures.
+
+    With `folder`, metrics.json and report.html are written there.
+    """
+    found = predictions if isinstance(predictions, Predictions) else open_predictions(predictions)
+    labelled = data if isinstance(data, Dataset) else open_dataset(data)
+    predicted = found.state["computed_from"]["data"]
+    if split is None and predicted.get("path") == labelled.path:
+        split = predicted.get("split")
+    tally = tally_predictions(found, labelled, executor=executor or SerialExecutor(), split=split)
+    classes = [str(label) for label in found.classes]
+    metrics = tally.metrics(classes)
+    if folder is not None:
+        place = Place.of(folder)
+        subtitle = f"{metrics['rows']:,} rows of {labelled.place.name}{f', split {split}' if split else ''}"
+        page = report.evaluation(
+            title,
+            metrics,
+            classes,
+            subtitle=f"{subtitle}, {len(classes)} classes",
+            footer=f"predictions {found.path} · model {found.state['model']} · {now()}",
+        )
+        place.write("metrics.json", to_json(metrics))
+        place.write("report.html", page.encode())
+    return metrics
+
+
+def run(
+    config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
+) -> dict[str, Any]:
+    """Evaluate what `kme-dist predict CONFIG` has written, into the same folder."""
+    return summarise(job_of(config, name), config)
+
+
+def summarise(job: Job, config: Config) -> dict[str, Any]:
+    folder = Path(job.out).with_name("evaluation")
+    with executor_for(open_predictions(job.out), config.cluster) as executor:
+        metrics = evaluate(job.out, job.data, split=job.split, folder=folder, executor=executor, title=job.name)
+    return summary_of(metrics, folder)
+
+
+@contextlib.contextmanager
+def executor_for(predictions: Predictions, cluster: ClusterConfig) -> Iterator[Executor]:
+    """The cluster of a config, or this process where a local cluster would take longer to start than the sums take."""
+    if cluster.kind == "local" and predictions.rows <= FEW_ROWS:
+        yield SerialExecutor()
+        return
+    with open_executor(cluster) as executor:
+        yield executor
+
+
+def summary_of(metrics: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """What `kme-dist evaluate --json` prints."""
     return {
-        "rows": len(true),
-        "accuracy": float(accuracy_score(true, guess)),
-        # scikit-learn's function gives the same and warns when a class is predicted but absent.
-        "balanced_accuracy": float(recall[rows > 0].mean()),
-        "log_loss": float(log_loss(true, probabilities, labels=indices)),
-        "brier": float(((probabilities - np.eye(len(classes))[true]) ** 2).sum(axis=1).mean()),
-        "calibration_error": float(sum(b["rows"] * abs(b["confidence"] - b["accuracy"]) for b in bins) / len(true)),
-        "per_class": [
-            {
-                "class": str(classes[index]),
-                "rows": int(rows[index]),
-                "precision": float(precision[index]),
-                "recall": float(recall[index]),
-                "f1": float(f1[index]),
-            }
-            for index in indices
-        ],
-        "confusion": confusion_matrix(true, guess, labels=indices).tolist(),
-        "reliability": bins,
+        "status": "succeeded",
+        "rows": metrics["rows"],
+        "rows_without_answer": metrics["rows_without_answer"],
+        **{key: metrics[key] for key in HEADLINES if key in metrics},
+        "metrics": str(Path(folder) / "metrics.json"),
+        "report": str(Path(folder) / "report.html"),
     }
 
 
-def _reliability(confidence: np.ndarray, correct: np.ndarray) -> list[dict[str, Any]]:
-    """Rows grouped by the probability of the predicted class, in bins of equal width."""
-    index = np.minimum((confidence * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
-    return [
-        {
-            "low": b / RELIABILITY_BINS,
-            "high": (b + 1) / RELIABILITY_BINS,
-            "rows": int((index == b).sum()),
-            "confidence": float(confidence[index == b].mean()),
-            "accuracy": float(correct[index == b].mean()),
-        }
-        for b in range(RELIABILITY_BINS)
-        if (index == b).any()
-    ]
+if __name__ == "__main__":
+    from kme_dist.cli import main
+
+    main(["evaluate", *sys.argv[1:]])

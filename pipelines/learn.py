@@ -10,35 +10,40 @@ The run folder holds
 
 What is learned depends on data and settings, never on the cluster: a run may be killed, resumed elsewhere and resumed
 again. Checkpoints of other settings or data are refused; `--fresh` starts over.
+
+`learn.mode` says how: `sync` averages gradients in every step, `local` averages replicas after `learn.local_steps`
+steps of their own, `full` learns the explicit features of `model.features` by the exact gradient of all rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kme_dist import MCEClassifier, kernels
-from kme_dist.cluster import open_executor, versions
+from kme_dist.cluster import backend_of, open_executor
 from kme_dist.config import Config
+from kme_dist.core import features
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.optim import cosine_decay
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
-from kme_dist.data.leases import writer_lease
+from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.store import save_arrays
-from kme_dist.errors import ConfigError, DataError, KMEError
-from kme_dist.pipelines import run as runs
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.executors import Executor
+from kme_dist.run.full import LearnedFeatures, learn_features
 from kme_dist.run.learn import OBJECTIVES, Learned, LearnSettings
 from kme_dist.run.rounds import learn_on_dataset
 from kme_dist.run.scaling import Scaling
+from kme_dist.telemetry import telemetry
 
 LEARNED_FORMAT = "kme-dist/learned"
 
@@ -49,12 +54,22 @@ class Task:
 
     data: Dataset
     split: str | None
+    mode: str
     kernel: Kernel
+    features: features.Features | None  # in mode "full", instead of the kernel
     regularization: float
     settings: LearnSettings
     batches_per_step: int
+    local_steps: int | None  # in mode "local"
     scaling: str | None
     dtype: str
+    backend: str
+    cache_bytes: int
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every mode is told."""
+        return {"split": self.split, "scaling": self.scaling, "dtype": self.dtype}
 
 
 def prepare(config: Config) -> Task:
@@ -65,6 +80,21 @@ def prepare(config: Config) -> Task:
     if objective not in OBJECTIVES:
         raise ConfigError(
             f"model.objective is {objective!r}; `kme-dist learn` makes gradient steps and takes {', '.join(OBJECTIVES)}"
+        )
+    mode = config.learn.mode
+    if mode == "full" and objective not in ("rcb", "erm"):
+        raise ConfigError(f"learn.mode is full: model.objective is {objective!r}, full gradients are of rcb and erm")
+    if mode == "full" and config.model.features is None:
+        raise ConfigError(
+            "learn.mode is full: model.features is missing, e.g. {name: random_fourier, features: 512}; it learns "
+            "explicit features, kernels are learned with sync and local"
+        )
+    if mode != "full" and config.model.features is not None:
+        raise ConfigError(f"model.features is set and learn.mode is {mode}; explicit features are learned with full")
+    if mode == "local" and given["steps"] % config.learn.local_steps:
+        raise ConfigError(
+            f"learn.steps is {given['steps']}, which is no multiple of learn.local_steps {config.learn.local_steps}: "
+            "averages are taken after whole rounds"
         )
     settings = LearnSettings(
         objective=objective,
@@ -81,13 +111,32 @@ def prepare(config: Config) -> Task:
     return Task(
         data=data,
         split="train" if config.data.stored_split and "train" in data.splits else None,
+        mode=mode,
         kernel=kernels.from_config(given["kernel"] or "gaussian", n_features=data.features),
+        features=_features(config, data, settings) if mode == "full" else None,
         regularization=float(given["regularization"]),
         settings=settings,
         batches_per_step=config.learn.batches_per_step,
+        local_steps=config.learn.local_steps if mode == "local" else None,
         scaling=given["scaling"],
         dtype=given["dtype"],
+        backend=given["backend"],
+        cache_bytes=_bytes(config.learn.feature_cache),
     )
+
+
+def _features(config: Config, data: Dataset, settings: LearnSettings) -> Any:
+    chosen = features.from_config(config.model.features or "", n_features=data.features, seed=settings.seed)
+    if not chosen.parameters:
+        raise ConfigError(f"model.features {config.model.features!r} have no parameters: there is nothing to learn")
+    return chosen
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise ConfigError(f"learn.feature_cache is {text!r}; give bytes such as 256MiB") from None
 
 
 def _open(source: str) -> Dataset:
@@ -105,116 +154,82 @@ def _open(source: str) -> Dataset:
 
 
 def run(
-    config: Config, *, name: str, fresh: bool = False, listener: runs.Listener | None = None, command: str = ""
+    config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
 ) -> dict[str, Any]:
     """Learn as `config` says, or go on where an earlier call stopped; returns what `kme-dist learn --json` prints."""
-    listener = listener or runs.Listener()
+    listener = listener or Listener()
     task = prepare(config)
-    folder = Path(config.output.folder or f"runs/{name}")
-    place = Place.of(runs._made(folder))
-    with writer_lease(place):
-        runs._earlier(folder)  # refuses a folder of somebody else
+    with RunFolder.open(config, name=name, command=command, fresh=fresh, listener=listener) as folder:
         checkpoints = Checkpoints(
-            folder / "checkpoints",
+            folder.path / "checkpoints",
             every_steps=config.learn.checkpoint_steps,
             every_s=config.learn.checkpoint_seconds,
             keep=config.learn.checkpoints_kept,
         )
         if fresh:
             checkpoints.clear()
-        record = runs.Record(place, _opening(name, command))
-        record.write()
-        place.write("config.yaml", runs._yaml(config.resolved(MCEClassifier().get_params())).encode())
-        try:
-            with record.stage("learn"):
-                learned, steps = _learn(task, config, folder / "metrics.jsonl", checkpoints, listener)
-            summary = _summary(task, learned, steps, folder, record.stages["learn"])
-            save_learned(folder / "learned.zarr", task, learned, steps)
-        except BaseException as error:
-            with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
-                status = "failed" if isinstance(error, Exception) else "interrupted"
-                record.write(status=status, error=f"{type(error).__name__}: {error}", ended=runs._now())
-            raise
-        record.write(status="succeeded", stage=None, ended=runs._now(), summary=summary)
+        folder.write(stage="learn")
+        folder.place.write("config.yaml", to_yaml(config.resolved(MCEClassifier().get_params())).encode())
+        began = time.monotonic()
+        learned, steps, now = _learn(task, config, name, folder.path, checkpoints, listener)
+        summary = _summary(learned, steps, now, folder.path, time.monotonic() - began)
+        save_learned(folder.path / "learned.zarr", task, learned, steps)
+        folder.write(summary=summary)
     return summary
 
 
 def _learn(
-    task: Task, config: Config, metrics: Path, checkpoints: Checkpoints, listener: runs.Listener
-) -> tuple[Learned, int]:
-    with open_executor(config.cluster) as executor, MetricsFile(metrics) as lines:
+    task: Task, config: Config, name: str, folder: Path, checkpoints: Checkpoints, listener: Listener
+) -> tuple[Learned | LearnedFeatures, int, int]:
+    """What was learned, after how many steps, and how many of them were made now."""
+    with (
+        open_executor(config.cluster) as executor,
+        telemetry(executor, run=name, stage="learn", pipeline=name, log=folder / "log.jsonl") as told,
+        MetricsFile(folder / "metrics.jsonl") as lines,
+    ):
         listener.say(f"{task.data}: {_who(executor)}")
 
         def step(record: dict[str, Any]) -> None:
             lines.write(record)
             listener.step(record)
+            told.step(record)
 
-        learned = learn_on_dataset(
-            task.data,
-            task.kernel,
-            task.regularization,
-            task.settings,
-            batches_per_step=task.batches_per_step,
-            executor=executor,
-            checkpoints=checkpoints,
-            callback=step,
-            split=task.split,
-            scaling=task.scaling,
-            dtype=task.dtype,
-        )
+        learned = learn(task, executor, checkpoints, step)
         for damaged in checkpoints.passed_over:
             listener.say(f"passed over a damaged checkpoint: {damaged}")
-        return learned, lines.last_step
+        return learned, lines.last_step, lines.written * (task.local_steps or 1)
 
 
-class MetricsFile:
-    """metrics.jsonl: grows by a line a step; a resumed run first drops the lines of steps it makes again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TextIO | None = None
-        self.last_step = self._known(before=None)
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        if self._file is None:
-            self._known(before=record["step"])
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        self._file.write(json.dumps(record, default=float) + "\n")
-        self.last_step = record["step"]
-
-    def _known(self, before: int | None) -> int:
-        """The last step on file; with `before`, whole lines of earlier steps are kept and the others removed."""
-        kept, last = [], 0
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, from a kill
-                    step = int(json.loads(line)["step"])
-                    if before is None or step < before:
-                        kept.append(line)
-                        last = step
-        if before is not None:
-            aside = self._path.with_suffix(".partial")
-            aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(aside, self._path)
-        return last
+def learn(
+    task: Task, executor: Executor, checkpoints: Checkpoints | None, step: Callable[[dict[str, Any]], None]
+) -> Learned | LearnedFeatures:
+    """In the mode that the task names."""
+    start: tuple[Any, ...] = (task.regularization, task.settings)
+    common: dict[str, Any] = {**task.common, "executor": executor, "checkpoints": checkpoints, "callback": step}
+    if task.features is not None:
+        return learn_features(task.data, task.features, *start, **common, cache_bytes=task.cache_bytes)
+    return learn_on_dataset(
+        task.data,
+        task.kernel,
+        *start,
+        **common,
+        batches_per_step=task.batches_per_step,
+        local_steps=task.local_steps,
+        backend=backend_of(executor, task.backend),
+    )
 
 
-def save_learned(path: Path, task: Task, learned: Learned, steps: int) -> None:
-    """Kernel and regularisation for rows scaled by `(x - shift) * factor`, as arrays and JSON."""
+def save_learned(path: Path, task: Task, learned: Learned | LearnedFeatures, steps: int) -> None:
+    """Kernel or features, and regularisation, for rows scaled by `(x - shift) * factor`, as arrays and JSON."""
     scale = Scaling.of(task.data.split_statistics(task.split), task.scaling)
     arrays = {"scaling/shift": scale.shift, "scaling/factor": scale.factor}
     attributes = {
         "format": LEARNED_FORMAT,
-        "kernel": learned.kernel.to_config(),
+        **_what(learned),
         "regularization": learned.regularization,
         "objective": task.settings.objective,
+        "mode": task.mode,
+        "local_steps": task.local_steps,
         "batch_size": task.settings.batch_size,
         "batches_per_step": task.batches_per_step,
         "steps": steps,
@@ -222,10 +237,20 @@ def save_learned(path: Path, task: Task, learned: Learned, steps: int) -> None:
         "feature_names": task.data.feature_names,
         "classes": task.data.class_names,
     }
+    if isinstance(learned, LearnedFeatures):
+        arrays |= {f"features/{name}": value for name, value in learned.features.arrays.items()}  # type: ignore[attr-defined]
     save_arrays(path, arrays, attributes)
 
 
-def _summary(task: Task, learned: Learned, steps: int, folder: Path, seconds: float) -> dict[str, Any]:
+def _what(learned: Learned | LearnedFeatures) -> dict[str, Any]:
+    if isinstance(learned, LearnedFeatures):
+        return {"features": learned.features.to_config()}  # type: ignore[attr-defined]
+    return {"kernel": learned.kernel.to_config()}
+
+
+def _summary(
+    learned: Learned | LearnedFeatures, steps: int, steps_now: int, folder: Path, seconds: float
+) -> dict[str, Any]:
     last = learned.history[-1] if learned.history else {}
     wanted = ("objective", "risk", "complexity", "accuracy", "rows_per_second", "waiting_share", "workers")
     return {
@@ -233,9 +258,9 @@ def _summary(task: Task, learned: Learned, steps: int, folder: Path, seconds: fl
         "folder": str(folder),
         "learned": str(folder / "learned.zarr"),
         "steps": steps,
-        "steps_now": len(learned.history),
+        "steps_now": steps_now,
         "seconds": round(seconds, 3),
-        "kernel": learned.kernel.to_config(),
+        **_what(learned),
         "regularization": learned.regularization,
         **{key: last[key] for key in wanted if key in last},
     }
@@ -247,18 +272,6 @@ def _who(executor: Any) -> str:
         return "this process alone"
     shown = f", dashboard {client.dashboard_link}" if client.dashboard_link else ""
     return f"{executor.workers} workers at {client.scheduler.address}{shown}"
-
-
-def _opening(name: str, command: str) -> dict[str, Any]:
-    return {
-        "format": runs.RUN_FORMAT,
-        "name": name,
-        "status": "running",
-        "command": command,
-        "started": runs._now(),
-        "started_unix": time.time(),
-        "versions": versions(),
-    }
 
 
 if __name__ == "__main__":

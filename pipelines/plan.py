@@ -17,10 +17,12 @@ from kme_dist.cluster import worker_count
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.core import optim
 from kme_dist.data.dataset import CACHE_BYTES
+from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines.learn import Task, prepare
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.rounds import Job, batch_gradient, make_job
+from kme_dist.run.jobs import BatchJob as Job
+from kme_dist.run.jobs import batch_gradient, make_job
 
 PROCESS_BYTES = 260 << 20  # a worker with NumPy, SciPy, Zarr and Dask loaded, before it has any work
 ROUND_S = 0.02  # what a round costs beyond its batches, on a local cluster
@@ -31,8 +33,10 @@ CALIBRATION_BATCHES = 3
 def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     """The plan as plain facts. ConfigError where one batch does not fit a worker."""
     task = prepare(config)
-    job = make_job(task.data, task.kernel, task.settings, split=task.split, scaling=task.scaling, dtype=task.dtype)
     workers, limit = _workers(config.cluster)
+    if task.features is not None:
+        return _full(task, workers, limit, calibrate)
+    job = make_job(task.data, task.kernel, task.settings, **task.common)
     needed = worker_bytes(job, task)
     if limit is not None and needed > limit:
         raise ConfigError(
@@ -49,8 +53,10 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         "batch_size": job.plan.rows_per_batch,
         "reading": job.plan.mode,
         "batches_per_epoch": job.plan.steps_per_epoch,
+        "mode": task.mode,
         "steps": steps,
         "batches_per_step": per_step,
+        "rounds": steps // (task.local_steps or 1),
         "tasks": steps * per_step,
         "epochs": round(steps * per_step / job.plan.steps_per_epoch, 2),
         "workers": workers,
@@ -60,7 +66,9 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     }
     if calibrate and steps:
         batch_s = _calibrated(job, task)
-        rounds_s = steps * (-(-per_step // workers) * batch_s + (ROUND_S if config.cluster.kind != "serial" else 0.0))
+        turns = -(-per_step // workers)  # batches that one worker goes through in a step
+        round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
+        rounds_s = steps * turns * batch_s + facts["rounds"] * round_s
         facts |= {"seconds_per_batch": round(batch_s, 4), "estimated_seconds": round(rounds_s, 1)}
     return facts
 
@@ -90,17 +98,47 @@ def _largest_batch(limit: int, job: Job, task: Task) -> int:
 
 def _workers(settings: ClusterConfig) -> tuple[int, int | None]:
     """How many workers there will be and the memory of each; None where only the running cluster knows."""
-    if settings.kind == "address":
-        return settings.workers or 1, None
-    from dask.utils import parse_bytes
-
-    workers = worker_count(settings)
+    workers = worker_count(settings) if settings.kind in ("serial", "local") else settings.workers or 1
     if settings.memory is not None:
         try:
-            return workers, int(parse_bytes(settings.memory))
+            return workers, parse_bytes(settings.memory)
         except ValueError:
             raise ConfigError(f"cluster.memory is {settings.memory!r}; give bytes such as 2GiB") from None
-    return workers, free_bytes("numpy") // workers
+    return workers, free_bytes("numpy") // workers if settings.kind in ("serial", "local") else None
+
+
+def _full(task: Task, workers: int, limit: int | None, calibrate: bool) -> dict[str, Any]:
+    """Of exact gradients: three passes over all rows in every step."""
+    assert task.features is not None  # what the mode is about
+    rows, chunk = task.data.split_rows(task.split), task.data.chunk_rows
+    began = time.perf_counter()
+    X = np.zeros((min(chunk, rows), task.data.features), task.dtype)
+    Z = np.asarray(task.features.forward(X), np.float64)
+    Z.T @ Z
+    chunk_s = 6 * (time.perf_counter() - began)  # three passes, the last of them about as long as the others together
+    width, chunks = Z.shape[1], -(-rows // chunk)
+    needed = PROCESS_BYTES + 2 * CACHE_BYTES + task.cache_bytes + 4 * Z.nbytes + 4 * 8 * width * width
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"{width} features need {needed / 1e9:.2f} GB on a worker, which has {limit / 1e9:.2f} GB: take fewer, "
+            "lower learn.feature_cache, or give workers more memory (cluster.memory)"
+        )
+    facts = {
+        "data": task.data.path,
+        "rows": rows,
+        "features": width,
+        "classes": len(task.data.classes or ()),
+        "mode": task.mode,
+        "steps": task.settings.steps,
+        "tasks": 3 * chunks * task.settings.steps,
+        "workers": workers,
+        "worker_bytes": needed,
+        "worker_limit_bytes": limit,
+        "features_cached": bool(task.cache_bytes >= rows * width * 8 / workers),
+    }
+    if calibrate:
+        facts["estimated_seconds"] = round(task.settings.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S), 1)
+    return facts
 
 
 def _calibrated(job: Job, task: Task) -> float:

@@ -3,8 +3,9 @@
     with StepProgress(stream=sys.stderr) as progress:
         clf.fit(X, y, callback=progress)
 
-The callback takes the record of a learning step: `step`, `steps`, `phase`, `objective`, `risk` and
-`complexity`. `progress.rename(...)` tells one run from the next (several starts, for one).
+The callback takes the record of a learning step: `step`, `steps`, `phase`, `objective`, `risk` and `complexity`; where
+it has them also `regularization`, `gradient_norm`, `rows_per_second` and `waiting_share`, the part of the workers' time
+that they spend waiting. `progress.rename(...)` tells one run from the next (several starts, for one).
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ class StepProgress:
                 self._task = self._bar.add_task(self._name, total=steps, numbers="")
         elapsed = now - self._began
         rate = (step - self._first_step) / elapsed if elapsed > 0 else 0.0
-        numbers = (
-            f"{rate:.0f} steps/s  q {record['objective']:.4g}  risk {record['risk']:.4g}  r {record['complexity']:.3g}"
-        )
+        numbers = f"{rate_in_words(rate)}  {_numbers(record)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, total=steps, numbers=numbers)
         else:
@@ -99,3 +98,23 @@ class StepProgress:
         if self._pending:
             print(self._pending, file=self._stream, flush=True)
             self._pending = ""
+
+
+def rate_in_words(steps_per_second: float) -> str:
+    if 0 < steps_per_second < 1:
+        return f"{1 / steps_per_second:.1f} s/step"
+    return f"{steps_per_second:.3g} steps/s"
+
+
+def _numbers(record: Mapping[str, Any]) -> str:
+    """The numbers of a step, under the names of the paper; those that a record does not have are left out."""
+    shown = (
+        ("objective", "q {:.4g}"),
+        ("risk", "risk {:.4g}"),
+        ("complexity", "r {:.3g}"),
+        ("regularization", "lambda {:.3g}"),
+        ("gradient_norm", "gradient {:.3g}"),
+        ("rows_per_second", "{:,.0f} rows/s"),
+        ("waiting_share", "waiting {:.0%}"),
+    )
+    return "  ".join(form.format(record[name]) for name, form in shown if record.get(name) is not None)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,43 +21,44 @@ GRID_POINTS = 160
 MOST_MISTAKES = 16
 
 
-def build(job: Job, best: Attempt, *, config_text: str, learn_seconds: float, footer: str) -> str:
-    """The page, as text. `best` is the attempt whose model was kept."""
-    rows, attempts, image_shape = job.rows, job.attempts, job.config.data.image_shape
+def build(
+    job: Job,
+    best: Attempt,
+    rows: Tables,
+    *,
+    counts: tuple[int, int],
+    config_text: str,
+    learn_seconds: float,
+    footer: str,
+) -> str:
+    """The page, as text. `best` is the attempt whose model was kept, `rows` what is drawn of training and test rows,
+    `counts` how many there are of either."""
+    attempts, image_shape = job.attempts, job.config.data.image_shape
     classes = [str(label) for label in best.model.classes_]
     steps = sum(len(attempt.model.history_) for attempt in attempts)
     pictures = [
         *_curves(attempts),
         *_maps(rows, attempts, classes),
-        Picture(
-            "Confusion matrix",
-            draw.confusion_matrix(best.metrics["confusion"], classes),
-            "Test rows by true class (down) and predicted class (across); off the diagonal lie the mistakes.",
-        ),
-        Picture(
-            "Reliability",
-            draw.reliability_diagram(best.metrics["reliability"]),
-            "On the dashed line the stated probability equals the share of correct answers; "
-            "above it the model is too modest, below it too sure.",
-        ),
+        _confusion(best.metrics, classes),
+        _reliability(best.metrics),
         *_relevance(rows, best, image_shape),
     ]
     if sum(not picture.wide for picture in pictures) % 2:  # they stand in pairs
-        pictures.append(_abstention(rows, best))
+        pictures.append(_risk_coverage(best.metrics))
     pictures += _mistakes(rows, best, image_shape)
     return draw.render_html(
         job.name,
-        subtitle=f"{len(rows.y_train):,} training rows, {len(rows.y_test):,} test rows, "
+        subtitle=f"{counts[0]:,} training rows, {counts[1]:,} test rows, "
         f"{len(rows.feature_names)} features, {len(classes)} classes",
-        headline=_headline(best, rows, steps, learn_seconds),
+        headline=_headline(best, counts, steps, learn_seconds),
         figures=pictures,
-        tables=[*_starts_table(attempts), _class_table(best)],
+        tables=[*_starts_table(attempts), _class_table(best.metrics)],
         config_text=config_text,
         footer=footer,
     )
 
 
-def _headline(best: Attempt, rows: Tables, steps: int, learn_seconds: float) -> list[tuple[str, str, str]]:
+def _headline(best: Attempt, counts: tuple[int, int], steps: int, learn_seconds: float) -> list[tuple[str, str, str]]:
     metrics = best.metrics
     right = round(metrics["accuracy"] * metrics["rows"])
     kernel, kernel_note = _kernel(best.model.kernel_)
@@ -74,7 +75,7 @@ def _headline(best: Attempt, rows: Tables, steps: int, learn_seconds: float) -> 
             "mean gap of confidence and accuracy",
         ),
         ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
-        ("Rows", f"{len(rows.y_train):,}", f"for training, {len(rows.y_test):,} for the test"),
+        ("Rows", f"{counts[0]:,}", f"for training, {counts[1]:,} for the test"),
         ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} steps, objective {best.model.objective_}"),
         ("Regularisation", f"{float(best.model.regularization_):.3g}", "learned"),
         ("Kernel", kernel, kernel_note),
@@ -140,14 +141,70 @@ def _relevance(rows: Tables, best: Attempt, image_shape: tuple[int, int] | None)
     ]
 
 
-def _abstention(rows: Tables, best: Attempt) -> Picture:
-    probabilities = np.asarray(best.model.predict_proba(rows.X_test))
-    correct = best.model.classes_[probabilities.argmax(axis=1)] == rows.y_test
+def _confusion(metrics: Mapping[str, Any], classes: Sequence[str]) -> Picture:
+    return Picture(
+        "Confusion matrix",
+        draw.confusion_matrix(metrics["confusion"], classes),
+        "Test rows by true class (down) and predicted class (across); off the diagonal lie the mistakes.",
+    )
+
+
+def _reliability(metrics: Mapping[str, Any]) -> Picture:
+    return Picture(
+        "Reliability",
+        draw.reliability_diagram(metrics["reliability"]),
+        "On the dashed line the stated probability equals the share of correct answers; "
+        "above it the model is too modest, below it too sure.",
+    )
+
+
+def _risk_coverage(metrics: Mapping[str, Any], wide: bool = False) -> Picture:
     return Picture(
         "If it may abstain",
-        draw.abstention_curve(probabilities.max(axis=1), correct),
-        "Accuracy when only the surest test rows are answered; a curve that falls to the right "
-        "means that the stated probabilities know which answers to trust.",
+        draw.risk_coverage_curve(metrics["risk_coverage"], wide),
+        "Mistakes when only the rows of least entropy are answered. A curve that rises to the right means that the "
+        "entropy knows which answers to trust; the dashed line is the share of mistakes when all are answered.",
+        wide=wide,
+    )
+
+
+def evaluation(title: str, metrics: Mapping[str, Any], classes: Sequence[str], *, subtitle: str, footer: str) -> str:
+    """The page of `kme-dist evaluate`: stored predictions against stored labels."""
+    pictures = [_confusion(metrics, classes)]
+    if "reliability" in metrics:
+        pictures += [_reliability(metrics), _risk_coverage(metrics, wide=True)]
+    answered = metrics["rows"]
+    headline = [
+        (
+            "Accuracy",
+            f"{100 * metrics['accuracy']:.2f} %",
+            f"{round(metrics['accuracy'] * answered):,} of {answered:,} rows",
+        ),
+        ("Balanced accuracy", f"{100 * metrics['balanced_accuracy']:.2f} %", "mean recall of the classes"),
+    ]
+    if "log_loss" in metrics:
+        headline += [
+            ("Log loss", f"{metrics['log_loss']:.3f}", "lower is better"),
+            (
+                "Calibration error",
+                f"{100 * metrics['calibration_error']:.1f} %",
+                "mean gap of confidence and accuracy",
+            ),
+            ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
+            *(
+                (f"Top {k}", f"{100 * share:.2f} %", f"true class among the {k} most probable")
+                for k, share in metrics["top_k_accuracy"].items()
+            ),
+        ]
+    if metrics["rows_without_answer"]:
+        headline.append(("Without answer", f"{metrics['rows_without_answer']:,}", "rows of chunks set aside"))
+    return draw.render_html(
+        title,
+        subtitle=subtitle,
+        headline=headline,
+        figures=pictures,
+        tables=[_class_table(metrics)],
+        footer=footer,
     )
 
 
@@ -241,7 +298,7 @@ def _starts_table(
     ]
 
 
-def _class_table(best: Attempt) -> tuple[str, list[str], list[list[str]]]:
+def _class_table(metrics: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     return (
         "Classes",
         ["class", "test rows", "precision", "recall", "F1"],
@@ -251,6 +308,6 @@ def _class_table(best: Attempt) -> tuple[str, list[str], list[list[str]]]:
                 f"{row['rows']:,}",
                 *(f"{100 * row[key]:.1f} %" for key in ("precision", "recall", "f1")),
             ]
-            for row in best.metrics["per_class"]
+            for row in metrics["per_class"]
         ],
     )

@@ -1,68 +1,64 @@
-"""`kme-dist run CONFIG`: read, learn, evaluate, write the run folder. Also `python pipelines/run.py`.
+"""`kme-dist run CONFIG`: every stage from the source to the report, over the workers. Also `python pipelines/run.py`.
 
-The run folder holds
+    ingest     data.zarr           the rows, divided into `train` and `test` (a data set that is so already stays put)
+    learn      checkpoints/        kernel and regularisation, from every starting point, under every objective compared
+    fit        model.zarr          the embedding on all training rows; the best of what was learned is kept
+    predict    predictions.zarr    the test rows, chunk by chunk, each exactly once
+    evaluate   metrics.json        figures of the test rows
+    report     report.html         the same with pictures
 
-    config.yaml     the configuration with every default spelled out
-    run.json        status (running, succeeded, failed, interrupted), timings, versions, digests
-    metrics.jsonl   one line per learning step, written while learning goes on
-    metrics.json    the figures of the test rows
-    model.zarr      the learned model
-    report.html     the same with pictures
-
-`run.json` says "succeeded" only after everything else is in place, so a killed run never looks
-finished. A second call with the same configuration, data and version finds the result and returns it.
+Beside these the run folder holds config.yaml (every default spelled out), metrics.jsonl (one line per learning step,
+written while learning goes on) and run.json (status, timings, versions, digests). A stage whose inputs have not changed
+is not done again, so a second call with the same configuration, data and version returns the finished result, and a
+call after a kill goes on where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import hashlib
-import json
-import platform
-import shutil
+import functools
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from kme_dist import MCEClassifier, kernels
+from kme_dist import MCEClassifier, kernels, load
 from kme_dist.backend import blas_threads
-from kme_dist.config import Config, Start
-from kme_dist.data.leases import writer_lease
-from kme_dist.data.places import Place
-from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
-from kme_dist.pipelines import report, tables
-from kme_dist.pipelines.evaluate import measure
+from kme_dist.cluster import backend_of, open_executor
+from kme_dist.config import ClusterConfig, Config, Start
+from kme_dist.core.optim import cosine_decay
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.ingest import parse_bytes
+from kme_dist.errors import ConfigError
+from kme_dist.pipelines import evaluate, predict, report, tables
+from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, digest, to_json, to_yaml
+from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.executors import Executor
+from kme_dist.run.predicting import CHUNK_ROWS
+from kme_dist.run.rounds import data_digest
+from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates, learn_candidates
+from kme_dist.telemetry import Telemetry, telemetry
 
-RUN_FORMAT = "kme-dist run 1"
 ROWS_TO_REHEARSE = 20  # of each class
-OUTPUTS = ("config.yaml", "metrics.jsonl", "metrics.json", "model.zarr", "report.html")
+ROWS_TO_DRAW = 20_000  # of either part, that the report may look at
+OUT_OF_DATE = ("model.zarr", "metrics.json", "report.html")  # once something new is learned or fitted
+OVER_WORKERS = ("learn", "fit", "predict", "evaluate")
 HEADLINES = ("accuracy", "balanced_accuracy", "log_loss", "brier", "calibration_error")
-
-
-@dataclass(frozen=True)
-class Listener:
-    """Who is told how a run goes on: the name of each starting point, each learning step, lines for people."""
-
-    start: Callable[[str], None] = lambda name: None
-    step: Callable[[dict[str, Any]], None] = lambda record: None
-    say: Callable[[str], None] = lambda line: None
 
 
 @dataclass
 class Attempt:
-    """One starting point: the model as it was given, where that is compared, and the model that is learned."""
+    """One starting point: its settings, and with several of them those of the model without learning, to compare."""
 
     name: str
-    given: Any
-    model: Any
+    settings: dict[str, Any]  # of the estimator
+    folder: str  # in the run folder
+    given: Any = None
+    model: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)
     metrics_given: dict[str, Any] = field(default_factory=dict)
 
@@ -71,148 +67,128 @@ class Attempt:
         history = self.model.history_
         return float(history[-1]["objective"]) if history else float("inf")
 
+    @property
+    def as_given(self) -> dict[str, Any]:
+        return {**self.settings, "steps": 0, "refit_regularization": False}
+
 
 @dataclass
-class Record:
-    """The content of run.json while a run goes on."""
-
-    place: Place
-    facts: dict[str, Any]
-    stages: dict[str, float] = field(default_factory=dict)
-
-    def write(self, **facts: Any) -> None:
-        self.facts |= facts
-        self.facts["stages_seconds"] = self.stages
-        self.place.write("run.json", _json(self.facts))
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        self.write(stage=name)
-        yield
-        self.stages[name] = round(time.monotonic() - began, 3)
-
-
-@dataclass(frozen=True)
 class Job:
     """Everything that is known before the first step."""
 
     name: str
-    folder: Path
     config: Config
     resolved: dict[str, Any]
-    rows: tables.Tables
+    found: Dataset | tables.Tables | None
     attempts: list[Attempt]
 
+    @cached_property
+    def inputs(self) -> dict[str, dict[str, Any]]:
+        """What every stage depends on; each depends on the one before it."""
+        parts = {key: value for key, value in self.resolved.items() if key not in ("output", "cluster")}
+        given = parts["model"] | parts["learn"] | parts["fit"]
+        fit_only = set(parts["fit"]) | {"calibration"}
+        own = {
+            "ingest": {"data": tables.fingerprint(self.config.data)},
+            "learn": {key: value for key, value in given.items() if key not in fit_only},
+            "fit": {key: given[key] for key in sorted(fit_only) if key in given},
+            "predict": parts["predict"],
+            "evaluate": {},
+            "report": {"config": parts, "name": self.name},
+        }
+        before, chained = "", {}
+        for stage, inputs in own.items():
+            chained[stage] = {**inputs, "before": before}
+            before = digest(chained[stage])
+        return chained
+
     @property
-    def digests(self) -> dict[str, str]:
-        """The same digests and the same version give the same result; where it is made and put does not matter."""
-        return {"config": _digest({**self.resolved, "output": None, "cluster": None}), "data": self.rows.digest}
+    def outputs(self) -> dict[str, list[str]]:
+        models = [f"{a.folder}/given.zarr" for a in self.attempts if a.folder] + ["model.zarr"]
+        return {
+            "ingest": [] if isinstance(self.found, Dataset) else ["data.zarr"],
+            "learn": ["metrics.jsonl"],
+            "fit": models,
+            "predict": ["predictions.zarr"],
+            "evaluate": ["metrics.json"],
+            "report": ["report.html"],
+        }
+
+
+class Workers:
+    """The cluster of a run: started when the first stage needs it, closed when the run ends."""
+
+    def __init__(self, settings: ClusterConfig, listener: Listener) -> None:
+        self._settings, self._listener = settings, listener
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @cached_property
+    def executor(self) -> Executor:
+        executor = self._stack.enter_context(open_executor(self._settings))
+        client = getattr(executor, "client", None)
+        if client is not None:
+            shown = f", dashboard {client.dashboard_link}" if client.dashboard_link else ""
+            self._listener.say(f"{executor.workers} workers at {client.scheduler.address}{shown}")
+        return executor
 
 
 def run(
     config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """Do every stage of `config`; returns the summary that `kme-dist run --json` prints.
+    """Do every stage of `config` that is not done yet; returns the summary that `kme-dist run --json` prints.
 
-    `name` is that of the config file; it names the run folder when `output.folder` is absent. With `fresh` a finished
-    result is computed anew. `command` is what the user typed, for the record.
+    `name` is that of the config file; it names the run folder when `output.folder` is absent. With `fresh` finished
+    stages are done anew. `command` is what the user typed, for the record.
     """
     listener = listener or Listener()
     job = _prepare(config, name)
-    rows = job.rows
-    listener.say(
-        f"{name}: {len(rows.y_train)} training rows, {len(rows.y_test)} test rows, "
-        f"{len(rows.feature_names)} features, {len(np.unique(rows.y_train))} classes"
-    )
-    place = Place.of(_made(job.folder))
-    with writer_lease(place), blas_threads(config.model.threads):
-        earlier = _earlier(job.folder)
-        if earlier is not None and not fresh:
-            if _is_current(earlier, job):
-                return {**earlier["summary"], "reused": True}
-            if not config.output.overwrite:
-                raise ConfigError(
-                    f"{job.folder} holds the results of other settings or data and output.overwrite is false; "
-                    f"choose another output.folder, or use --fresh to replace them"
-                )
-        _rehearse(job)
-        record = Record(place, _opening(job, command))
-        record.write()
-        _clear(job.folder)
-        began = time.monotonic()
-        try:
-            summary = _stages(job, record, listener)
-        except BaseException as error:
-            with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
-                record.write(
-                    status="failed" if isinstance(error, Exception) else "interrupted",
-                    error=f"{type(error).__name__}: {error}",
-                    ended=_now(),
-                )
-            raise
-        summary["seconds"] = round(time.monotonic() - began, 3)
-        record.write(status="succeeded", stage=None, ended=_now(), seconds=summary["seconds"], summary=summary)
+    opened = RunFolder.open(config, name=name, command=command, fresh=fresh, listener=listener)
+    with blas_threads(config.model.threads), opened as folder:
+        current = [folder.is_current(stage, job.inputs[stage], job.outputs[stage]) for stage in job.inputs]
+        if all(current) and folder.known.get("status") == "succeeded":
+            return {**folder.known["summary"], "reused": True}
+        if not current[1]:
+            _rehearse(job)
+        with Workers(config.cluster, listener) as workers:
+            stages = _Stages(job, folder, workers, listener)
+            for stage in job.inputs:
+                work = functools.partial(stages.told_work, stage)
+                folder.stage(stage, inputs=job.inputs[stage], outputs=job.outputs[stage], work=work)
+        summary = folder.stages["report"]["result"]
+        summary["seconds"] = round(sum(folder.stages[stage]["seconds"] for stage in folder.done_now), 3)
+        folder.write(summary=summary)
     return {**summary, "reused": False}
 
 
 def _prepare(config: Config, name: str) -> Job:
     """Read and check everything; whatever is wrong with settings or data is said here."""
-    folder = Path(config.output.folder or f"runs/{name}")
-    if "://" in str(config.output.folder):
-        raise ConfigError(f"output.folder {config.output.folder} is not local; a run folder lies on a local disk")
-    rows = tables.load(config.data)
     resolved = config.resolved(MCEClassifier().get_params())
-    return Job(name, folder, config, resolved, rows, _attempts(config, len(rows.feature_names)))
+    found = tables.checked(config.data)
+    return Job(name, config, resolved, found, _attempts(config, found))
 
 
-def _stages(job: Job, record: Record, listener: Listener) -> dict[str, Any]:
-    rows, config_text = job.rows, _yaml(job.resolved)
-    record.place.write("config.yaml", config_text.encode())
-    with record.stage("learn"), (job.folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
-        for attempt in job.attempts:
-            listener.start(attempt.name)
-            attempt.model.fit(rows.X_train, rows.y_train, callback=_logger(lines.write, attempt.name, listener))
-            if attempt.given is not None:
-                attempt.given.fit(rows.X_train, rows.y_train)
-    with record.stage("evaluate"):
-        for attempt in job.attempts:
-            attempt.metrics = _evaluate(attempt.model, rows)
-            if attempt.given is not None:
-                attempt.metrics_given = _evaluate(attempt.given, rows)
-        best = min(job.attempts, key=lambda attempt: attempt.objective)
-        summary = _summary(job, best)
-        record.place.write("metrics.json", _json({**best.metrics, "starts": summary["starts"]}))
-    with record.stage("save"):
-        best.model.save(str(job.folder / "model.zarr"))
-    with record.stage("report"):
-        page = report.build(
-            job,
-            best,
-            config_text=config_text,
-            learn_seconds=record.stages["learn"],
-            footer=f"kme-dist {metadata.version('kme-dist')} · {record.facts['started']} · "
-            f"configuration {record.facts['digests']['config'][:12]}",
-        )
-        record.place.write("report.html", page.encode())
-    return summary
-
-
-def _attempts(config: Config, n_features: int) -> list[Attempt]:
-    """An estimator for every starting point, and the same one without learning to compare it with."""
+def _attempts(config: Config, found: Dataset | tables.Tables | None) -> list[Attempt]:
+    """The settings of the estimator for every starting point."""
     arguments = config.estimator_arguments()
-    if arguments.get("kernel") is not None:
-        arguments["kernel"] = kernels.from_config(arguments["kernel"], n_features=n_features)
-    else:
+    n_features = len(found.feature_names) if found is not None else None
+    if arguments.get("kernel") is None:
         arguments.pop("kernel", None)
+    elif n_features is not None:
+        arguments["kernel"] = kernels.from_config(arguments["kernel"], n_features=n_features)
     if not config.learn.starts:
-        return [Attempt("", None, MCEClassifier(**arguments))]
-    attempts = []
-    for start in config.learn.starts:
-        own = {**arguments, **_start_arguments(config, start, n_features)}
-        as_given = {**own, "steps": 0, "refit_regularization": False}
-        attempts.append(Attempt(start.name, MCEClassifier(**as_given), MCEClassifier(**own)))
-    return attempts
+        return [Attempt("", arguments, "")]
+    if n_features is None:
+        raise ConfigError("learn.starts goes with tables that fit in memory; leave it out for larger ones")
+    return [
+        Attempt(start.name, {**arguments, **_start_arguments(config, start, n_features)}, f"starts/{number}")
+        for number, start in enumerate(config.learn.starts)
+    ]
 
 
 def _start_arguments(config: Config, start: Start, n_features: int) -> dict[str, Any]:
@@ -228,154 +204,298 @@ def _start_arguments(config: Config, start: Start, n_features: int) -> dict[str,
 
 def _rehearse(job: Job) -> None:
     """One step on a few rows: a setting that cannot work is found before anything stored is touched."""
-    X, y = job.rows.X_train, job.rows.y_train
+    if job.found is None:
+        return
+    rows = job.found if isinstance(job.found, tables.Tables) else tables.sample(job.found, 1000)
+    X, y = rows.X_train, rows.y_train
     few = np.concatenate([np.flatnonzero(y == label)[:ROWS_TO_REHEARSE] for label in np.unique(y)])
+    if len(np.unique(y[few])) < 2:
+        return
     for attempt in job.attempts:
-        settings = attempt.model.get_params()
-        MCEClassifier(**{**settings, "steps": min(settings["steps"], 1)}).fit(X[few], y[few])
+        model = MCEClassifier(**attempt.settings)
+        model.set_params(steps=min(model.steps, 1), solver="auto", centres=None).fit(X[few], y[few])
 
 
-def _evaluate(model: Any, rows: tables.Tables) -> dict[str, Any]:
-    return measure(rows.y_test, model.predict_proba(rows.X_test), model.classes_)
+class _Stages:
+    """The work of every stage; each returns plain data for run.json."""
+
+    def __init__(self, job: Job, folder: RunFolder, workers: Workers, listener: Listener) -> None:
+        self.job, self.folder, self.workers, self.listener = job, folder, workers, listener
+        self.config = job.config
+        self.told: Telemetry
+
+    def told_work(self, stage: str) -> dict[str, Any]:
+        """Do a stage, and tell the dashboard and the log how it goes."""
+        cluster = self.workers.executor if stage in OVER_WORKERS else None
+        log = self.folder.path / "log.jsonl"
+        with telemetry(cluster, run=self.job.name, stage=stage, pipeline=self.job.name, log=log) as self.told:
+            result: dict[str, Any] = getattr(self, stage)()
+        return result
+
+    # --- ingest ------------------------------------------------------------------------------------
+
+    def ingest(self) -> dict[str, Any]:
+        self.folder.facts |= {
+            "seeds": {"split": self.job.resolved["data"]["split_seed"], "learn": self.job.resolved["learn"]["seed"]},
+            "digests": {"config": digest({**self.job.resolved, "output": None, "cluster": None})},
+        }
+        client = getattr(self.workers.executor, "client", None) if self.job.found is None else None
+        dest = self.folder.path / "data.zarr"
+        data = tables.stored(self.config.data, dest, self.job.found, client=client, progress=self.listener.progress)
+        assert data.classes is not None
+        facts = {
+            "path": data.path,
+            "digest": data_digest(data),
+            "train_rows": data.split_rows("train"),
+            "test_rows": data.split_rows("test"),
+            "features": data.features,
+            "classes": len(data.classes),
+        }
+        self.listener.say(
+            f"{self.job.name}: {facts['train_rows']:,} training rows, {facts['test_rows']:,} test rows, "
+            f"{facts['features']} features, {facts['classes']} classes"
+        )
+        return facts
+
+    @cached_property
+    def data(self) -> Dataset:
+        return open_dataset(self.folder.stages["ingest"]["result"]["path"])
+
+    # --- learn -------------------------------------------------------------------------------------
+
+    def recipe(self, settings: Mapping[str, Any]) -> Recipe:
+        """What the estimator would do with these settings, and what a config adds to them."""
+        model = MCEClassifier(**settings)
+        start = kernels.from_config(model.kernel, n_features=self.data.features)
+        learn, fit = self.config.learn, self.config.fit
+        further = {key: getattr(fit, key) for key in ("centre_choice", "tolerance", "tile_rows") if hasattr(fit, key)}
+        memory = getattr(fit, "memory", None)
+        return replace(
+            model._recipe(start, model._seed()),
+            batches_per_step=learn.batches_per_step,
+            local_steps=learn.local_steps if learn.mode == "local" else None,
+            schedule=cosine_decay if learn.schedule == "cosine" else None,
+            train_share=learn.train_share if "train_share" in learn.model_fields_set else None,
+            backend=backend_of(self.workers.executor, model.backend),
+            fit={key: value for key, value in further.items() if value is not None}
+            | ({"memory": parse_bytes(memory)} if isinstance(memory, str) else {}),
+        )
+
+    def learn(self) -> dict[str, Any]:
+        self.folder.remove(*OUT_OF_DATE)
+        self.folder.place.write("config.yaml", to_yaml(self.job.resolved).encode())
+        wanted = digest(self.job.inputs["learn"])[:16]
+        known = self.folder.path / "checkpoints"
+        for other in known.iterdir() if known.exists() else ():
+            if other.name != wanted or self.folder.fresh:
+                self.folder.remove(f"checkpoints/{other.name}")
+        if not (known / wanted).exists():
+            self.folder.remove("metrics.jsonl")
+        attempts = []
+        with MetricsFile(self.folder.path / "metrics.jsonl") as lines:
+            for number, attempt in enumerate(self.job.attempts):
+                self.listener.start(attempt.name)
+
+                def step(record: dict[str, Any], start: str = attempt.name) -> None:
+                    lines.write({"start": start, **record} if start else record)
+                    self.listener.step(record)
+                    self.told.step(record)
+
+                def checkpoints(objective: str, number: int = number) -> Checkpoints:
+                    settings = self.config.learn
+                    return Checkpoints(
+                        known / wanted / f"{number}-{objective}",
+                        every_steps=settings.checkpoint_steps,
+                        every_s=settings.checkpoint_seconds,
+                        keep=settings.checkpoints_kept,
+                    )
+
+                found = learn_candidates(
+                    self.data,
+                    self.recipe(attempt.settings),
+                    executor=self.workers.executor,
+                    split="train",
+                    checkpoints=checkpoints,
+                    callback=step,
+                )
+                attempts.append(
+                    [{"name": c.name, "kernel": c.kernel.to_config(), "lam": c.regularization} for c in found]
+                )
+            if not lines.read():
+                (self.folder.path / "metrics.jsonl").touch()
+        return {"attempts": attempts}
+
+    def candidates(self) -> list[list[Candidate]]:
+        """What the learning has found, with the records it has left."""
+        lines = MetricsFile(self.folder.path / "metrics.jsonl").read()
+        return [
+            [
+                Candidate(
+                    stored["name"],
+                    kernels.from_config(stored["kernel"]),
+                    float(stored["lam"]),
+                    [
+                        line
+                        for line in lines
+                        if line.get("phase") == stored["name"] and line.get("start", "") == attempt.name
+                    ],
+                )
+                for stored in found
+            ]
+            for attempt, found in zip(self.job.attempts, self.folder.stages["learn"]["result"]["attempts"], strict=True)
+        ]
+
+    # --- fit ---------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, Any]:
+        self.folder.remove(*OUT_OF_DATE)
+        facts = []
+        for attempt, candidates in zip(self.job.attempts, self.candidates(), strict=True):
+            attempt.model, trained = self._fitted(attempt.settings, candidates)
+            facts.append(_facts(trained))
+            if attempt.folder:
+                start = self.recipe(attempt.settings)
+                given = [Candidate("given", start.kernel, start.regularization)]
+                attempt.given, _ = self._fitted(attempt.as_given, given)
+                attempt.given.save(self.folder.path / attempt.folder / "given.zarr")
+                attempt.model.save(self.folder.path / attempt.folder / "model.zarr")
+        best = min(range(len(facts)), key=lambda i: self.job.attempts[i].objective)
+        self.job.attempts[best].model.save(self.folder.path / "model.zarr")
+        return {"best": best, "fits": facts}
+
+    def _fitted(self, settings: Mapping[str, Any], candidates: list[Candidate]) -> tuple[Any, Trained]:
+        recipe = self.recipe(settings)
+        trained = fit_candidates(
+            self.data,
+            recipe,
+            candidates,
+            executor=self.workers.executor,
+            scratch=self.folder.path / "scratch",
+            split="train",
+            report=self.listener.say,
+        )
+        self.folder.remove("scratch")
+        return MCEClassifier(**settings).adopt(self.data, recipe, trained, split="train"), trained
+
+    @property
+    def best(self) -> int:
+        return int(self.folder.stages["fit"]["result"]["best"])
+
+    # --- predict and evaluate ----------------------------------------------------------------------
+
+    def _models(self) -> list[tuple[str, str]]:
+        """Every stored model and where its predictions of the test rows go; the one that was kept comes first."""
+        compared = [
+            (f"{a.folder}/{which}.zarr", f"{a.folder}/{which}-predictions.zarr")
+            for a in self.job.attempts
+            if a.folder
+            for which in ("given", "model")
+        ]
+        return [("model.zarr", "predictions.zarr"), *compared]
+
+    def predict(self) -> dict[str, Any]:
+        settings = self.config.predict
+        needed = [*settings.outputs, *(o for o in ("label", "probability") if o not in settings.outputs)]
+        own = settings.model_copy(update={"outputs": needed, "format": "zarr", "top_k": settings.top_k})
+        found = {}
+        for model, out in self._models():
+            model_path, out_path = str(self.folder.path / model), str(self.folder.path / out)
+            task = predict.Job(self.job.name, model_path, self.data.path, out_path, "test", own)
+            found[out] = self._predicted(task)
+        if settings.data is not None:
+            found["data"] = self._predicted(predict.job_of(self.config, self.job.name))
+        return found
+
+    def _predicted(self, task: predict.Job) -> dict[str, Any]:
+        chunk = open_dataset(task.data).chunk_rows if task.data == self.data.path else CHUNK_ROWS
+
+        def progress(stage: str, done: int, total: int | None) -> None:
+            self.listener.progress(stage, done, total)
+            self.told.chunks(-(-done // chunk), 0, -(-(total or done) // chunk), done)
+
+        return predict.run_job(
+            task,
+            self.config.cluster,
+            fresh=self.folder.fresh,
+            overwrite=True,
+            listener=replace(self.listener, progress=progress),
+            executor=self.workers.executor,
+        )
+
+    def evaluate(self) -> dict[str, Any]:
+        measured = {
+            out: evaluate.evaluate(self.folder.path / out, self.data, split="test", executor=self.workers.executor)
+            for _, out in self._models()
+        }
+        best = measured["predictions.zarr"]
+        self.folder.place.write("metrics.json", to_json(best))
+        return {"metrics": measured}
+
+    # --- report ------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        measured = self.folder.stages["evaluate"]["result"]["metrics"]
+        for attempt in self.job.attempts:
+            place = self.folder.path / attempt.folder
+            attempt.model = load(place / "model.zarr")
+            attempt.metrics = measured["predictions.zarr"]
+            if attempt.folder:
+                attempt.given = load(place / "given.zarr")
+                attempt.metrics = measured[f"{attempt.folder}/model-predictions.zarr"]
+                attempt.metrics_given = measured[f"{attempt.folder}/given-predictions.zarr"]
+        best = self.job.attempts[self.best]
+        facts = self.folder.stages["ingest"]["result"]
+        rows = self.job.found if isinstance(self.job.found, tables.Tables) else tables.sample(self.data, ROWS_TO_DRAW)
+        page = report.build(
+            self.job,
+            best,
+            rows,
+            counts=(facts["train_rows"], facts["test_rows"]),
+            config_text=to_yaml(self.job.resolved),
+            learn_seconds=self.folder.stages["learn"]["seconds"],
+            footer=f"kme-dist {metadata.version('kme-dist')} · {self.folder.facts['started']} · "
+            f"configuration {digest({**self.job.resolved, 'output': None, 'cluster': None})[:12]}",
+        )
+        self.folder.place.write("report.html", page.encode())
+        return self._summary(best)
+
+    def _summary(self, best: Attempt) -> dict[str, Any]:
+        facts = self.folder.stages["ingest"]["result"]
+        path = self.folder.path
+        return {
+            "status": "succeeded",
+            "folder": str(path),
+            "report": str(path / "report.html"),
+            "model": str(path / "model.zarr"),
+            "predictions": str(path / "predictions.zarr"),
+            **{key: best.metrics[key] for key in HEADLINES},
+            **{key: facts[key] for key in ("train_rows", "test_rows", "features", "classes")},
+            "steps": sum(len(attempt.model.history_) for attempt in self.job.attempts),
+            "objective": str(best.model.objective_),
+            "solver": str(best.model.solver_),
+            "regularization": float(best.model.regularization_),
+            "starts": [
+                {
+                    "name": attempt.name,
+                    "accuracy_before": attempt.metrics_given["accuracy"],
+                    "accuracy": attempt.metrics["accuracy"],
+                    "objective": attempt.objective,
+                    "regularization": float(attempt.model.regularization_),
+                }
+                for attempt in self.job.attempts
+                if attempt.given is not None
+            ],
+        }
 
 
-def _summary(job: Job, best: Attempt) -> dict[str, Any]:
-    return {
-        "status": "succeeded",
-        "folder": str(job.folder),
-        "report": str(job.folder / "report.html"),
-        "model": str(job.folder / "model.zarr"),
-        **{key: best.metrics[key] for key in HEADLINES},
-        "train_rows": len(job.rows.y_train),
-        "test_rows": len(job.rows.y_test),
-        "features": len(job.rows.feature_names),
-        "classes": len(best.model.classes_),
-        "steps": sum(len(attempt.model.history_) for attempt in job.attempts),
-        "objective": str(best.model.objective_),
-        "regularization": float(best.model.regularization_),
-        "starts": [
-            {
-                "name": attempt.name,
-                "accuracy_before": attempt.metrics_given["accuracy"],
-                "accuracy": attempt.metrics["accuracy"],
-                "objective": attempt.objective,
-                "regularization": float(attempt.model.regularization_),
-            }
-            for attempt in job.attempts
-            if attempt.given is not None
-        ],
-    }
+def _stored(candidate: Candidate) -> dict[str, Any]:
+    return {"name": candidate.name, "kernel": candidate.kernel.to_config(), "lam": candidate.regularization}
 
 
-def _logger(write: Callable[[str], Any], start_name: str, listener: Listener) -> Callable[[dict[str, Any]], None]:
-    def log(step: dict[str, Any]) -> None:
-        line = {"start": start_name, **step} if start_name else step
-        write(json.dumps(line, default=float) + "\n")
-        listener.step(step)
-
-    return log
-
-
-# ------------------------------------------------------------------------------------------------
-# The run folder
-
-
-def describe_run(folder: Path) -> dict[str, Any]:
-    """What `kme-dist inspect` says about a run folder."""
-    try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptError(f"{folder / 'run.json'} is not readable as JSON ({error}); run it again") from None
-    if not isinstance(facts, dict) or facts.get("format") != RUN_FORMAT:
-        raise DataError(f"{folder / 'run.json'} does not belong to a run of kme-dist")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {"path": str(folder), "bytes": sum(path.stat().st_size for path in files), **facts}
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"output.folder {folder} cannot be made ({error.strerror}); choose another") from None
-    return folder
-
-
-def _earlier(folder: Path) -> dict[str, Any] | None:
-    """run.json of an earlier run; refuses a folder that holds something else."""
-    try:
-        known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder} is not empty and holds no run.json, so it is not a run folder; "
-                f"choose another output.folder, or move its content away"
-            ) from None
-        return None
-    except ValueError:
-        known = {}
-    if not isinstance(known, dict) or known.get("format") != RUN_FORMAT:
-        raise ConfigError(f"{folder / 'run.json'} was not written by this kind of run; choose another output.folder")
-    return known
-
-
-def _is_current(earlier: dict[str, Any], job: Job) -> bool:
-    return (
-        earlier.get("status") == "succeeded"
-        and earlier.get("digests") == job.digests
-        and earlier.get("versions", {}).get("kme-dist") == metadata.version("kme-dist")
-        and all((job.folder / output).exists() for output in OUTPUTS)
-    )
-
-
-def _clear(folder: Path) -> None:
-    """Remove the results of an earlier run. run.json already says that a new one is going on."""
-    for output in OUTPUTS:
-        path = folder / output
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _opening(job: Job, command: str) -> dict[str, Any]:
-    packages = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "zarr", "matplotlib")
-    return {
-        "format": RUN_FORMAT,
-        "name": job.name,
-        "status": "running",
-        "command": command,
-        "started": _now(),
-        "host": platform.node(),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: metadata.version(package) for package in packages},
-        },
-        "seeds": {"split": job.resolved["data"]["split_seed"], "learn": job.resolved["learn"]["seed"]},
-        "digests": job.digests,
-    }
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, default=float) + "\n").encode()
-
-
-def _yaml(sections: dict[str, dict[str, Any]]) -> str:
-    """One key per line, lists and mappings in one line each."""
-    lines = []
-    for section, keys in sections.items():
-        lines.append(f"{section}:")
-        for key, value in keys.items():
-            text = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
-            lines.append(f"  {key}: {text.splitlines()[0]}")
-    return "\n".join(lines) + "\n"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def _facts(trained: Trained) -> dict[str, Any]:
+    fit = trained.fit
+    names = ("solver", "reason", "regularization", "loss", "residual", "iterations", "seconds", "bytes", "rows")
+    return {"objective": trained.best.name, "losses": trained.losses, **{name: getattr(fit, name) for name in names}}
 
 
 if __name__ == "__main__":

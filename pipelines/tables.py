@@ -1,30 +1,174 @@
-"""The rows of a run: read, checked, and divided into training and test rows.
+"""The rows of a run: read, checked, divided into training and test rows, and stored as a data set.
 
-    tables = load(config.data)
+    data = stored(config.data, folder / "data.zarr", checked(config.data))   # with the parts `train` and `test`
+    tables = load(config.data)                            # the same rows in memory
     tables.X_train, tables.y_train, tables.X_test, tables.y_test, tables.feature_names
 
-Everything that is wrong with the data is said here, before any computing starts: which row and
-column holds a missing value, which label the training rows do not have, which column does not exist.
+A data set that comes with both parts is used where it lies. Everything that is wrong with the data is said here, before
+any computing starts: which row and column holds a missing value, which label the training rows do not have, which
+column does not exist.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from sklearn.model_selection import train_test_split
 
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
-from kme_dist.data.ingest import read_table
+from kme_dist.data.ingest import ingest, read_table
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from kme_dist.config import DataConfig
+
+
+IN_MEMORY_BYTES = 512 << 20  # larger sources are streamed, and divided on the way
+WHOLE_FILE_BYTES = 256 << 20  # larger files are known by size and time, not by content
+PARTS = frozenset({"train", "test"})
+
+
+def fingerprint(settings: DataConfig) -> str:
+    """Changes when the settings change, or what lies at the sources."""
+    sha = hashlib.sha256(settings.model_dump_json().encode())
+    for source in filter(None, (settings.source, settings.test_source)):
+        if not source.startswith("sklearn:"):
+            sha.update(_fingerprint(source).encode())
+    return sha.hexdigest()
+
+
+def _fingerprint(source: str) -> str:
+    if (data := _dataset(source)) is not None:
+        return hashlib.sha256(str(data.attributes["digests"]).encode()).hexdigest()
+    place = Place.of(source)
+    if not place.is_local:
+        return ""
+    sha = hashlib.sha256()
+    for file in sorted(place.path.rglob("*")) if place.path.is_dir() else [place.path]:
+        if file.is_file():
+            facts = file.stat()
+            sha.update(f"{file.relative_to(place.path)} {facts.st_size}".encode())
+            if facts.st_size > WHOLE_FILE_BYTES:
+                sha.update(f"{facts.st_mtime_ns}".encode())
+            else:
+                with file.open("rb") as stream:
+                    sha.update(hashlib.file_digest(stream, "sha256").digest())
+    return sha.hexdigest()
+
+
+def checked(settings: DataConfig) -> Dataset | Tables | None:
+    """What can be known before anything is stored: the data set that is used where it lies, or the rows of a table.
+
+    None stands for a source that is too large to look at beforehand.
+    """
+    data = _dataset(settings.source)
+    if data is not None and in_place(settings, data):
+        return data
+    return None if _bytes(settings.source, data) > IN_MEMORY_BYTES else load(settings)
+
+
+def stored(
+    settings: DataConfig,
+    dest: Path,
+    found: Dataset | Tables | None,
+    *,
+    client: Any = None,
+    progress: Callable[[str, int, int | None], None] | None = None,
+) -> Dataset:
+    """The data set of a run, with its parts `train` and `test`: the source itself, or a copy at `dest`.
+
+    `found` is what `checked` has returned.
+    """
+    if isinstance(found, Dataset):
+        return found
+    if found is None:
+        return _streamed(settings, dest, client, progress)
+    rows = found
+    label = "target" if "target" not in rows.feature_names else "target of the run"
+    columns = dict(zip(rows.feature_names, np.concatenate([rows.X_train, rows.X_test]).T, strict=True))
+    table = pa.table({**columns, label: np.concatenate([rows.y_train, rows.y_test]).tolist()})
+    train = len(rows.y_train)
+    return ingest(
+        table,
+        dest,
+        label=label,
+        split=f"train=0:{train},test={train}:{table.num_rows}",
+        task="classification",
+        one_hot=(),
+        dtype="float64",
+        overwrite=True,
+        progress=progress,
+    )
+
+
+def sample(data: Dataset, limit: int) -> Tables:
+    """At most `limit` rows of either part, the first ones, to look at and to draw."""
+    assert data.classes is not None
+    labels = np.asarray(data.classes)
+    parts = []
+    for part in ("train", "test"):
+        spans, room = [], limit
+        for start, stop in data.ranges(part):
+            stop = min(stop, start + room)
+            spans.append(data.read_rows(start, stop))
+            room -= stop - start
+        X = np.concatenate([X.reshape(len(X), -1) for X, _ in spans]).astype(np.float64)
+        parts += [X, labels[np.concatenate([y for _, y in spans if y is not None])]]
+    return Tables(*parts, feature_names=list(data.feature_names))
+
+
+def in_place(settings: DataConfig, data: Dataset) -> bool:
+    """Whether a data set is used where it lies: it has both parts, and nothing else is asked for."""
+    own_label = settings.label is None or settings.label == data.label
+    plain = settings.test_source is None and settings.features is None and settings.missing is None
+    return settings.stored_split and set(data.splits) >= PARTS and plain and own_label and data.classes is not None
+
+
+def _bytes(source: str, data: Dataset | None) -> int:
+    if data is not None:
+        return data.rows * data.features * 8
+    place = Place.of(source)
+    if source.startswith("sklearn:") or not place.is_local:
+        return 0
+    files = place.path.rglob("*") if place.path.is_dir() else [place.path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> Dataset:
+    """Larger than memory: read, shuffled, divided and stored in one go."""
+    if settings.test_source is not None:
+        raise ConfigError(
+            f"data.test_source goes with tables that fit in memory, and {settings.source} is larger than "
+            f"{IN_MEMORY_BYTES >> 20} MiB; put both into one data set with `kme-dist ingest --split-column`"
+        )
+    options: dict[str, Any] = {"label": settings.label, "task": "classification", "client": client}
+    if settings.features is not None:
+        options["features"] = tuple(settings.features)
+    if settings.missing is not None:
+        options["missing"] = settings.missing
+    share = settings.test_fraction
+    data = ingest(
+        settings.source,
+        dest,
+        shuffle=settings.split_seed,
+        split={"train": 1 - share, "test": share},
+        stratify=settings.stratify,
+        overwrite=True,
+        progress=progress,
+        **options,
+    )
+    if data.classes is None:
+        raise ConfigError(f"data.label is missing: name the column of {settings.source} that holds the classes")
+    return data
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
 import numpy as np
 import pytest
+from distributed import Client, LocalCluster
 
 from kme_dist import kernels
 from kme_dist.cli import execute
+from kme_dist.cluster import versions
 from kme_dist.config import load_config
+from kme_dist.core import features
 from kme_dist.data.ingest import ingest
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import ConfigError
-from kme_dist.pipelines import learn, plan
+from kme_dist.pipelines import doctor, learn, plan
+from kme_dist.pipelines import run as runs
+from kme_dist.pipelines.progress import StepProgress, rate_in_words
 
 CONFIG = """
 data: {{source: {source}}}
@@ -123,3 +129,106 @@ def test_the_commands_print_json(config, capsys):
     assert json.loads(capsys.readouterr().out)["steps"] == 5
     assert execute(["plan", str(config), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"] == 10
+
+
+# --- modes ------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_learned_and_resumed_by_the_command(config, tmp_path):
+    local = ["learn.mode=local", "learn.steps=8", "learn.local_steps=2"]
+    first = learn.run(load_config(config, local), name="small")
+    assert (first["steps"], first["steps_now"]) == (8, 8)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    longer = learn.run(load_config(config, [*local, "learn.steps=12"]), name="small")
+    assert (longer["steps"], longer["steps_now"]) == (12, 4)
+    assert load_arrays(tmp_path / "run" / "learned.zarr")[1]["mode"] == "local"
+    facts = plan.run(load_config(config, local), calibrate=False)
+    assert (facts["mode"], facts["rounds"], facts["tasks"]) == ("local", 4, 16)
+
+
+def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path):
+    full = ["learn.mode=full", "model.features={name: random_fourier, features: 8}", "model.dtype=float64"]
+    summary = learn.run(load_config(config, [*full, "learn.steps=6"]), name="small")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["objective"] < lines[0]["objective"]
+    arrays, attributes = load_arrays(tmp_path / "run" / "learned.zarr")
+    stored = {name.removeprefix("features/"): a for name, a in arrays.items() if name.startswith("features/")}
+    again = features.from_config(attributes["features"], n_features=data.features, arrays=stored)
+    assert summary["features"] == attributes["features"]
+    X = np.linspace(0, 1, 6).reshape(2, 3)
+    start = features.from_config({"name": "random_fourier", "features": 8}, n_features=3, seed=1)
+    assert again.forward(X).shape == start.forward(X).shape
+    assert not np.allclose(again.forward(X), start.forward(X)), "they have moved"
+    facts = plan.run(load_config(config, full))
+    assert (facts["mode"], facts["features_cached"], facts["rows"]) == ("full", True, 800)
+    assert facts["estimated_seconds"] >= 0
+    assert (
+        plan.run(load_config(config, [*full, "learn.feature_cache=1kB"]), calibrate=False)["features_cached"] is False
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (["learn.mode=full"], r"model\.features is missing"),
+        (["model.features=identity"], "explicit features are learned with full"),
+        (["learn.mode=full", "model.features=identity"], "have no parameters"),
+        (["learn.mode=full", "model.features=fourrier"], "feature map 'fourrier' is unknown"),
+        (["learn.mode=full", "model.objective=validation"], "full gradients are of rcb and erm"),
+        (["learn.mode=local", "learn.local_steps=2"], r"learn\.steps is 5, which is no multiple"),
+        (["learn.feature_cache=lots"], r"learn\.feature_cache is 'lots'"),
+        (["model.backend=cupy"], "no usable CUDA device"),
+    ],
+)
+def test_modes_that_do_not_go_together_are_refused(config, changes, line):
+    with pytest.raises(ConfigError, match=line):
+        learn.run(load_config(config, changes), name="small")
+
+
+# --- what a person sees -----------------------------------------------------------------------------
+
+
+def test_the_progress_line_has_all_that_a_person_asks_for(config):
+    shown = io.StringIO()
+    with StepProgress(shown) as progress:
+        learn.run(load_config(config), name="small", listener=runs.Listener(step=progress))
+    line = shown.getvalue().splitlines()[-1]
+    assert line.startswith("rcb: step 5/5")
+    for word in ("/s", "q ", "risk ", "r ", "lambda ", "gradient ", "rows/s", "waiting ", "ETA "):
+        assert f"  {word}" in line or word in ("/s", "rows/s"), word
+    assert re.search(r"[\d,]+ rows/s  waiting \d+%  ETA", line)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(10.0, "10.0 s/step"), (0.5, "2 steps/s"), (0.001, "1e+03 steps/s")])
+def test_slow_steps_are_counted_in_seconds(seconds, text):
+    assert rate_in_words(1 / seconds) == text
+
+
+# --- doctor -----------------------------------------------------------------------------------------
+
+
+def test_doctor_says_which_worker_differs_in_what(monkeypatch, capsys):
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=":0"
+        ) as cluster,
+        Client(cluster),
+    ):
+        address = cluster.scheduler_address
+        report = doctor.examine(scheduler=address)
+        assert (report["cluster"]["workers"], report["cluster"]["same_versions"]) == (1, True)
+        assert any("has 2 threads" in problem for problem in report["problems"])
+        theirs = {"tcp://w:1": {**versions(), "numpy": "1.0", "zarr": "2.0"}, "tcp://w:2": versions()}
+        monkeypatch.setattr(Client, "run", lambda *a, **k: theirs)
+        assert execute(["doctor", "--scheduler", address, "--json"]) == 2
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["cluster"]["same_versions"] is False
+        assert "worker tcp://w:1 has numpy 1.0, this process has" in printed.err
+        assert "worker tcp://w:1 has zarr 2.0" in printed.err
+        assert "tcp://w:2" not in printed.err
+
+
+def test_doctor_reaches_nobody_in_the_clear_from_afar(capsys):
+    assert execute(["doctor", "--scheduler", "tcp://10.1.2.3:8786", "--quiet"]) == 2
+    assert "cluster.insecure: true" in capsys.readouterr().err

@@ -23,8 +23,9 @@ from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, NumericalError, RetryError
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.evaluate import measure
+from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.progress import StepProgress
-from kme_dist.pipelines.run import Listener, run
+from kme_dist.pipelines.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -36,6 +37,9 @@ def quick(folder, **changes):
         "data": {"source": "sklearn:iris", "features": [2, 3], **changes.pop("data", {})},
         "model": {"objective": "rcb", **changes.pop("model", {})},
         "learn": {"steps": 5, **changes.pop("learn", {})},
+        "fit": changes.pop("fit", {}),
+        "predict": changes.pop("predict", {}),
+        "cluster": {"kind": "serial", **changes.pop("cluster", {})},
         "output": {"folder": str(folder), **changes.pop("output", {})},
     }
     assert not changes
@@ -220,7 +224,7 @@ def test_a_run_writes_everything_and_says_so_last(finished):
     folder, summary, steps = finished
     record = json.loads((folder / "run.json").read_text())
     assert record["status"] == "succeeded"
-    assert set(record["stages_seconds"]) == {"learn", "evaluate", "save", "report"}
+    assert set(record["stages_seconds"]) == {"ingest", "learn", "fit", "predict", "evaluate", "report"}
     assert record["seeds"] == {"split": 0, "learn": 0}
     assert len(steps) == summary["steps"] == 5
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -299,6 +303,83 @@ def test_a_run_is_repeated_when_anything_differs(tmp_path, no_pictures):
     assert again(steps=6), "an earlier run that was killed"
 
 
+def test_only_what_changed_is_done_again(tmp_path, no_pictures):
+    folder = tmp_path / "run"
+
+    def done(**changes):
+        before = stages(folder)
+        run(quick(folder, **changes), name="x")
+        return [name for name, facts in stages(folder).items() if facts != before.get(name)]
+
+    def stages(folder):
+        return json.loads((folder / "run.json").read_text())["stages"] if folder.exists() else {}
+
+    assert done() == ["ingest", "learn", "fit", "predict", "evaluate", "report"]
+    assert done(fit={"refit_regularization": False}) == ["fit", "predict", "evaluate", "report"]
+    assert done(fit={"refit_regularization": False}, predict={"outputs": ["label", "decision"]}) == [
+        "predict",
+        "evaluate",
+        "report",
+    ]
+    assert done(learn={"steps": 6}) == ["learn", "fit", "predict", "evaluate", "report"]
+
+
+def test_workers_make_the_run_of_a_single_process(finished, tmp_path, no_pictures):
+    folder, summary, _ = finished
+    over = run(quick(tmp_path / "over", cluster={"kind": "local", "workers": 2, "dashboard": False}), name="quick")
+    same = ("accuracy", "log_loss", "regularization", "steps", "solver")
+    assert {key: over[key] for key in same} == {key: summary[key] for key in same}
+    mine, theirs = (kme_dist.load(place / "model.zarr").embedding_.weights for place in (tmp_path / "over", folder))
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_predictions_of_the_test_rows_are_stored_with_their_rows(finished):
+    folder, summary, _ = finished
+    found = kme_dist.open_predictions(folder / "predictions.zarr")
+    truth = kme_dist.open_dataset(folder / "data.zarr").read("test")[1]
+    assert found.rows == summary["test_rows"] == 30
+    assert (found.read("label", 0, 30) == truth).mean() == summary["accuracy"]
+
+
+def test_a_run_goes_on_from_its_checkpoint_after_a_kill(tmp_path, no_pictures):
+    class Stop(BaseException):
+        pass
+
+    def stop(step):
+        if step["step"] == 8:
+            raise Stop
+
+    settings = {"learn": {"steps": 12, "checkpoint_steps": 1}}
+    whole = run(quick(tmp_path / "whole", **settings), name="x")
+    with pytest.raises(Stop):
+        run(quick(tmp_path / "cut", **settings), name="x", listener=Listener(step=stop))
+    seen = []
+    resumed = run(quick(tmp_path / "cut", **settings), name="x", listener=Listener(step=seen.append))
+    assert seen[0]["step"] >= 8, "what was learned is not learned again"
+    assert resumed["regularization"] == whole["regularization"]
+    lines = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, 13)), "every step is on record once"
+
+
+def test_a_data_set_with_both_parts_is_used_where_it_lies(tmp_path, no_pictures):
+    rows = tables.load(DataConfig(source="sklearn:iris"))
+    X, y = np.concatenate([rows.X_train, rows.X_test]), np.concatenate([rows.y_train, rows.y_test])
+    place = str(tmp_path / "iris.zarr")
+    ingest((X, y), place, task="classification", split="train=0:120,test=120:150")
+    summary = run(quick(tmp_path / "run", data={"source": place, "features": None}), name="x")
+    assert summary["test_rows"] == 30
+    assert not (tmp_path / "run" / "data.zarr").exists()
+
+
+def test_a_table_larger_than_memory_is_streamed(tmp_path, no_pictures, monkeypatch):
+    monkeypatch.setattr(tables, "IN_MEMORY_BYTES", 100)
+    source = write_csv(tmp_path / "t.csv", GOOD * 5)
+    settings = {"source": source, "label": "kind", "features": None, "stratify": True}
+    summary = run(quick(tmp_path / "run", data=settings), name="x")
+    assert summary["train_rows"] + summary["test_rows"] == 100
+    assert summary["test_rows"] == 20
+
+
 def test_other_settings_do_not_replace_results_when_forbidden(finished):
     folder, _, _ = finished
     before = (folder / "run.json").read_bytes()
@@ -351,7 +432,8 @@ def test_a_killed_process_leaves_no_lock_and_no_finished_run(tmp_path, no_pictur
     program = (
         "import sys\n"
         "from kme_dist.config import load_config\n"
-        "from kme_dist.pipelines.run import Listener, run\n"
+        "from kme_dist.pipelines.folder import Listener\n"
+        "from kme_dist.pipelines.run import run\n"
         "config = load_config(sys.argv[1], ['output.folder=' + sys.argv[2], 'learn.steps=100000'])\n"
         "run(config, name='x', listener=Listener(step=lambda step: print(step['step'], flush=True)))\n"
     )

@@ -36,7 +36,9 @@ PICTURES = {
     "reliability": lambda: report.reliability_diagram(
         [{"low": 0.5, "high": 0.6, "rows": 3, "confidence": 0.55, "accuracy": 0.66}]
     ),
-    "abstention": lambda: report.abstention_curve(np.linspace(0.3, 1, 40), np.arange(40) % 7 > 0),
+    "coverage": lambda: report.risk_coverage_curve(
+        [{"coverage": (i + 1) / 40, "risk": i / 100, "entropy": i / 40} for i in range(40)]
+    ),
     "image": lambda: report.relevance_images({"a": np.arange(12.0), NASTY: np.ones(12)}, (3, 4)),
     "bars": lambda: report.relevance_bars(np.arange(30.0), [f"feature {i} {NASTY}" for i in range(30)]),
     "gallery": lambda: report.image_gallery(np.zeros((3, 12)), ["a", "b", NASTY], (3, 4)),

@@ -1,0 +1,197 @@
+"""The final fit: that the exact solvers agree, what the preconditioner and the centres are worth, and speed.
+
+python -m benchmarks.fit agree               cholesky, tiled and pcg on 5,000 rows
+python -m benchmarks.fit iterations          conjugate gradients on 20,000 rows of covtype, with and without help
+python -m benchmarks.fit centres             what centres leave unexplained, by how they were chosen
+python -m benchmarks.fit covtype             centres on all of covtype, against scikit-learn with as many
+
+The shared data sets are looked for in KME_DATA, or in ../shared/data beside the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import load_average, shared_data
+from kme_dist.backend import blas_threads
+from kme_dist.cluster import open_executor
+from kme_dist.config import ClusterConfig
+from kme_dist.core.kernels import Gaussian
+from kme_dist.data.dataset import open_dataset
+from kme_dist.data.ingest import ingest
+from kme_dist.run.blocks import Rows, Scratch, Task
+from kme_dist.run.fitting import fit_on_dataset
+from kme_dist.run.learn import median_length_scale
+from kme_dist.run.pcg import Preconditioner, default_rank, labels, make_panels, solve_blocks
+from kme_dist.run.pivots import CHOICES, choose_centres, unexplained
+from kme_dist.run.scaling import Scaling
+
+
+def workers(count=2):
+    return open_executor(ClusterConfig(workers=count, dashboard=False))
+
+
+def covtype(folder, kept):
+    """The data set, shuffled, nine tenths of it to fit on; made once where `kept` names a folder."""
+    place = Path(kept or folder) / "covtype.zarr"
+    if not place.exists():
+        ingest(shared_data() / "covtype.npz", place, label="y", shuffle=0, split="train=0.9,test=0.1")
+    return open_dataset(place)
+
+
+def median_kernel(data):
+    X = Scaling.of(data.split_statistics("train"), "unit").apply(data.read_rows(0, 20_000)[0], "float32")
+    return Gaussian(length_scale=np.full(data.features, median_length_scale(X, 0)))
+
+
+def agree(folder, rows):
+    rng = np.random.default_rng(0)
+    X = rng.random((rows, 6))
+    y = (2.5 * np.clip(X[:, 0] + 0.3 * np.sin(9 * X[:, 1]) + 0.1 * rng.normal(size=rows), 0, 1)).astype(int)
+    data = ingest((X, y), Path(folder) / "agree.zarr", dtype="float64")
+    kernel, exact = Gaussian(length_scale=np.full(6, 0.5)), None
+    print(f"{rows} rows, float64, regularization 1e-6", flush=True)
+    with workers() as executor:
+        for solver in ("cholesky", "tiled", "pcg"):
+            fit = fit_on_dataset(
+                data, kernel, 1e-6, solver=solver, retune=False, dtype="float64", executor=executor,
+                scratch=Path(folder) / "scratch", tolerance=1e-8,
+            )  # fmt: skip
+            V = fit.embedding.weights
+            exact = V if exact is None else exact
+            apart = np.linalg.norm(V - exact) / np.linalg.norm(exact)
+            print(
+                f"  {solver}: differs from cholesky by {apart:.1e}, residual {fit.residual:.1e}, "
+                f"{fit.iterations} iterations, {fit.seconds:.1f} s, {fit.bytes / 1e6:.0f} MB",
+                flush=True,
+            )
+
+
+def iterations(data, folder, rows, lam):
+    """Steps of preconditioned against plain conjugate gradients; the plain ones are stopped at four times as many."""
+    part = ingest(
+        tuple(a[:rows] for a in (data.read_rows(0, rows))), Path(folder) / "part.zarr", dtype="float32"
+    )  # fmt: skip
+    common = {"split": None, "scaling": "unit", "dtype": "float64"}
+    with workers() as executor:
+        task = Task(
+            Rows.of(part, **common), median_kernel(data), lam, False, 0.0, 0, 1e-6, executor,
+            Scratch.at(Path(folder) / "scratch"), None, 6 << 30, print,
+        )  # fmt: skip
+        panels = make_panels(task, "float64")
+        blocks = tuple(range(len(panels.blocks)))
+        Y = labels(panels, blocks)
+        began = time.perf_counter()
+        factor = Preconditioner.build(panels, task, default_rank(rows))
+        built = time.perf_counter() - began
+        _, steps, residual = solve_blocks(panels, task, blocks, Y, lam, 1e-6, factor)
+        print(
+            f"{rows} rows of covtype, regularization {lam:.0e}: {steps} steps to a residual of {residual:.1e} "
+            f"(rank {factor.rank} built in {built:.0f} s, in all {time.perf_counter() - began:.0f} s, "
+            f"tiles {'kept' if panels.cached else 'computed anew'}), load {load_average()}",
+            flush=True,
+        )
+        _, plain, left = solve_blocks(panels, task, blocks, Y, lam, 1e-6, None, most_steps=4 * steps)
+        print(f"  without the preconditioner: after {plain} steps a residual of {left:.1e}", flush=True)
+        panels.scratch.clear()
+
+
+def centres(data, rows, count):
+    scale = Scaling.of(data.split_statistics("train"), "unit")
+    X, kernel = scale.apply(data.read_rows(0, rows)[0], "float64"), median_kernel(data)
+    print(f"{rows} rows of covtype, {count} centres: share of the trace of K left unexplained", flush=True)
+    for how in CHOICES:
+        began = time.perf_counter()
+        chosen = choose_centres(kernel, X, count, how, 0)
+        seconds = time.perf_counter() - began
+        print(f"  {how}: {unexplained(kernel, X, X[chosen]):.2e} (chosen in {seconds:.1f} s)", flush=True)
+
+
+def _peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def against_sklearn(data, folder, count, rows, how, skip):
+    """The same rows, the same kernel, as many centres; two workers with a thread each against two threads."""
+    kernel = median_kernel(data)
+    X_test, y_test = data.read("test")
+    splits = data.split_rows("train")
+    part = data
+    if rows and rows < splits:
+        part = ingest(data.read_rows(0, rows), Path(folder) / "part.zarr", dtype="float32")
+    n = rows or splits
+    scale = Scaling.of(data.split_statistics("train"), "unit")
+    X_test = scale.apply(X_test, "float32")
+    print(f"{n} rows of covtype, {count} centres, median heuristic, load {load_average()}", flush=True)
+    with workers() as executor:
+        fit = fit_on_dataset(
+            part, kernel, 1e-6, solver="nystrom", centres=count, centre_choice=how, executor=executor, scaling=scale,
+            scratch=Path(folder) / "scratch", floor=1e-6, report=lambda line: print(f"  {line}", flush=True),
+        )  # fmt: skip
+        peak = max(executor.client.run(_peak_bytes).values())
+    accuracy = np.mean(fit.embedding.decision(X_test).argmax(axis=1) == y_test)
+    flops = n * count**2
+    print(
+        f"  kme-dist ({how}, {fit.facts['centres']} centres): {fit.seconds:.0f} s, test accuracy "
+        f"{100 * accuracy:.2f} %, leave-one-out log loss {fit.loss:.4f}, "
+        f"regularization {fit.regularization:.1e}, effective dimension "
+        f"{fit.facts['effective_dimension']:.0f}, residual {fit.residual:.1e}, worker memory at most "
+        f"{peak / 2**30:.2f} GiB; the products alone are {flops / 1e12:.1f} Tflop; load {load_average()}",
+        flush=True,
+    )
+    if skip:
+        return
+    from sklearn.kernel_approximation import Nystroem
+    from sklearn.linear_model import RidgeClassifier
+
+    X, y = part.read("train" if part is data else None)
+    X = scale.apply(X, "float32")
+    gamma = 0.5 / float(kernel.length_scale[0]) ** 2
+    with blas_threads(2):
+        began = time.perf_counter()
+        approximation = Nystroem(gamma=gamma, n_components=count, random_state=0)
+        ridge = RidgeClassifier().fit(approximation.fit_transform(X), y)
+        seconds = time.perf_counter() - began
+        parts = (X_test[i : i + 8192] for i in range(0, len(X_test), 8192))
+        theirs = np.mean(np.concatenate([ridge.predict(approximation.transform(part)) for part in parts]) == y_test)
+    print(
+        f"  scikit-learn: {seconds:.0f} s, test accuracy {100 * theirs:.2f} %, {_peak_bytes() / 2**30:.1f} GiB; "
+        f"kme-dist is {seconds / fit.seconds:.1f} times as fast; load {load_average()}",
+        flush=True,
+    )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=["agree", "iterations", "centres", "covtype"])
+    parser.add_argument("--rows", type=int, help="5,000 for agree, 20,000 for iterations and centres, all for covtype")
+    parser.add_argument("--centres", type=int, default=2048)
+    parser.add_argument("--centre-choice", default="rpcholesky", choices=CHOICES)
+    parser.add_argument("--regularization", type=float, default=1e-7)
+    parser.add_argument("--skip-sklearn", action="store_true")
+    parser.add_argument("--keep", help="folder in which the data set is kept for the next time")
+    chosen = parser.parse_args(argv)
+    if chosen.parts != ["agree"] and shared_data() is None:
+        parser.exit(2, "the shared data sets are not here; set KME_DATA to their folder\n")
+    with tempfile.TemporaryDirectory() as folder:
+        if "agree" in chosen.parts:
+            agree(folder, chosen.rows or 5_000)
+        if chosen.parts == ["agree"]:
+            return
+        data = covtype(folder, chosen.keep)
+        if "iterations" in chosen.parts:
+            iterations(data, folder, chosen.rows or 20_000, chosen.regularization)
+        if "centres" in chosen.parts:
+            centres(data, chosen.rows or 20_000, min(chosen.centres, 1_000))
+        if "covtype" in chosen.parts:
+            against_sklearn(data, folder, chosen.centres, chosen.rows, chosen.centre_choice, chosen.skip_sklearn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""The run folder: who may write it, what run.json says, and which stages are done.
+
+    with RunFolder.open(config, name="digits", command="kme-dist run ...") as folder:
+        data = folder.stage("ingest", inputs={...}, outputs=["data.zarr"], work=make_the_data_set)
+        learned = folder.stage("learn", inputs={"data": data["digest"], ...}, outputs=["learned.zarr"], work=learn)
+
+`stage` calls `work` and keeps the plain data it returns in run.json, beside the digest of `inputs`. Where an earlier
+call has finished the same stage with the same inputs and its outputs are still there, what it returned comes back at
+once. So a second run does what changed and nothing else, and so does a run that was killed.
+
+One process at a time writes a folder. `run.json` says "succeeded" only after everything else is in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from kme_dist.config import Config
+from kme_dist.data.leases import writer_lease
+from kme_dist.data.places import Place
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
+
+RUN_FORMAT = "kme-dist run 1"
+PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed", "zarr", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told how a run goes on: the name of each starting point, each learning step, chunks, lines for people."""
+
+    start: Callable[[str], None] = lambda name: None
+    step: Callable[[dict[str, Any]], None] = lambda record: None
+    progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclass
+class RunFolder:
+    """A run folder that this process may write."""
+
+    path: Path
+    facts: dict[str, Any]
+    known: dict[str, Any]  # what run.json said before this call
+    earlier: dict[str, Any]  # the stages that earlier calls have finished
+    fresh: bool = False
+    replace: bool = True
+    listener: Listener = field(default_factory=Listener)
+    done_now: list[str] = field(default_factory=list)  # stages that this call had to do
+    begun: bool = False  # whether this call has written anything
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        config: Config,
+        *,
+        name: str,
+        command: str = "",
+        fresh: bool = False,
+        listener: Listener | None = None,
+    ) -> Iterator[RunFolder]:
+        """Take the folder that `config` names, and write into run.json how the block ended."""
+        path = folder_of(config, name)
+        place = Place.of(_made(path))
+        with writer_lease(place):
+            known = _known(path)
+            stages = known.get("stages", {}) if known.get("versions", {}).get("kme-dist") == _version() else {}
+            facts = {
+                "format": RUN_FORMAT,
+                "name": name,
+                "status": "running",
+                "command": command,
+                "started": now(),
+                "host": platform.node(),
+                "versions": {"python": platform.python_version()} | {p: metadata.version(p) for p in PACKAGES},
+                "stages": {},
+            }
+            folder = cls(path, facts, known, stages, fresh, config.output.overwrite, listener or Listener())
+            began = time.monotonic()
+            try:
+                yield folder
+            except BaseException as error:
+                with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
+                    if folder.begun:
+                        folder.write(
+                            status="failed" if isinstance(error, Exception) else "interrupted",
+                            error=f"{type(error).__name__}: {error}",
+                            ended=now(),
+                        )
+                raise
+            if folder.begun or known.get("status", "succeeded") != "succeeded":
+                folder.write(status="succeeded", stage=None, ended=now(), seconds=round(time.monotonic() - began, 3))
+
+    @property
+    def place(self) -> Place:
+        return Place.of(self.path)
+
+    @property
+    def stages(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.facts["stages"]
+        return found
+
+    def write(self, **facts: Any) -> None:
+        self.begun = True
+        self.facts |= facts
+        # What this call has not come to yet stays on record: a kill must not make finished work be done again.
+        stages = {**self.earlier, **self.stages}
+        seconds = {name: stage["seconds"] for name, stage in self.stages.items()}
+        self.place.write("run.json", to_json({**self.facts, "stages_seconds": seconds, "stages": stages}))
+
+    def is_current(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
+        """Whether an earlier call has done this stage with the same inputs, and its outputs are still there."""
+        before = None if self.fresh else self.earlier.get(name)
+        if before is None or before["inputs"] != digest(inputs):
+            return False
+        return all((self.path / output).exists() for output in outputs)
+
+    def stage(
+        self,
+        name: str,
+        *,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        work: Callable[[], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """What `work` returned, now or when an earlier call did the same stage with the same inputs."""
+        before = self.earlier.get(name)
+        if before is not None and self.is_current(name, inputs, outputs):
+            self.stages[name] = before
+            result: dict[str, Any] = before["result"]
+            return result
+        other = before is not None and before["inputs"] != digest(inputs)
+        if other and not self.replace and not self.fresh:
+            raise ConfigError(
+                f"{self.path} holds the results of other settings or data and output.overwrite is false; "
+                f"choose another output.folder, or use --fresh to replace them"
+            )
+        self.earlier.pop(name, None)
+        self.write(stage=name, status="running")
+        began = time.monotonic()
+        result = json.loads(to_json(work()))
+        self.stages[name] = {"inputs": digest(inputs), "seconds": round(time.monotonic() - began, 3), "result": result}
+        self.done_now.append(name)
+        self.write()
+        return result
+
+    def remove(self, *outputs: str) -> None:
+        """Take away what an earlier call left under these names."""
+        for output in outputs:
+            path = self.path / output
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+class MetricsFile:
+    """metrics.jsonl: grows by a line a step; a resumed run first drops the lines of steps that it makes again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self.written = 0
+        self.last_step = max((line["step"] for line in self.read()), default=0)
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            same = (record.get("start"), record.get("phase"))
+            kept = [
+                line
+                for line in self.read()
+                if (line.get("start"), line.get("phase")) != same or line["step"] < record["step"]
+            ]
+            aside = self._path.with_suffix(".partial")
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(aside, self._path)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._file.write(json.dumps(record, default=_plain) + "\n")
+        self.last_step = record["step"]
+        self.written += 1
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every whole line; half a line is what a kill leaves behind."""
+        if not self._path.exists():
+            return []
+        found = []
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                found.append({**record, "step": int(record["step"])})
+        return found
+
+
+def folder_of(config: Config, name: str) -> Path:
+    if "://" in str(config.output.folder):
+        raise ConfigError(f"output.folder {config.output.folder} is not local; a run folder lies on a local disk")
+    return Path(config.output.folder or f"runs/{name}")
+
+
+def describe_run(folder: Path) -> dict[str, Any]:
+    """What `kme-dist inspect` says about a run folder."""
+    try:
+        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptError(f"{folder / 'run.json'} is not readable as JSON ({error}); run it again") from None
+    if not isinstance(facts, dict) or facts.get("format") != RUN_FORMAT:
+        raise DataError(f"{folder / 'run.json'} does not belong to a run of kme-dist")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {"path": str(folder), "bytes": sum(path.stat().st_size for path in files), **facts}
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"output.folder {folder} cannot be made ({error.strerror}); choose another") from None
+    return folder
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    """run.json of an earlier call, empty where there is none; refuses a folder that holds something else."""
+    try:
+        known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} is not empty and holds no run.json, so it is not a run folder; "
+                f"choose another output.folder, or move its content away"
+            ) from None
+        return {}
+    except ValueError:
+        known = None
+    if not isinstance(known, dict) or known.get("format") != RUN_FORMAT:
+        raise ConfigError(f"{folder / 'run.json'} was not written by this kind of run; choose another output.folder")
+    return known
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, default=_plain) + "\n").encode()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def to_yaml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """One key per line, lists and mappings in one line each."""
+    lines = []
+    for section, keys in sections.items():
+        lines.append(f"{section}:")
+        for key, value in keys.items():
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
+            lines.append(f"  {key}: {text.splitlines()[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _version() -> str:
+    return metadata.version("kme-dist")

@@ -1,0 +1,133 @@
+"""`kme-dist smoke`: does all of it work here? What every deployment is tried with, in seconds.
+
+    kme-dist smoke                                                     # on this machine
+    kme-dist smoke nightly.yaml --folder s3://bucket/smoke             # on the cluster that a config names
+
+A table of three well-separated clouds is stored as a data set; the workers learn a few steps, fit the model and predict
+rows that it has not seen. Three things are checked: the workers' parameters are those of a single process, the
+probabilities are probabilities, and nearly all unseen rows are told right. The folder that it makes is removed at the
+end.
+
+With workers on other machines, `--folder` names a place that all of them can reach.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import uuid
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kme_dist import MCEClassifier, ingest, kernels, open_predictions, predict
+from kme_dist.cluster import open_executor
+from kme_dist.config import ClusterConfig
+from kme_dist.data.places import Place
+from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.run.executors import Executor, SerialExecutor
+from kme_dist.run.learn import Learned, LearnSettings
+from kme_dist.run.rounds import learn_on_dataset
+
+ROWS, CLASSES, FEATURES = 360, 3, 4
+SETTINGS = LearnSettings(objective="validation", steps=4, batch_size=60, learning_rate=0.1, seed=0)
+ENOUGH = 0.95  # the clouds are six widths apart: an honest model misses none of them
+SAME = 1e-4  # other processors round otherwise; anything beyond that is an error
+ON_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+def run(cluster: ClusterConfig, folder: str | None = None) -> dict[str, Any]:
+    """Try everything on `cluster` and return what `kme-dist smoke --json` prints; raises where something is wrong."""
+    began = time.perf_counter()
+    if folder is not None:
+        return _in(Place.of(folder).child(f"smoke-{uuid.uuid4().hex[:12]}"), cluster, began)
+    if _is_elsewhere(cluster):
+        raise ConfigError(
+            f"the workers of {cluster.address or cluster.kind} may run on other machines; name a place that they and "
+            "this process can reach with --folder, e.g. --folder s3://bucket/smoke or a shared directory"
+        )
+    with tempfile.TemporaryDirectory(prefix="kme-dist-smoke-") as own:
+        return _in(Place.of(own).child("smoke"), cluster, began)
+
+
+def _in(place: Place, cluster: ClusterConfig, began: float) -> dict[str, Any]:
+    try:
+        with open_executor(cluster) as executor:
+            facts = _try_all(place, executor)
+            workers = executor.workers
+    finally:
+        place.delete_all()
+    return {"status": "succeeded", "workers": workers, **facts, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _try_all(place: Place, executor: Executor) -> dict[str, Any]:
+    data = ingest(_clouds(), str(place.child("data.zarr")), shuffle=0, split="train=0.7,test=0.3", stratify=True)
+    learned, alone = (_learn(data, who) for who in (executor, SerialExecutor()))
+    _expect_same(learned, alone)
+    model = MCEClassifier(
+        kernel=learned.kernel,
+        regularization=learned.regularization,
+        objective=SETTINGS.objective,
+        steps=0,
+        refit_regularization=False,
+        client=getattr(executor, "client", None),
+    )
+    model.fit(data).save(str(place.child("model.zarr")))
+    out = str(place.child("predictions.zarr"))
+    predict(str(place.child("model.zarr")), data, out, executor=executor, split="test")
+    _, y = data.read("test")
+    accuracy = _judge(open_predictions(out).read("probability"), y)
+    return {"rows": len(data), "steps": SETTINGS.steps, "accuracy": accuracy, "regularization": learned.regularization}
+
+
+def _judge(probabilities: np.ndarray, y: Any) -> float:
+    if not (np.isfinite(probabilities).all() and np.allclose(probabilities.sum(axis=1), 1.0, atol=1e-4)):
+        raise NumericalError("smoke: the probabilities of some rows do not add up to 1; `kme-dist doctor` may say why")
+    accuracy = float(np.mean(np.argmax(probabilities, axis=1) == y))
+    if accuracy < ENOUGH:
+        raise NumericalError(
+            f"smoke: {100 * accuracy:.1f} % of the unseen rows are told right, {100 * ENOUGH:.0f} % are needed; "
+            "`kme-dist doctor` may say why"
+        )
+    return accuracy
+
+
+def _clouds() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    y = np.arange(ROWS) % CLASSES
+    X = rng.standard_normal((ROWS, FEATURES))
+    X[np.arange(ROWS), y] += 6.0
+    return X.astype(np.float32), y
+
+
+def _learn(data: Any, executor: Executor) -> Learned:
+    start = kernels.Gaussian(length_scale=np.full(FEATURES, 0.5))
+    return learn_on_dataset(data, start, 0.1, SETTINGS, batches_per_step=2, executor=executor, dtype="float64")
+
+
+def _expect_same(learned: Learned, alone: Learned) -> None:
+    """Workers and a single process must learn the same numbers: the first sign of mixed versions or a bad machine."""
+    ours, theirs = (
+        {"regularization": np.asarray(result.regularization), **result.kernel.parameters} for result in (alone, learned)
+    )
+    for name, value in ours.items():
+        found = theirs[name]
+        if not np.allclose(found, value, rtol=SAME, atol=0.0):
+            raise NumericalError(
+                f"smoke: the workers learned {name} = {found}, this process alone {value}; are machines or versions "
+                "mixed? `kme-dist doctor` on each of them tells"
+            )
+
+
+def _is_elsewhere(cluster: ClusterConfig) -> bool:
+    if cluster.kind == "address":
+        return urlsplit(cluster.address or "").hostname not in ON_THIS_MACHINE
+    return cluster.kind not in ("serial", "local", "local-cuda")
+
+
+if __name__ == "__main__":
+    from kme_dist.cli import main
+
+    main(["smoke", *sys.argv[1:]])

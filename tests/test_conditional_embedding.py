@@ -1,0 +1,207 @@
+"""ConditionalMeanEmbedding: any target, every solver, sparse forms, and what is stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_iris
+
+import kme_dist as kme
+from kme_dist.conditional import SparseEmbedding
+from kme_dist.core.conditional import Delta
+from kme_dist.errors import ConfigError, DataError
+
+KERNEL = kme.kernels.Gaussian(length_scale=[0.8, 1.2])
+
+
+@pytest.fixture
+def pairs(rng):
+    X = rng.uniform(-2, 2, size=(120, 2))
+    return X, np.sin(X[:, 0]) * X[:, 1] + 0.1 * rng.normal(size=120)
+
+
+@pytest.fixture(scope="module")
+def iris():
+    X, y = load_iris(return_X_y=True)
+    return X, np.array(["setosa", "versicolor", "virginica"])[y]
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "nystrom"])
+def test_with_labels_as_targets_it_is_the_multiclass_embedding(solver, iris):
+    X, y = iris
+    kernel = kme.kernels.Gaussian(length_scale=np.full(4, 0.4))
+    settings = {"solver": solver, "centres": len(X) if solver == "nystrom" else None}
+    mce = kme.MCEClassifier(kernel=kernel, steps=0, regularization=0.01, dtype="float64", scaling="unit").fit(X, y)
+    cme = kme.ConditionalMeanEmbedding(kernel, "delta", 0.01, scaling="unit", centre_choice="uniform", **settings).fit(
+        X, y
+    )
+    tolerance = 1e-10 if solver == "cholesky" else 1e-5  # centres square the condition number
+    np.testing.assert_allclose(cme.evaluate(X, mce.classes_), mce.decision_probabilities(X), atol=tolerance)
+    g = {"setosa": 1.0, "versicolor": -2.0, "virginica": 0.5}
+    found = cme.expectation(X, lambda labels: np.array([g[label] for label in labels]))
+    np.testing.assert_allclose(found, mce.expectation(X, g), atol=tolerance)
+
+
+def test_expectations_are_ridge_regression_on_the_values_of_h(pairs):
+    X, y = pairs
+    model = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.002, scaling=None).fit(X, y)
+    K, k = KERNEL.gram(X), KERNEL.gram(X[:7], X)
+    A = K + len(X) * 0.002 * np.eye(len(X))
+    for h in (lambda y: y, lambda y: y**2, lambda y: np.stack([np.cos(y), y > 0], axis=1)):
+        expected = k @ np.linalg.solve(A, np.asarray(h(y), dtype=float))
+        np.testing.assert_allclose(model.expectation(X[:7], h), expected, rtol=1e-8)
+    np.testing.assert_allclose(model.predict(X[:7]), model.expectation(X[:7], y), rtol=1e-12)
+
+
+def test_kernel_and_regularization_are_chosen_by_held_out_error(pairs):
+    X, y = pairs
+    model = kme.ConditionalMeanEmbedding(folds=5).fit(X[:80], y[:80])
+    best = min(model.scores_, key=lambda found: found[2])
+    assert (model.kernel_, model.regularization_) == best[:2]
+    poor = kme.ConditionalMeanEmbedding(kme.kernels.Gaussian(length_scale=20.0), regularization=1.0).fit(X[:80], y[:80])
+    poor.target_kernel_ = model.target_kernel_
+    assert model.score(X[80:], y[80:]) > poor.score(X[80:], y[80:])
+    chosen = kme.ConditionalMeanEmbedding([kme.kernels.Gaussian(length_scale=20.0), KERNEL]).fit(X, y)
+    assert chosen.kernel_ == KERNEL
+
+
+def test_learning_the_kernel_finds_the_feature_that_matters(rng):
+    X = rng.uniform(-2, 2, size=(150, 3))
+    y = np.sin(2 * X[:, 0]) + 0.05 * rng.normal(size=150)
+    start = kme.kernels.Gaussian(length_scale=np.ones(3))
+    learned = kme.ConditionalMeanEmbedding(start, learn_steps=60).fit(X, y)
+    given = kme.ConditionalMeanEmbedding(start, target_kernel=learned.target_kernel_).fit(X, y)
+    ell = learned.kernel_.length_scale
+    assert ell[0] < 0.5 * ell[1]
+    assert ell[0] < 0.5 * ell[2]
+    X_new = rng.uniform(-2, 2, size=(100, 3))
+    y_new = np.sin(2 * X_new[:, 0]) + 0.05 * rng.normal(size=100)
+    assert learned.score(X_new, y_new) > given.score(X_new, y_new)
+    assert learned.history_[-1]["objective"] < learned.history_[0]["objective"]
+
+
+def test_centres_come_near_the_exact_embedding(pairs):
+    X, y = pairs
+    exact = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.01).fit(X, y)
+    for settings in (
+        {"centres": 60},
+        {"centres": 60, "target_centres": 40},
+        {"centres": 60, "centre_choice": "uniform"},
+    ):
+        near = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.01, **settings).fit(X, y)
+        assert near.solver_ == "nystrom"
+        np.testing.assert_allclose(near.predict(X), exact.predict(X), atol=0.1)
+        assert near.score(X, y) > exact.score(X, y) - 0.02
+
+
+def test_a_data_set_on_disk_is_fitted_in_one_pass(pairs, tmp_path):
+    X, y = pairs
+    np.savez(tmp_path / "rows.npz", X=X, y=y)
+    data = kme.ingest(tmp_path / "rows.npz", tmp_path / "rows.zarr", label="y", task="regression", dtype="float64")
+    settings = {"regularization": 0.01, "centres": 50, "target_centres": 40, "centre_choice": "uniform"}
+    stored = kme.ConditionalMeanEmbedding(KERNEL, kme.kernels.Gaussian(0.7), **settings).fit(data)
+    memory = kme.ConditionalMeanEmbedding(KERNEL, kme.kernels.Gaussian(0.7), **settings).fit(X, y)
+    np.testing.assert_allclose(stored.predict(X), memory.predict(X), atol=0.05)
+    by_column = kme.ConditionalMeanEmbedding("gaussian", kme.kernels.Gaussian(0.7), **settings).fit(
+        data, [data.feature_names[1]]
+    )
+    assert by_column.predict(X[:, :1]).shape == (120,)
+    with pytest.raises(ConfigError, match="no column 'zz'"):
+        kme.ConditionalMeanEmbedding().fit(data, ["zz"])
+
+
+def test_texts_can_be_targets_and_inputs(tmp_path):
+    words, endings = ["abab", "baba", "xyxy", "yxyx"] * 3, ["oo", "oo", "ii", "ii"] * 3
+    model = kme.ConditionalMeanEmbedding(kme.kernels.Spectrum(p=2), kme.kernels.Spectrum(p=2), 0.01).fit(words, endings)
+    assert model.evaluate(["abab"], ["oo"])[0, 0] > model.evaluate(["abab"], ["ii"])[0, 0] + 0.5
+    assert set(model.sample(["abab"], 3)[0]) == {"oo"}
+    with pytest.raises(DataError, match="no numbers"):
+        model.predict(["abab"])
+    model.save(tmp_path / "texts.zarr")
+    again = kme.load(tmp_path / "texts.zarr")
+    np.testing.assert_allclose(again.evaluate(["abab"], ["oo"]), model.evaluate(["abab"], ["oo"]), rtol=1e-12)
+
+
+def test_quantiles_cover_what_they_promise(rng):
+    x = rng.uniform(-2, 2, size=(400, 1))
+    y = x[:, 0] + rng.normal(size=400) * 0.5
+    model = kme.ConditionalMeanEmbedding().fit(x[:300], y[:300])
+    q = model.quantiles(x[300:], [0.1, 0.5, 0.9])
+    inside = np.mean((y[300:] > q[:, 0]) & (y[300:] < q[:, 2]))
+    assert 0.65 < inside < 0.95
+    assert np.abs(q[:, 1] - x[300:, 0]).mean() < 0.2
+
+
+def test_a_herded_sample_has_the_conditional_mean(pairs):
+    X, y = pairs
+    model = kme.ConditionalMeanEmbedding().fit(X, y)
+    drawn = model.sample(X[:5], 40)
+    means = np.array([np.mean(sample) for sample in drawn])
+    np.testing.assert_allclose(means, model.predict(X[:5]), atol=0.25)
+
+
+@pytest.mark.parametrize("penalty", ["element", "row", "column"])
+def test_sparse_forms_predict_with_what_they_kept(penalty, pairs):
+    X, y = pairs[0][:40], pairs[1][:40]
+    model = kme.ConditionalMeanEmbedding(kme.kernels.Gaussian(0.5), regularization=0.02, scaling=None).fit(X, y)
+    found = model.sparsify(penalty, gammas=4, steps=400)
+    assert all(isinstance(form, SparseEmbedding) for form in found)
+    assert found[0].density_ < found[-1].density_
+    assert found[-1].relative_distance_ < found[0].relative_distance_ < 1
+    last = found[-2]
+    full = np.zeros((40, 40))
+    rows = [int(np.flatnonzero((y[:, None] == t).all(axis=1))[0]) for t in last.embedding_.targets]
+    columns = [int(np.flatnonzero((c == X).all(axis=1))[0]) for c in last.embedding_.centres]
+    full[np.ix_(rows, columns)] = last.embedding_.weights.matrix
+    np.testing.assert_allclose(last.predict(X[:5]), kme.kernels.Gaussian(0.5).gram(X[:5], X) @ full.T @ y, atol=1e-10)
+    if penalty == "row":
+        assert found[0].targets_kept_ < 40
+    if penalty == "column":
+        assert found[0].inputs_kept_ < 40
+    assert "SparseEmbedding" in repr(last)
+
+
+def test_incomplete_cholesky_is_the_alternative(pairs):
+    X, y = pairs[0][:40], pairs[1][:40]
+    model = kme.ConditionalMeanEmbedding(kme.kernels.Gaussian(0.5), regularization=0.02, scaling=None).fit(X, y)
+    found = model.sparsify(method="cholesky", gammas=[5, 20, 40])
+    assert [form.inputs_kept_ for form in found[:2]] == [5, 20]
+    assert found[0].distance_ > found[1].distance_ > found[2].distance_
+    with pytest.raises(ConfigError, match="method='lars'"):
+        model.sparsify(method="lars")
+
+
+@pytest.mark.parametrize("settings", [{}, {"centres": 30}, {"centres": 30, "target_centres": 20}])
+def test_an_embedding_comes_back_from_disk_as_it_was(settings, pairs, tmp_path):
+    X, y = pairs
+    model = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.01, **settings).fit(X, y)
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    np.testing.assert_allclose(again.predict(X), model.predict(X), rtol=1e-12)
+    sparse = model.sparsify(gammas=[0.5], steps=50)[0] if not settings else None
+    if sparse is not None:
+        sparse.save(tmp_path / "sparse.zarr")
+        np.testing.assert_allclose(kme.load(tmp_path / "sparse.zarr").predict(X), sparse.predict(X), rtol=1e-12)
+
+
+def test_labels_come_back_too(iris, tmp_path):
+    X, y = iris
+    model = kme.ConditionalMeanEmbedding(target_kernel="delta", regularization=0.01).fit(X, y)
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    assert isinstance(again.target_kernel_, Delta)
+    np.testing.assert_allclose(again.evaluate(X, ["setosa"]), model.evaluate(X, ["setosa"]), rtol=1e-12)
+
+
+def test_mistakes_are_named(pairs):
+    X, y = pairs
+    with pytest.raises(DataError, match="come in pairs"):
+        kme.ConditionalMeanEmbedding().fit(X, y[:-1])
+    with pytest.raises(DataError, match="needs targets"):
+        kme.ConditionalMeanEmbedding().fit(X)
+    with pytest.raises(ConfigError, match="solver='lu'"):
+        kme.ConditionalMeanEmbedding(solver="lu").fit(X, y)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        kme.ConditionalMeanEmbedding(KERNEL, regularization=0.1).fit(X, y).quantiles(X, [2.0])
+    with pytest.raises(DataError, match="NaN"):
+        kme.ConditionalMeanEmbedding().fit(X, np.full(120, np.nan))

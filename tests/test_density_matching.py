@@ -1,0 +1,62 @@
+"""MixtureMatching: mixtures are found again, from memory and from disk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kme_dist as kme
+from kme_dist.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def mixed(rng):
+    return np.concatenate([rng.normal(-3, 0.6, size=(150, 2)), rng.normal(3, 1.2, size=(150, 2))])
+
+
+@pytest.mark.parametrize("estimator", ["kme", "b-kmse", "s-kmse"])
+def test_two_clouds_are_found_again(estimator, mixed):
+    fit = kme.MixtureMatching(2, kme.kernels.Gaussian(2.0), estimator, starts=1).fit(mixed)
+    order = np.argsort(fit.means_[:, 0])
+    np.testing.assert_allclose(fit.means_[order], [[-3, -3], [3, 3]], atol=0.3)
+    np.testing.assert_allclose(np.sqrt(fit.variances_[order]), [[0.6, 0.6], [1.2, 1.2]], atol=0.3)
+    np.testing.assert_allclose(fit.shares_[order], [0.5, 0.5], atol=0.1)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_polynomial_kernels_match_moments(degree, mixed):
+    kernel = kme.kernels.Linear() if degree == 1 else kme.kernels.Polynomial(degree=degree)
+    fit = kme.MixtureMatching(3, kernel, starts=1).fit(mixed)
+    mean = fit.shares_ @ fit.means_
+    np.testing.assert_allclose(mean, mixed.mean(axis=0), atol=1e-2)
+    if degree > 1:
+        second = fit.shares_ @ (fit.variances_ + fit.means_**2)
+        np.testing.assert_allclose(second, (mixed**2).mean(axis=0), rtol=1e-2)
+
+
+def test_matching_improves_on_the_clusters_it_starts_from(mixed, rng):
+    fresh = np.concatenate([rng.normal(-3, 0.6, size=(100, 2)), rng.normal(3, 1.2, size=(100, 2))])
+    one = kme.MixtureMatching(1, starts=1).fit(mixed)
+    four = kme.MixtureMatching(4, starts=2).fit(mixed)
+    assert four.loss_ < one.loss_
+    assert four.score(fresh) > one.score(fresh)
+    assert four.sample(50).shape == (50, 2)
+
+
+def test_a_data_set_on_disk_and_back(mixed, tmp_path):
+    np.save(tmp_path / "rows.npy", mixed)
+    data = kme.ingest(tmp_path / "rows.npy", tmp_path / "rows.zarr", dtype="float64")
+    kernel = kme.kernels.Gaussian(2.0)
+    stored, memory = (kme.MixtureMatching(2, kernel, starts=1).fit(rows) for rows in (data, mixed))
+    assert stored.loss_ == pytest.approx(memory.loss_, rel=1e-8)
+    stored.save(tmp_path / "mixture.zarr")
+    np.testing.assert_array_equal(kme.load(tmp_path / "mixture.zarr").score_samples(mixed), stored.score_samples(mixed))
+
+
+def test_mistakes_are_named(mixed):
+    with pytest.raises(ConfigError, match=r"Laplace.*closed form"):
+        kme.MixtureMatching(2, "laplace").fit(mixed)
+    with pytest.raises(ConfigError, match="n_components=0"):
+        kme.MixtureMatching(0).fit(mixed)
+    with pytest.raises(DataError, match="features"):
+        kme.MixtureMatching(1, starts=1).fit(mixed).score_samples(mixed[:, :1])

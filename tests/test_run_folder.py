@@ -1,0 +1,112 @@
+"""The run folder: one writer, stages done once, and a run.json that never says more than is true."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kme_dist.config import parse_config
+from kme_dist.errors import ConfigError, RetryError
+from kme_dist.pipelines.folder import RunFolder, describe_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    return parse_config({"data": {"source": "sklearn:iris"}, "output": {"folder": str(tmp_path / "run")}})
+
+
+def path_of(config):
+    return Path(config.output.folder)
+
+
+class Work:
+    """Writes an output, and counts how often it was asked to."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def into(self, folder, name, value):
+        def work():
+            self.calls += 1
+            (folder.path / name).write_text(str(value))
+            return {"value": value}
+
+        return work
+
+
+def do(config, work, *, value=1, **options):
+    with RunFolder.open(config, name="test", **options) as folder:
+        inputs = {"value": value}
+        result = folder.stage("learn", inputs=inputs, outputs=["out.txt"], work=work.into(folder, "out.txt", value))
+        return result, folder.done_now
+
+
+def test_a_stage_is_done_once_and_again_when_its_inputs_change(config):
+    work = Work()
+    assert do(config, work) == ({"value": 1}, ["learn"])
+    assert do(config, work) == ({"value": 1}, []), "nothing changed, nothing done"
+    assert do(config, work, value=2) == ({"value": 2}, ["learn"])
+    assert do(config, work, value=2, fresh=True)[1] == ["learn"]
+    assert work.calls == 3
+
+
+def test_a_stage_whose_output_was_removed_is_done_again(config):
+    work = Work()
+    do(config, work)
+    (path_of(config) / "out.txt").unlink()
+    assert do(config, work)[1] == ["learn"]
+
+
+def test_what_failed_is_on_record_and_what_was_finished_stays_finished(config):
+    work = Work()
+
+    def two_stages():
+        with RunFolder.open(config, name="test") as folder:
+            folder.stage("learn", inputs={}, outputs=["out.txt"], work=work.into(folder, "out.txt", 1))
+            folder.stage("fit", inputs={}, outputs=["model"], work=lambda: {"ratio": 1 // 0})
+
+    with pytest.raises(ZeroDivisionError):
+        two_stages()
+    facts = describe_run(path_of(config))
+    assert facts["status"] == "failed"
+    assert "ZeroDivisionError" in facts["error"]
+    assert facts["stage"] == "fit"
+    with RunFolder.open(config, name="test") as folder:
+        folder.stage("learn", inputs={}, outputs=["out.txt"], work=work.into(folder, "out.txt", 1))
+    assert work.calls == 1
+    assert describe_run(path_of(config))["status"] == "succeeded"
+
+
+def test_stages_that_another_call_does_not_come_to_stay_on_record(config):
+    work = Work()
+    do(config, work)
+    with RunFolder.open(config, name="test") as folder:
+        folder.stage("fit", inputs={}, outputs=[], work=lambda: {})
+    assert set(json.loads((path_of(config) / "run.json").read_text())["stages"]) == {"learn", "fit"}
+    assert do(config, work)[1] == []
+
+
+def test_results_of_other_settings_are_kept_where_replacing_is_forbidden(config):
+    work = Work()
+    do(config, work)
+    kept = config.model_copy(update={"output": config.output.model_copy(update={"overwrite": False})})
+    assert do(kept, work)[1] == []
+    with pytest.raises(ConfigError, match=r"output\.overwrite is false"):
+        do(kept, work, value=2)
+    assert (path_of(config) / "out.txt").read_text() == "1"
+    assert do(kept, work, value=2, fresh=True)[1] == ["learn"]
+
+
+def test_a_folder_has_one_writer_at_a_time(config):
+    with RunFolder.open(config, name="test"), pytest.raises(RetryError), RunFolder.open(config, name="test"):
+        pass
+
+
+@pytest.mark.parametrize(("name", "text"), [("notes.txt", "mine"), ("run.json", "{}"), ("run.json", "no json")])
+def test_a_folder_of_somebody_else_is_left_alone(config, name, text):
+    path = path_of(config)
+    path.mkdir()
+    (path / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"choose another output\.folder"), RunFolder.open(config, name="test"):
+        pass
+    assert [file.name for file in path.iterdir()] == [name]
