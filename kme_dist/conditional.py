@@ -13,12 +13,14 @@ True
 True
 
 Targets are vectors, labels (`target_kernel="delta"`, when it equals the multiclass conditional embedding), texts, or
-whatever the target kernel takes. A data set on disk is fitted in one pass, with centres.
+whatever the target kernel takes. Exact solvers keep the weights implicit: E[h(Y) | x] is solved for when it is asked.
+A data set on disk is fitted where it lies, by centres or features in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,26 +34,30 @@ from kme_dist.core.conditional import (
     ConditionalEmbedding,
     Delta,
     Explicit,
+    Weights,
     conditional_quantiles,
     held_out_scores,
     herd,
     solve_embedding,
 )
-from kme_dist.core.kernels import Kernel
-from kme_dist.core.kernels.base import row_count, take
+from kme_dist.core.features import SAMPLERS, Spectral
+from kme_dist.core.kernels import Kernel, Linear, OnFeatures
+from kme_dist.core.kernels.base import FeatureMap, row_count, take
 from kme_dist.data import store
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.means import FORMAT, executor_of, get_rows, put_rows
-from kme_dist.run.conditional import KernelLearning, Pairs, as_targets, fit_nystrom, learn_kernel, padded_solve
+from kme_dist.run.conditional import Inverse, KernelLearning, Pairs, as_targets, fit_sums, learn_kernel, project
+from kme_dist.run.features import as_features, restore_features
+from kme_dist.run.fitting import SOLVERS, choose
 from kme_dist.run.learn import length_scale_names, median_length_scale, select
-from kme_dist.run.means import Sample
+from kme_dist.run.means import Sample, spectrum_sample
+from kme_dist.run.nystrom import Basis, Centres, Features
 from kme_dist.run.pivots import choose_centres
 from kme_dist.run.scaling import Scaling
 
-_EXACT_ROWS = 5_000
 _JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
-_CENTRES, _TARGET_CENTRES = 1_000, 500
+_CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
 _CHOICE_ROWS = 20_000  # rows that centres are chosen among
 _WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
@@ -72,7 +78,10 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         embedding: for arbitrary targets what the complexity bound is for classes, but as a heuristic; no generalisation
         bound is known for it, and the target kernel is never learned, since the loss is measured in it.
     complexity_weight, learning_rate : of that learning.
-    solver : "cholesky" (exact), "nystrom" (centres; one pass over the rows) or "auto".
+    solver : "cholesky" (exact, n x n in memory), "tiled" and "pcg" (exact, out of core), "nystrom" (centres) and
+        "features" (explicit features; one pass over the rows for either), or "auto".
+    features : of solver "features": a feature map, or how many random frequencies of the kernel.
+    tolerance : of solver "pcg": relative residual.
     centres, centre_choice : how many, and "rpcholesky", "uniform" or "kmeans++".
     target_centres : project on so many targets, so that the model's size does not grow with the rows; None keeps all
         targets, where they are in memory.
@@ -82,7 +91,9 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     Attributes
     ----------
     embedding_ : kernel, centres, targets and weights.   kernel_, target_kernel_, regularization_ : what was chosen.
-    scores_ : (kernel, λ, held-out error) of every candidate.   history_ : one record per learning step.
+    solver_, solver_reason_ : which solver, and why.
+    scores_ : (kernel, λ, held-out error) of every candidate, on a sample.   history_ : one record per learning step.
+    retuned_ : errors of the λ that "pcg", "nystrom" and "features" tried on all rows, after the kernel was chosen.
     """
 
     def __init__(
@@ -98,6 +109,8 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         centres: int | None = None,
         centre_choice: str = "rpcholesky",
         target_centres: int | None = None,
+        features: Any = None,
+        tolerance: float = 1e-8,
         scaling: str | None = "standard",
         client: Any = None,
         random_state: int = 0,
@@ -113,6 +126,8 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         self.centres = centres
         self.centre_choice = centre_choice
         self.target_centres = target_centres
+        self.features = features
+        self.tolerance = tolerance
         self.scaling = scaling
         self.client = client
         self.random_state = random_state
@@ -126,7 +141,7 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         some_X, some_Y = pairs.some(_JUDGED_ROWS, self.random_state)
         self.target_kernel_ = self._target_kernel(some_Y)
         some_Y = as_targets(some_Y, self.target_kernel_)
-        with blas_threads(1 if row_count(some_X) <= _JUDGED_ROWS else None):
+        with _threads(some_X):
             kernel, lam = self._choose(some_X, some_Y, pairs.count)
         self.history_: list[dict[str, Any]] = []
         if self.learn_steps:
@@ -142,13 +157,20 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
             else:
                 lam = float(self.regularization)
         self.kernel_, self.regularization_ = kernel, lam
-        self.solver_ = self._solver(pairs)
-        self.embedding_ = self._exact(pairs) if self.solver_ == "cholesky" else self._with_centres(pairs)
+        features = self._feature_map(some_X, kernel)
+        self.solver_, self.solver_reason_ = self._solver(pairs, features)
+        self.retuned_: dict[float, float] = {}
+        sums = self.solver_ in ("nystrom", "features")
+        self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
         return self
 
     def _check_settings(self) -> None:
-        if self.solver not in ("auto", "cholesky", "nystrom"):
-            raise ConfigError(f"solver={self.solver!r} is unknown; choose 'auto', 'cholesky' or 'nystrom'")
+        if self.solver not in ("auto", *SOLVERS):
+            raise ConfigError(f"solver={self.solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
+        if self.features is not None and self.solver not in ("auto", "features"):
+            raise ConfigError(f"features are for solver='features', not {self.solver!r}; leave one of them out")
+        if not self.tolerance > 0:
+            raise ConfigError(f"tolerance={self.tolerance!r}: needs a positive number")
         if self.regularization is not None and not self.regularization > 0:
             raise ConfigError(f"regularization={self.regularization!r}: needs a positive number, or None")
         for name in ("centres", "target_centres", "folds"):
@@ -208,6 +230,8 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         return kernel, lam
 
     def _candidates(self, X: Any) -> list[Kernel]:
+        if self.features is not None and not isinstance(self.features, int | np.integer):
+            return [OnFeatures(Linear(), as_features(self.features, np.shape(X)[1], self.random_state))]
         if isinstance(self.kernel, list | tuple):
             return [kernels.from_config(kernel, own={"delta": Delta}) for kernel in self.kernel]
         if not isinstance(self.kernel, str):
@@ -217,53 +241,109 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
             return [found]
         return [_with_median(found, X, width, self.random_state) for width in _WIDTHS]
 
-    def _solver(self, pairs: Pairs) -> str:
-        needed = 8 * pairs.count**2
-        if self.solver == "auto":
-            centres = self.centres or self.target_centres or pairs.sample.path or pairs.count > _EXACT_ROWS
-            return "nystrom" if centres else "cholesky"
-        if self.solver == "cholesky" and needed > free_bytes("numpy"):
+    def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
+        executor = executor_of(self.client)
+        room = int(0.6 * free_bytes("numpy") / max(1, executor.workers))
+        centres = self.centres or self.target_centres
+        found, reason = choose(self.solver, pairs.count, centres, features, executor.workers, room, "float64")
+        if (
+            self.solver == "auto"
+            and found == "tiled"
+            and not (pairs.sample.path or isinstance(pairs.sample.memory, np.ndarray))
+        ):
+            return "nystrom", "inputs that are no numbers cannot be stored in tiles"
+        return found, reason
+
+    def _feature_map(self, X: Any, kernel: Kernel) -> FeatureMap | None:
+        """The map that was given, or random Fourier features of the kernel where features are asked for."""
+        if self.solver != "features" and self.features is None:
+            return None
+        if self.features is not None and not isinstance(self.features, int | np.integer):
+            return as_features(self.features, np.shape(X)[1], self.random_state)  # type: ignore[no-any-return]
+        if kernel.name not in SAMPLERS:
             raise ConfigError(
-                f"solver='cholesky' needs {needed / 1e9:.1f} GB for {pairs.count} pairs; use 'nystrom' with `centres`"
+                f"{kernel!r} has no random features; choose a kernel of {', '.join(SAMPLERS)}, give a feature map as "
+                "`features`, or use another solver"
             )
-        return self.solver
+        return Spectral(spectrum_sample(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state))
 
     def _exact(self, pairs: Pairs) -> ConditionalEmbedding:
+        """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
         X, Y = pairs.some(pairs.count, 0)
         Y = as_targets(Y, self.target_kernel_)
-        with blas_threads(1 if row_count(X) <= _JUDGED_ROWS else None):
-            return solve_embedding(self.kernel_, self.target_kernel_, X, Y, self.regularization_)
-
-    def _with_centres(self, pairs: Pairs) -> ConditionalEmbedding:
-        X, Y = pairs.some(_CHOICE_ROWS, self.random_state)
-        Y = as_targets(Y, self.target_kernel_)
-        count = min(self.centres or _CENTRES, row_count(X))
-        C = select(X, choose_centres(self.kernel_, X, count, self.centre_choice, self.random_state))
-        executor = executor_of(self.client)
-        if self.target_centres is None and not pairs.sample.path and not isinstance(self.target_kernel_, Delta):
-            return self._all_targets(pairs, C)
-        if isinstance(self.target_kernel_, Delta):
-            D: Any = np.unique(Y)
+        labels = isinstance(self.target_kernel_, Delta)
+        weights: Weights
+        if self.solver_ == "cholesky":
+            with _threads(X):
+                found = solve_embedding(self.kernel_, self.target_kernel_, X, Y, self.regularization_)
+            if self.target_centres is None or labels:
+                return found
+            weights = found.weights
         else:
-            chosen = choose_centres(
-                self.target_kernel_, Y, min(self.target_centres or _TARGET_CENTRES, row_count(Y)), "rpcholesky",
-                self.random_state,
-            )  # fmt: skip
-            D = select(Y, chosen)
-        return fit_nystrom(self.kernel_, self.target_kernel_, pairs, self.regularization_, C, D, executor=executor)
+            weights = self._inverse(pairs)
+            if self.solver_ == "pcg" and self.regularization is None:
+                D = self._target_centres(pairs)
+                self.retuned_ = weights.retune(self.target_kernel_, Y, D)
+                self.regularization_ = weights.regularization
+            if self.target_centres is None and not labels:
+                weights.prepare()
+                return ConditionalEmbedding(
+                    self.kernel_, self.target_kernel_, X, Y, weights, self.regularization_
+                )  # fmt: skip
+        D = self._target_centres(pairs)
+        projected = project(weights, self.target_kernel_, Y, D)
+        return ConditionalEmbedding(self.kernel_, self.target_kernel_, X, D, projected, self.regularization_)
 
-    def _all_targets(self, pairs: Pairs, C: Any) -> ConditionalEmbedding:
-        """Centres of the inputs alone: W = K_nC (G + nλK_CC)⁻¹, every target kept."""
-        X, Y = pairs.sample.memory, as_targets(pairs.targets, self.target_kernel_)
-        needed = 3 * 8 * pairs.count * row_count(C)
-        if needed > free_bytes("numpy"):
+    def _inverse(self, pairs: Pairs) -> Inverse:
+        if self.client is not None and not pairs.sample.path:
+            hosts = {worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()}
+            if not hosts <= {"127.0.0.1", "::1", "localhost"}:
+                raise DataError(
+                    f"rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
+                    "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
+                )
+        return Inverse(
+            pairs, self.kernel_, self.regularization_, self.solver_, executor=executor_of(self.client),
+            tolerance=self.tolerance, seed=self.random_state,
+        )  # fmt: skip
+
+    def _target_centres(self, pairs: Pairs) -> Any:
+        labels = isinstance(self.target_kernel_, Delta)
+        if labels and not pairs.sample.path:
+            return np.unique(pairs.targets)
+        if labels and not pairs.targets and (classes := open_dataset(pairs.sample.path).classes) is not None:
+            return np.asarray(classes)  # a sample of the rows may lack a rare one
+        Y = as_targets(pairs.some(_CHOICE_ROWS, self.random_state)[1], self.target_kernel_)
+        if labels:
+            return np.unique(Y)
+        count = min(self.target_centres or _TARGET_CENTRES, row_count(Y))
+        return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self.random_state))
+
+    def _with_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
+        """Centres or features of the inputs; targets projected, or all kept where that is wanted and they are here."""
+        X, _ = pairs.some(_CHOICE_ROWS, self.random_state)
+        basis: Basis
+        if features is not None:
+            basis = Features(features, int(features.forward(X[:1]).shape[1]))
+        else:
+            count = min(self.centres or _CENTRES, row_count(X))
+            chosen = choose_centres(self.kernel_, X, count, self.centre_choice, self.random_state)
+            basis = Centres(self.kernel_, select(X, chosen))
+        keep = self.target_centres is None and not pairs.sample.path and not isinstance(self.target_kernel_, Delta)
+        needed = 3 * 8 * pairs.count * basis.size
+        if keep and needed > free_bytes("numpy"):
             raise ConfigError(
                 f"keeping all {pairs.count} targets needs {needed / 1e9:.1f} GB; set target_centres, e.g. 500"
             )
-        K = np.asarray(self.kernel_.gram(X, C), dtype=np.float64)
-        A = K.T @ K + pairs.count * self.regularization_ * np.asarray(self.kernel_.gram(C), dtype=np.float64)
-        weights = padded_solve(A, K.T).T
-        return ConditionalEmbedding(self.kernel_, self.target_kernel_, C, Y, Explicit(weights), self.regularization_)
+        own = features is not None and not isinstance(self.features, int | np.integer | None)
+        variance = 1.0 if features is None or own else float(self.kernel_.scale) ** 2  # type: ignore[attr-defined]
+        found, self.retuned_ = fit_sums(
+            self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
+            executor=executor_of(self.client), keep_targets=keep, retune=self.regularization is None,
+            seed=self.random_state, variance=variance,
+        )  # fmt: skip
+        self.regularization_ = found.regularization
+        return found
 
     # --- asking ----------------------------------------------------------------------------------
 
@@ -325,6 +405,9 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
 
     def _fitted(self) -> ConditionalEmbedding:
         check_is_fitted(self, "embedding_")
+        weights = self.embedding_.weights
+        if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
+            weights.executor = executor_of(self.client)  # the client was closed, or another one was set
         return self.embedding_
 
     # --- sparse forms ----------------------------------------------------------------------------
@@ -364,6 +447,8 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     def dense_weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """W, K of the centres and L of the targets."""
         model = self._fitted()
+        if model.features is not None:
+            raise ConfigError("sparse forms choose among rows, and solver='features' keeps none; use another solver")
         K = np.asarray(model.kernel.gram(model.centres), dtype=np.float64)
         L = np.asarray(model.target_kernel.gram(model.targets), dtype=np.float64)
         return np.asarray(model.weights.forward(np.eye(len(K)))), K, L
@@ -391,7 +476,11 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     # --- storing ---------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the fitted embedding as arrays and JSON. An exact one is factorised anew when it is loaded."""
+        """Write the fitted embedding as arrays and JSON.
+
+        An exact one is factorised anew after loading: "cholesky" at once, "tiled" and "pcg" when something is asked
+        that was not asked before it was saved.
+        """
         model = self._fitted()
         arrays: dict[str, np.ndarray] = {}
         attributes: dict[str, Any] = {
@@ -403,13 +492,25 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
             "solver": self.solver_,
             "scaling": self.scaling,
         }
-        put_rows(arrays, attributes, "centres", model.centres)
+        if model.features is None:
+            put_rows(arrays, attributes, "centres", model.centres)
+        else:
+            features: Any = model.features
+            if not hasattr(features, "to_config"):
+                raise DataError(f"{features!r} cannot be stored: it has no to_config() and arrays")
+            attributes["features"] = features.to_config()
+            arrays |= {f"features/{name}": value for name, value in features.arrays.items()}
+            if isinstance(model.kernel, OnFeatures):
+                attributes["kernel"] = None  # it is the map's own
         targets = model.targets
         if isinstance(targets, np.ndarray) and targets.dtype.kind not in "biuf":
             targets = targets.tolist()
         put_rows(arrays, attributes, "targets", targets)
         if isinstance(model.weights, Explicit):
             arrays["weights"] = np.asarray(model.weights.matrix)
+        elif isinstance(model.weights, Inverse):
+            attributes["tolerance"] = model.weights.tolerance
+            arrays |= {f"solved/{key}": value for key, value in model.weights.remembered.items()}
         if self.scaling_ is not None:
             arrays["shift"], arrays["factor"] = self.scaling_.shift, self.scaling_.factor
         store.save_arrays(path, arrays, attributes)
@@ -419,19 +520,30 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
     ) -> ConditionalMeanEmbedding:
         known: dict[str, type[Kernel]] = {"delta": Delta, **own}
-        kernel = kernels.from_config(found["kernel"], own=known)
+        features = restore_features(found["features"], arrays, own) if "features" in found else None
+        own_kernel = found["kernel"] is None
+        kernel = OnFeatures(Linear(), features) if own_kernel else kernels.from_config(found["kernel"], own=known)
         target_kernel = kernels.from_config(found["target_kernel"], own=known)
         lam = float(found["regularization"])
         model = cls(kernel, target_kernel, lam, solver=found["solver"], scaling=found["scaling"])
         model.kernel_, model.target_kernel_, model.regularization_ = kernel, target_kernel, lam
         model.solver_ = found["solver"]
         model.scaling_ = Scaling(arrays["shift"], arrays["factor"]) if "shift" in arrays else None
-        X, Y = get_rows(arrays, found, "centres"), get_rows(arrays, found, "targets")
+        X = None if features is not None else get_rows(arrays, found, "centres")
+        Y = get_rows(arrays, found, "targets")
         Y = np.asarray(Y) if isinstance(target_kernel, Delta) else Y
         if "weights" in arrays:
-            model.embedding_ = ConditionalEmbedding(kernel, target_kernel, X, Y, Explicit(arrays["weights"]), lam)
+            model.embedding_ = ConditionalEmbedding(
+                kernel, target_kernel, X, Y, Explicit(arrays["weights"]), lam, features
+            )  # fmt: skip
+        elif "tolerance" in found:
+            model.tolerance = float(found["tolerance"])
+            weights = model._inverse(Pairs(Sample.of(X), Y))
+            weights.remembered |= {n.removeprefix("solved/"): v for n, v in arrays.items() if n.startswith("solved/")}
+            model.embedding_ = ConditionalEmbedding(kernel, target_kernel, X, Y, weights, lam)
         else:
-            model.embedding_ = solve_embedding(kernel, target_kernel, X, Y, lam)
+            with _threads(X):
+                model.embedding_ = solve_embedding(kernel, target_kernel, X, Y, lam)
         return model
 
 
@@ -458,6 +570,11 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     @property
     def targets_kept_(self) -> int:
         return row_count(self.embedding_.targets)
+
+
+def _threads(X: Any) -> AbstractContextManager[None]:
+    """One BLAS thread for few rows: quicker, and a model that is factorised anew has the same bits."""
+    return blas_threads(1 if row_count(X) <= _JUDGED_ROWS else None)
 
 
 def _with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:

@@ -69,7 +69,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
     ----------
     estimator : {"kme", "b-kmse", "r-kmse", "s-kmse"}
         The plain mean; shrunk by an estimate of its risk; by leave-one-out; or along the eigenvectors of the covariance
-        with the regularisation chosen by leave-one-out ("s-kmse", n³ work).
+        with the regularisation chosen by leave-one-out ("s-kmse", n³ work, or passes over the rows with centres).
     kernel : str or Kernel
         A kernel, or a name whose length scale will be the median distance between rows.
     regularization : λ of "s-kmse"; None chooses by leave-one-out.
@@ -79,13 +79,16 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         Sums over all pairs of rows by tiles, O(n²), or estimated with random features, O(n · features); the standard
         error of the estimate is `rho_error_`.
     features : how many random frequencies.
+    centres : of "s-kmse": project on so many rows; None is exact up to 5,000 rows and takes 1,000 centres beyond.
     dtype : precision of the tiles.   client : a distributed.Client.   random_state : whole number.
 
     Attributes
     ----------
-    weights_ : one weight per row (a single number for a data set on disk, whose rows all weigh the same)
-    shrinkage_ : α, the weight that f* gets.   rho_, varrho_ : means of all K_ij and of K_ii (not for "kme")
-    regularization_ : λ of "s-kmse".   kernel_ : the kernel.
+    weights_ : one weight per row (a single number for a data set on disk, whose rows all weigh the same), or per centre
+    shrinkage_ : α, the weight that f* gets.   rho_, varrho_ : means of all K_ij and of K_ii (not for "kme", nor where
+        there are centres).   regularization_ : λ of "s-kmse".   kernel_ : the kernel.
+    unexplained_, error_bound_ : which share of the kernel the centres leave out, and how far at most the mean may be
+        from the one without centres at the same λ, in the kernel's Hilbert space; 0 without centres.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         positive_part: bool = False,
         sums: str = "exact",
         features: int = 2000,
+        centres: int | None = None,
         dtype: str = "float64",
         client: Any = None,
         random_state: int = 0,
@@ -108,6 +112,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         self.positive_part = positive_part
         self.sums = sums
         self.features = features
+        self.centres = centres
         self.dtype = dtype
         self.client = client
         self.random_state = random_state
@@ -120,6 +125,8 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"sums={self.sums!r} is unknown; choose 'exact' or 'features'")
         if self.regularization is not None and not self.regularization > 0:
             raise ConfigError(f"regularization={self.regularization!r}: needs a positive number, or None")
+        if self.centres is not None and (self.estimator != "s-kmse" or self.centres < 1):
+            raise ConfigError(f"centres={self.centres!r}: needs a whole number from 1, and estimator='s-kmse'")
         sample = Sample.of(X, self.dtype)
         kernel = kernel_for(self.kernel, sample, self.random_state)
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
@@ -137,6 +144,8 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
                 positive_part=self.positive_part,
                 target=target,
                 frequencies=frequencies,
+                centres=self.centres,
+                seed=self.random_state,
             )
         )
         return self
@@ -146,6 +155,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         self.kernel_ = fitted.kernel
         self.shrinkage_ = fitted.alpha
         self.regularization_ = fitted.regularization
+        self.unexplained_, self.error_bound_ = fitted.unexplained, fitted.error_bound
         on_disk = bool(fitted.sample.path)
         self.weights_ = fitted.weights if on_disk else np.broadcast_to(fitted.weights, (fitted.sample.count,)).copy()
         if fitted.moments is not None:
@@ -222,6 +232,8 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
             "kernel": fitted.kernel.to_config(),
             "shrinkage": fitted.alpha,
             "regularization": fitted.regularization,
+            "unexplained": fitted.unexplained,
+            "error_bound": fitted.error_bound,
         }
         if fitted.sample.path:
             attributes |= {"dataset": fitted.sample.path, "ranges": [list(part) for part in fitted.sample.ranges]}
@@ -250,7 +262,8 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
             target = Mean(kernel, get_rows(arrays, found, "target_points"), arrays["target_weights"])
         weights: np.ndarray | float = arrays["weights"] if arrays["weights"].ndim else float(arrays["weights"])
         lam = found["regularization"]
-        model._keep(FittedMean(kernel, sample, weights, float(found["shrinkage"]), target, None, lam))
+        errors = float(found.get("unexplained", 0.0)), float(found.get("error_bound", 0.0))
+        model._keep(FittedMean(kernel, sample, weights, float(found["shrinkage"]), target, None, lam, *errors))
         return model
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
+from distributed import Client, LocalCluster
 from sklearn.datasets import load_iris
 
 import kme_dist as kme
 from kme_dist.conditional import SparseEmbedding
 from kme_dist.core.conditional import Delta
+from kme_dist.core.features import random_fourier
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.conditional import Inverse
 
 KERNEL = kme.kernels.Gaussian(length_scale=[0.8, 1.2])
 
@@ -26,20 +31,128 @@ def iris():
     return X, np.array(["setosa", "versicolor", "virginica"])[y]
 
 
-@pytest.mark.parametrize("solver", ["cholesky", "nystrom"])
-def test_with_labels_as_targets_it_is_the_multiclass_embedding(solver, iris):
+SOLVERS = ["cholesky", "tiled", "pcg", "nystrom", "features"]
+EXACT = ["cholesky", "tiled", "pcg"]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles and panels even of a few rows."""
+    monkeypatch.setattr("kme_dist.run.tiled._SMALLEST", 32)
+    monkeypatch.setattr("kme_dist.run.pcg._SMALLEST", 32)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_with_labels_as_targets_it_is_the_multiclass_embedding(solver, iris, small_tiles):
     X, y = iris
-    kernel = kme.kernels.Gaussian(length_scale=np.full(4, 0.4))
-    settings = {"solver": solver, "centres": len(X) if solver == "nystrom" else None}
-    mce = kme.MCEClassifier(kernel=kernel, steps=0, regularization=0.01, dtype="float64", scaling="unit").fit(X, y)
-    cme = kme.ConditionalMeanEmbedding(kernel, "delta", 0.01, scaling="unit", centre_choice="uniform", **settings).fit(
-        X, y
-    )
-    tolerance = 1e-10 if solver == "cholesky" else 1e-5  # centres square the condition number
-    np.testing.assert_allclose(cme.evaluate(X, mce.classes_), mce.decision_probabilities(X), atol=tolerance)
+    X, first = np.unique(X, axis=0, return_index=True)  # equal rows would make a centre superfluous
+    y, lam = y[first], 0.01
+    kernel = kme.kernels.Laplace(length_scale=np.full(4, 0.4))
+    phi = random_fourier(4, 40, seed=3)
+    settings = {"nystrom": {"centres": len(X)}, "features": {"features": phi}}.get(solver, {})
+    mce = kme.MCEClassifier(kernel=kernel, steps=0, regularization=lam, dtype="float64", scaling="unit")
+    mce.set_params(refit_regularization=False).fit(X, y)
+    expected = mce.decision_probabilities(X)
+    if solver == "features":
+        Z, Y = phi.forward(mce.scaling_.apply(X, "float64")), y[:, None] == mce.classes_[None, :]
+        expected = Z @ np.linalg.solve(Z.T @ Z + len(X) * lam * np.eye(80), Z.T @ Y)
+    cme = kme.ConditionalMeanEmbedding(
+        kernel, "delta", lam, scaling="unit", centre_choice="uniform", solver=solver, **settings
+    ).fit(X, y)
+    assert cme.solver_ == solver
+    tolerance = 1e-6 if solver == "pcg" else 1e-8
+    np.testing.assert_allclose(cme.evaluate(X, mce.classes_), expected, atol=tolerance)
     g = {"setosa": 1.0, "versicolor": -2.0, "virginica": 0.5}
     found = cme.expectation(X, lambda labels: np.array([g[label] for label in labels]))
-    np.testing.assert_allclose(found, mce.expectation(X, g), atol=tolerance)
+    np.testing.assert_allclose(found, expected @ [g[label] for label in mce.classes_], atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("solver", EXACT)
+def test_exact_solvers_answer_every_question_by_the_formula(solver, pairs, small_tiles):
+    X, y = pairs
+    target = kme.kernels.Gaussian(0.7)
+    model = kme.ConditionalMeanEmbedding(KERNEL, target, 0.002, scaling=None, solver=solver).fit(X, y)
+    W = np.linalg.inv(KERNEL.gram(X) + len(X) * 0.002 * np.eye(len(X)))
+    L, k = target.gram(y[:, None]), KERNEL.gram(X, X[:9])
+    tight = {"rtol": 1e-5, "atol": 1e-6} if solver == "pcg" else {"rtol": 1e-8, "atol": 1e-9}
+    np.testing.assert_allclose(model.coefficients(X[:9]), (W @ k).T, **tight)
+    both = model.expectation(X[:9], lambda y: np.stack([y, 3 * y, y**2, 0 * y], axis=1))  # of rank two
+    np.testing.assert_allclose(both, k.T @ W @ np.stack([y, 3 * y, y**2, 0 * y], axis=1), **tight)
+    np.testing.assert_allclose(model.evaluate(X[:9], y[:4]), k.T @ W @ L[:, :4], **tight)
+    a = W @ k
+    errors = np.diag(L)[:9] - 2 * np.sum(L[:, :9] * a, axis=0) + np.sum(a * (L @ a), axis=0)
+    np.testing.assert_allclose(model.errors(X[:9], y[:9]), errors, **tight)
+    D = kme.ConditionalMeanEmbedding(KERNEL, target, 0.002, scaling=None, solver=solver, target_centres=25).fit(X, y)
+    assert len(D.embedding_.targets) <= 25
+    np.testing.assert_allclose(D.evaluate(X[:9], y[:4]), model.evaluate(X[:9], y[:4]), atol=0.01)
+
+
+@pytest.mark.parametrize("solver", ["tiled", "pcg"])
+def test_what_was_asked_once_is_not_solved_again_not_even_after_loading(solver, pairs, tmp_path, monkeypatch):
+    X, y = pairs
+    model = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.01, solver=solver).fit(X, y)
+    expected = model.predict(X)
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    with monkeypatch.context() as patch:
+        patch.setattr(Inverse, "solve", lambda *_: pytest.fail("solved again"))
+        np.testing.assert_array_equal(model.predict(X), expected)
+        np.testing.assert_array_equal(again.predict(X), expected)
+    np.testing.assert_allclose(again.expectation(X, np.cos), model.expectation(X, np.cos), atol=1e-7)
+
+
+@pytest.mark.parametrize("solver", ["tiled", "pcg"])
+def test_what_a_solver_stores_goes_with_the_model(solver, pairs):
+    model = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.01, solver=solver).fit(*pairs)
+    folder = model.embedding_.weights._stored[1].place.path
+    assert any(folder.iterdir())
+    del model
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_texts_need_a_solver_that_holds_them():
+    model = kme.ConditionalMeanEmbedding(kme.kernels.Spectrum(p=2), "delta", 0.01, solver="tiled")
+    with pytest.raises(ConfigError, match="rows of numbers"):
+        model.fit(["abab", "xyxy"], ["left", "right"])
+
+
+def test_random_features_come_near_the_exact_embedding(pairs, tmp_path):
+    X, y = pairs
+    kernel = kme.kernels.Gaussian(length_scale=[0.8, 1.2], scale=1.5)
+    exact = kme.ConditionalMeanEmbedding(kernel, kme.kernels.Gaussian(0.7), 0.01).fit(X, y)
+    for settings in ({}, {"target_centres": 40}):
+        near = kme.ConditionalMeanEmbedding(kernel, kme.kernels.Gaussian(0.7), 0.01, features=400, **settings).fit(X, y)
+        assert near.solver_ == "features"
+        np.testing.assert_allclose(near.predict(X), exact.predict(X), atol=0.1)
+        np.testing.assert_allclose(near.errors(X, y), exact.errors(X, y), atol=0.1)
+        near.save(tmp_path / "near.zarr")
+        np.testing.assert_allclose(kme.load(tmp_path / "near.zarr").predict(X), near.predict(X), rtol=1e-12)
+    with pytest.raises(ConfigError, match="keeps none"):
+        near.sparsify()
+    with pytest.raises(ConfigError, match="no random features"):
+        kme.ConditionalMeanEmbedding(kme.kernels.Linear(), regularization=0.1, solver="features").fit(X, y)
+
+
+def left_out_error(K, L, shift, i):
+    rest = np.arange(len(K)) != i
+    a = np.linalg.solve(K[np.ix_(rest, rest)] + shift * np.eye(len(K) - 1), K[rest, i])
+    return L[i, i] - 2 * L[rest, i] @ a + a @ L[np.ix_(rest, rest)] @ a
+
+
+@pytest.mark.parametrize("solver", ["pcg", "nystrom", "features"])
+def test_lambda_is_chosen_by_leaving_rows_out_of_the_fit_to_all(solver, pairs, small_tiles):
+    X, y = pairs[0][:60], pairs[1][:60]
+    target, settings = kme.kernels.Gaussian(0.7), {"target_centres": 60}
+    settings |= {"nystrom": {"centres": 60}, "features": {"features": random_fourier(2, 40, seed=1)}}.get(solver, {})
+    model = kme.ConditionalMeanEmbedding(KERNEL, target, scaling=None, solver=solver, **settings).fit(X, y)
+    K, L = model.kernel_.gram(X), target.gram(y[:, None])
+    assert model.retuned_[model.regularization_] == pytest.approx(min(model.retuned_.values()), rel=2e-4)
+    judged = [lam for lam in model.retuned_ if len(X) * lam > 1e-3]  # below, target centres and loose solves show
+    assert len(judged) >= 3
+    for lam in judged:
+        naive = np.mean([left_out_error(K, L, len(X) * lam, i) for i in range(len(X))])
+        assert model.retuned_[lam] == pytest.approx(naive, rel=1e-3)
 
 
 def test_expectations_are_ridge_regression_on_the_values_of_h(pairs):
@@ -92,6 +205,25 @@ def test_centres_come_near_the_exact_embedding(pairs):
         assert near.solver_ == "nystrom"
         np.testing.assert_allclose(near.predict(X), exact.predict(X), atol=0.1)
         assert near.score(X, y) > exact.score(X, y) - 0.02
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_data_set_over_workers_gives_what_its_rows_give(solver, pairs, tmp_path, small_tiles):
+    X, y = pairs
+    np.savez(tmp_path / "rows.npz", X=np.column_stack([X, y]), y=y)
+    data = kme.ingest(tmp_path / "rows.npz", tmp_path / "rows.zarr", label="y", task="regression", dtype="float64")
+    target = kme.kernels.Gaussian(0.7)
+    settings = {"regularization": 0.01, "solver": solver, "target_centres": 40, "centre_choice": "uniform"}
+    settings |= {"nystrom": {"centres": 120}, "features": {"features": 60}}.get(solver, {})
+    expected = kme.ConditionalMeanEmbedding(KERNEL, target, **settings).fit(X, y)
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        model = kme.ConditionalMeanEmbedding(KERNEL, target, client=client, **settings)
+        found = model.fit(data, [data.feature_names[2]]).evaluate(X[:9], y[:9])
+    np.testing.assert_allclose(found, expected.evaluate(X[:9], y[:9]), atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir() if "embedding" in path.name] == []
 
 
 def test_a_data_set_on_disk_is_fitted_in_one_pass(pairs, tmp_path):

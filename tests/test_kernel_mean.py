@@ -81,6 +81,30 @@ def test_the_mean_of_a_data_set_keeps_its_address(X, tmp_path):
     np.testing.assert_allclose(kme.load(tmp_path / "mean.zarr").evaluate(X), in_memory.evaluate(X), rtol=1e-12)
 
 
+def test_spectral_shrinkage_of_a_data_set_keeps_only_its_centres(X, tmp_path):
+    np.save(tmp_path / "rows.npy", X)
+    data = kme.ingest(tmp_path / "rows.npy", tmp_path / "rows.zarr", dtype="float64")
+    exact = kme.KernelMean("s-kmse", KERNEL, regularization=0.05).fit(X)
+    few = kme.KernelMean("s-kmse", KERNEL, regularization=0.05, centres=25).fit(data)
+    assert len(few.weights_) == 25
+    assert exact.distance(few) <= few.error_bound_
+    assert exact.distance(few) < 0.1 * exact.norm()
+    assert (exact.error_bound_, exact.unexplained_) == (0.0, 0.0)
+    assert 0 < few.unexplained_ < 0.2
+    few.save(tmp_path / "mean.zarr")
+    again = kme.load(tmp_path / "mean.zarr")
+    np.testing.assert_array_equal(again.evaluate(X), few.evaluate(X))
+    assert again.error_bound_ == few.error_bound_
+
+
+def test_many_rows_are_shrunk_by_centres_unless_told_otherwise(X, monkeypatch):
+    monkeypatch.setattr("kme_dist.run.means.SPECTRAL_ROWS", 30)
+    monkeypatch.setattr("kme_dist.run.means.SPECTRAL_CENTRES", 10)
+    assert len(kme.KernelMean("s-kmse", KERNEL).fit(X).weights_) == 10
+    with pytest.raises(ConfigError, match="centres=5"):
+        kme.KernelMean("r-kmse", KERNEL, centres=5).fit(X)
+
+
 def test_texts_have_means(tmp_path):
     mean = kme.KernelMean("b-kmse", kme.kernels.Spectrum(p=2)).fit(["abab", "abba", "cdcd"])
     assert mean.evaluate(["abab"])[0] > mean.evaluate(["cdcd"])[0] > mean.evaluate(["zzzz"])[0]

@@ -56,6 +56,14 @@ def test_block_and_linear_values_are_those_of_their_rows(samples):
     np.testing.assert_allclose(linear_values(KERNEL, X, Y), pairs, rtol=1e-9)
 
 
+def test_the_statistics_are_the_same_on_every_array_library(arrays, samples):
+    X, Y = (arrays(rows) for rows in samples)
+    np.testing.assert_allclose(block_values(KERNEL, X, Y, 5), block_values(KERNEL, *samples, 5), rtol=1e-9)
+    np.testing.assert_allclose(linear_values(KERNEL, X, Y), linear_values(KERNEL, *samples), rtol=1e-9)
+    null = [spectral_null(KERNEL.gram(rows), 21, 16, 50, np.random.default_rng(0)) for rows in (X, samples[0])]
+    np.testing.assert_allclose(null[0], null[1], rtol=1e-8)
+
+
 METHODS = [
     {"method": "unbiased", "null": "permutation"},
     {"method": "unbiased", "null": "spectral"},

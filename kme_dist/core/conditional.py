@@ -4,8 +4,9 @@
     E[h(Y) | x] = Σ_i a_i(x) h(y_i)
 
 K and k are of the inputs, L of the targets. Whatever solver or sparsifier made it, an embedding is a kernel, centres,
-targets and weights between them: `Factored` (W applied by a Cholesky factor) or `Explicit` (a matrix with one row for
-each target and one column for each centre).
+targets and weights between them: `Factored` (W applied by a Cholesky factor), `Explicit` (a matrix with one row for
+each target and one column for each centre), or any other `Weights`. Explicit features φ(x) may take the place of the
+centres: then W has a column for each feature.
 
 Held-out pairs are judged in the target kernel's Hilbert space, with Gram matrices only:
 
@@ -27,9 +28,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from kme_dist.backend import Array, Factor, astype, cholesky, like, namespace_of, set_diagonal
-from kme_dist.core.kernels.base import Gradients, Kernel, add_gradients, row_count
+from kme_dist.core.kernels.base import FeatureMap, Gradients, Kernel, add_gradients, row_blocks, row_count, take
 from kme_dist.core.means import weighted_features
 from kme_dist.errors import DataError
+
+_ROWS = 2_048  # of which features are computed at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,17 +96,20 @@ class Explicit:
 
 @dataclass(frozen=True)
 class ConditionalEmbedding:
-    """μ(x) = Σ_i [W k(centres, x)]_i L(targets_i, ·)."""
+    """μ(x) = Σ_i [W k(centres, x)]_i L(targets_i, ·), or φ(x) in the place of k(centres, x)."""
 
     kernel: Kernel
     target_kernel: Kernel
-    centres: Any
+    centres: Any  # None with features
     targets: Any
     weights: Weights
     regularization: float
+    features: FeatureMap | None = None
 
     def coefficients(self, X: Any) -> Array:
         """a(x) for every row of X, as columns: (targets, rows)."""
+        if self.features is not None:
+            return self.weights.forward(self.features.forward(X).T)
         return self.weights.forward(self.kernel.gram(self.centres, X))
 
     def expectation(self, X: Any, H: Array) -> Array:
@@ -111,7 +117,11 @@ class ConditionalEmbedding:
         if H.shape[0] != row_count(self.targets):
             raise DataError(f"h needs one value for each of {row_count(self.targets)} targets, got shape {H.shape}")
         V = self.weights.adjoint(H if H.ndim == 2 else H[:, None])
-        found = weighted_features(self.kernel, X, self.centres, V)
+        if self.features is not None:
+            parts = [self.features.forward(take(X, rows)) @ V for rows in row_blocks(row_count(X), _ROWS)]
+            found = namespace_of(V).concat(parts, axis=0) if parts else V[:0, ...]
+        else:
+            found = weighted_features(self.kernel, X, self.centres, V)
         return found if H.ndim == 2 else found[:, 0]
 
     def evaluate(self, X: Any, Y: Any) -> Array:
@@ -120,10 +130,10 @@ class ConditionalEmbedding:
 
     def errors(self, X: Any, Y: Any) -> Array:
         """|L(y, ·) - μ(x)|² for every pair of rows (x, y)."""
-        a, L = self.coefficients(X), self.target_kernel.gram(self.targets)
-        l = self.target_kernel.gram(self.targets, Y)
+        a, l = self.coefficients(X), self.target_kernel.gram(self.targets, Y)
+        La = weighted_features(self.target_kernel, self.targets, self.targets, a)  # no matrix of targets by targets
         xp = namespace_of(a)
-        return self.target_kernel.diag(Y) - 2 * xp.sum(l * a, axis=0) + xp.sum(a * (L @ a), axis=0)
+        return self.target_kernel.diag(Y) + xp.sum(a * (La - 2 * l), axis=0)
 
 
 def solve_embedding(

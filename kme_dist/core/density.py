@@ -13,16 +13,19 @@ the covariances of the last term the other way round, which is the same where th
 
 A mixture Σ π_i N(m_i, diag v_i) is fitted to an estimate Σ β_n k(x_n, ·) by minimising πᵀGπ - 2 πᵀh, G_ij = <μ_i, μ_j>,
 h_i = Σ_n β_n μ_i(x_n): the squared distance of the two means but for a constant. h and its derivatives are sums over
-rows, so the rows may come in any number of blocks.
+rows, so the rows may come in any number of blocks. Means, covariances and rows lie where they lie, on the host or on a
+device, and all that is made of them stays there.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from kme_dist.backend import Array, cholesky, diagonal, like, namespace_of
 from kme_dist.core.kernels import Gaussian, Kernel, Polynomial
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.errors import ConfigError
@@ -34,20 +37,20 @@ _POINTS = 2_048  # rows of a slab of (components, rows, features)
 class Gaussians:
     """Several Gaussians: means (k, d), covariances (k, d, d) or, diagonal, (k, d)."""
 
-    means: np.ndarray
-    covariances: np.ndarray
+    means: Array
+    covariances: Array
 
     @classmethod
-    def points(cls, X: np.ndarray) -> Gaussians:
+    def points(cls, X: Array) -> Gaussians:
         """Rows as Gaussians without spread."""
-        return cls(X, np.zeros_like(X))
+        return cls(X, X * 0)
 
     @property
-    def full(self) -> np.ndarray:
+    def full(self) -> Array:
         """Covariances (k, d, d)."""
         if self.covariances.ndim == 3:
             return self.covariances
-        return self.covariances[:, :, None] * np.eye(self.means.shape[1])
+        return self.covariances[:, :, None] * like(np.eye(self.means.shape[1]), self.means)[None, :, :]
 
 
 def check_kernel(kernel: Kernel) -> Kernel:
@@ -61,53 +64,59 @@ def check_kernel(kernel: Kernel) -> Kernel:
     )
 
 
-def inner_products(kernel: Kernel, first: Gaussians, second: Gaussians) -> np.ndarray:
+def inner_products(kernel: Kernel, first: Gaussians, second: Gaussians) -> Array:
     """<μ_i, μ_j> for every Gaussian of `first` (down) and of `second` (across)."""
     check_kernel(kernel)
     if first.covariances.ndim == 2 and second.covariances.ndim == 2:
         return _pairs(kernel, first.means, first.covariances, second.means, second.covariances).values
-    found = np.empty((len(first.means), len(second.means)))
     S, S2 = first.full, second.full
-    for i, m in enumerate(first.means):
-        for j, m2 in enumerate(second.means):
-            found[i, j] = _pair(kernel, m, S[i], m2, S2[j])
-    return found
+    found = [
+        [_pair(kernel, first.means[i, :], S[i, ...], second.means[j, :], S2[j, ...]) for j in range(S2.shape[0])]
+        for i in range(S.shape[0])
+    ]
+    return like(np.asarray(found), first.means)
 
 
-def _pair(kernel: Kernel, m: np.ndarray, S: np.ndarray, m2: np.ndarray, S2: np.ndarray) -> float:
-    variance = float(kernel.scale) ** 2  # type: ignore[attr-defined]
+def _pair(kernel: Kernel, m: Array, S: Array, m2: Array, S2: Array) -> float:
+    xp, variance = namespace_of(m), float(kernel.scale) ** 2  # type: ignore[attr-defined]
     if isinstance(kernel, Gaussian):
-        ell2 = np.broadcast_to(np.asarray(kernel.length_scale, np.float64) ** 2, m.shape)
-        T = np.diag(ell2) + S + S2
-        difference = m - m2
-        log_det = np.linalg.slogdet(T)[1] - np.sum(np.log(ell2))
-        return variance * float(np.exp(-0.5 * (log_det + difference @ np.linalg.solve(T, difference))))
-    a, v = m @ m2 + kernel._offset(), np.sum(S * S2) + m @ S2 @ m + m2 @ S @ m2  # type: ignore[attr-defined]
+        ell2 = _squared_scales(kernel, m)
+        T = S + S2 + ell2[:, None] * like(np.eye(m.shape[0]), m)
+        factor = cholesky(T)
+        half = factor.half_solve((m - m2)[:, None])
+        log_root = xp.sum(xp.log(diagonal(factor.lower))) - 0.5 * xp.sum(xp.log(ell2))
+        return variance * float(xp.exp(-log_root - 0.5 * xp.sum(half * half)))
+    a, v = m @ m2 + kernel._offset(), xp.sum(S * S2) + m @ S2 @ m + m2 @ S @ m2  # type: ignore[attr-defined]
     match kernel.degree:  # type: ignore[attr-defined]
         case 1:
             value = a
         case 2:
             value = a**2 + v
         case _:
-            value = a**3 + 3 * a * v + 6 * m @ S2 @ S @ m2
+            value = a**3 + 3 * a * v + 6 * (m @ S2 @ S @ m2)
     return variance * float(value)
 
 
+def _squared_scales(kernel: Gaussian, reference: Array) -> Array:
+    """ℓ² of every feature."""
+    return like(np.broadcast_to(np.asarray(kernel.length_scale, np.float64) ** 2, reference.shape[-1:]), reference)
+
+
 class _Pairs(NamedTuple):
-    values: np.ndarray  # (k, k2)
-    by_mean: np.ndarray  # (k, k2, d): derivative by the mean of the first
-    by_variance: np.ndarray  # (k, k2, d): by its (diagonal) covariance
+    values: Array  # (k, k2)
+    by_mean: Array  # (k, k2, d): derivative by the mean of the first
+    by_variance: Array  # (k, k2, d): by its (diagonal) covariance
 
 
-def _pairs(kernel: Kernel, m: np.ndarray, v: np.ndarray, m2: np.ndarray, v2: np.ndarray) -> _Pairs:
+def _pairs(kernel: Kernel, m: Array, v: Array, m2: Array, v2: Array) -> _Pairs:
     """Inner products of Gaussians with diagonal covariances, and their derivatives."""
-    variance = float(kernel.scale) ** 2  # type: ignore[attr-defined]
+    xp, variance = namespace_of(m), float(kernel.scale) ** 2  # type: ignore[attr-defined]
     M, V, M2, V2 = m[:, None, :], v[:, None, :], m2[None, :, :], v2[None, :, :]
     if isinstance(kernel, Gaussian):
-        ell2 = np.broadcast_to(np.asarray(kernel.length_scale, np.float64) ** 2, m.shape[1:])
+        ell2 = _squared_scales(kernel, m)[None, None, :]
         T, difference = ell2 + V + V2, M - M2
         scaled = difference / T
-        g = variance * np.exp(-0.5 * np.sum(np.log(T / ell2) + difference * scaled, axis=2))
+        g = variance * xp.exp(-0.5 * xp.sum(xp.log(T / ell2) + difference * scaled, axis=2))
         return _Pairs(g, -g[:, :, None] * scaled, 0.5 * g[:, :, None] * (scaled * scaled - 1 / T))
     degree, c = kernel.degree, kernel._offset()  # type: ignore[attr-defined]
     a = (m @ m2.T + c)[:, :, None]
@@ -131,49 +140,46 @@ def _pairs(kernel: Kernel, m: np.ndarray, v: np.ndarray, m2: np.ndarray, v2: np.
 class Overlap(NamedTuple):
     """h_i = Σ_n β_n μ_i(x_n) and its derivatives; overlaps of blocks of rows add up."""
 
-    values: np.ndarray
-    by_mean: np.ndarray
-    by_variance: np.ndarray
+    values: Array
+    by_mean: Array
+    by_variance: Array
 
     def plus(self, other: Overlap) -> Overlap:
         return Overlap(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def overlap(kernel: Kernel, mixture: Gaussians, X: np.ndarray, weights: np.ndarray) -> Overlap:
+def overlap(kernel: Kernel, mixture: Gaussians, X: Array, weights: Array) -> Overlap:
     """h of the Gaussians of a mixture with the weighted rows of X, slab by slab."""
-    k, d = mixture.means.shape
-    total = Overlap(np.zeros(k), np.zeros((k, d)), np.zeros((k, d)))
-    for rows in row_blocks(len(X), _POINTS):
-        points, beta = X[rows], weights[rows]
-        part = _pairs(kernel, mixture.means, mixture.covariances, points, np.zeros_like(points))
+    m = mixture.means
+    total = Overlap(m[:, 0] * 0, m * 0, m * 0)
+    for rows in row_blocks(X.shape[0], _POINTS):
+        points, beta = X[rows, :], weights[rows]
+        part = _pairs(kernel, m, mixture.covariances, points, points * 0)
+        along = beta[None, None, :]
         total = total.plus(
-            Overlap(
-                part.values @ beta,
-                np.einsum("knd,n->kd", part.by_mean, beta),
-                np.einsum("knd,n->kd", part.by_variance, beta),
-            )
+            Overlap(part.values @ beta, (along @ part.by_mean)[:, 0, :], (along @ part.by_variance)[:, 0, :])
         )
     return total
 
 
 def matching_loss(
-    kernel: Kernel, shares: np.ndarray, mixture: Gaussians, h: Overlap
-) -> tuple[float, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    kernel: Kernel, shares: Array, mixture: Gaussians, h: Overlap
+) -> tuple[float, tuple[Array, Array, Array]]:
     """πᵀGπ - 2 πᵀh, and its derivatives by π, means and variances."""
     m, v = mixture.means, mixture.covariances
     G = _pairs(kernel, m, v, m, v)
-    value = float(shares @ G.values @ shares - 2 * shares @ h.values)
-    weights = shares[:, None] * shares[None, :]
+    value = float(shares @ G.values @ shares - 2 * (shares @ h.values))
+    weights = (shares[:, None] * shares[None, :])[:, None, :]
     # G is symmetric: what the second argument adds equals what the first does.
-    by_mean = 2 * np.einsum("kjd,kj->kd", G.by_mean, weights) - 2 * shares[:, None] * h.by_mean
-    by_variance = 2 * np.einsum("kjd,kj->kd", G.by_variance, weights) - 2 * shares[:, None] * h.by_variance
+    by_mean = 2 * (weights @ G.by_mean)[:, 0, :] - 2 * shares[:, None] * h.by_mean
+    by_variance = 2 * (weights @ G.by_variance)[:, 0, :] - 2 * shares[:, None] * h.by_variance
     return value, (2 * (G.values @ shares - h.values), by_mean, by_variance)
 
 
-def log_density(X: np.ndarray, shares: np.ndarray, mixture: Gaussians) -> np.ndarray:
+def log_density(X: Array, shares: Array, mixture: Gaussians) -> Array:
     """log Σ_i π_i N(x; m_i, diag v_i) for every row."""
-    m, v = mixture.means, mixture.covariances
-    squares = np.sum((X[:, None, :] - m[None]) ** 2 / v[None], axis=2)
-    logs = np.log(shares) - 0.5 * (squares + np.sum(np.log(2 * np.pi * v), axis=1))
-    top = logs.max(axis=1, keepdims=True)
-    return np.asarray(top[:, 0] + np.log(np.sum(np.exp(logs - top), axis=1)))
+    xp, m, v = namespace_of(X), mixture.means, mixture.covariances
+    squares = xp.sum((X[:, None, :] - m[None, :, :]) ** 2 / v[None, :, :], axis=2)
+    logs = (xp.log(shares) - 0.5 * xp.sum(xp.log(2 * math.pi * v), axis=1))[None, :] - 0.5 * squares
+    top = xp.max(logs, axis=1, keepdims=True)
+    return top[:, 0] + xp.log(xp.sum(xp.exp(logs - top), axis=1))

@@ -8,7 +8,8 @@ With ρ the mean of all K_ij and ϱ the mean of K_ii, taken of the features k(x_
 
     b-kmse    α = Δ / (Δ + ρ),  Δ = (ϱ - ρ)/(n - 1)       = (ϱ - ρ) / (ϱ + (n - 2) ρ)
     r-kmse    α = λ/(1 + λ),  λ = n(ϱ - ρ) / ((n - 1)(nρ - ϱ)) minimises the leave-one-out score
-    s-kmse    β = (K + nλI)⁻¹ K 1/n,  λ by the leave-one-out score, for many λ after one eigendecomposition
+    s-kmse    β = (K + nλI)⁻¹ K 1/n,  λ by the leave-one-out score, for many λ after one eigendecomposition;
+              with K ≈ Z Zᵀ of p columns that is one of ZᵀZ, and sums over rows (`ThinSpectrum`)
 
 Any mean is a record of points and weights:
 
@@ -35,6 +36,7 @@ from kme_dist.errors import ConfigError, DataError
 ESTIMATORS = ("kme", "b-kmse", "r-kmse", "s-kmse")
 TILE_ROWS = 512  # rows and columns of a tile: it stays in a core's cache between product, exponential and sum
 _DEVICE_TILE_ROWS = 4096
+SPECTRAL_GRID = 10.0 ** np.arange(-10.0, 4.1, 0.5)  # λ of s-kmse, times the mean of k(x, x)
 
 
 # --- sums over Gram matrices, tile by tile -------------------------------------------------------------
@@ -246,11 +248,53 @@ class Spectrum:
         """The λ with the least leave-one-out score, and everything tried: half decades, then between them."""
         scale = float(namespace_of(self.K).sum(self.values)) / self.K.shape[0] or 1.0
         tried: dict[float, float] = {}
-        lams = scale * 10.0 ** np.arange(-10.0, 4.1, 0.5)
+        lams = scale * SPECTRAL_GRID
         for width in (0.25, 0.12, 0.06, 0.03, 0.0):
             tried |= dict(zip(map(float, lams), map(float, self.loo_scores(lams)), strict=True))
             lams = min(tried, key=lambda lam: tried[lam]) * 10.0 ** np.array([-width, width])
         return min(tried, key=lambda lam: tried[lam]), tried
+
+
+@dataclass(frozen=True)
+class ThinSpectrum:
+    """The same for K ≈ Z Zᵀ with few columns: rows z_i stand for k(x_i, ·), and all there is to keep is of their size.
+
+    `values` and `vectors` are those of G = ZᵀZ, `sums` is Qᵀ Zᵀ1.
+    """
+
+    n: int
+    values: Array
+    vectors: Array
+    sums: Array
+
+    @classmethod
+    def of(cls, G: Array, total: Array, n: int) -> ThinSpectrum:
+        """From Σ z zᵀ and Σ z over n rows."""
+        xp = namespace_of(G)
+        values, vectors = xp.linalg.eigh(astype(G, "float64"))
+        return cls(n, xp.where(values > 0, values, values * 0), vectors, vectors.T @ total)
+
+    def weights(self, lam: float) -> Array:
+        """w with β_i = z_iᵀ w: (G + nλI)⁻¹ Zᵀ1/n"""
+        return self.vectors @ (self.sums / (self.values + self.n * lam)) / self.n
+
+    def loo_sums(self, Z: Array, lams: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Σ_i |z_i - μ^(-i)|² over the given rows (some of the n), for every λ; sums of blocks of rows add up.
+
+        With m the mean of the other rows, s = (n-1)λ and H = (G + sI)⁻¹, μ^(-i) = m - su, where
+        u = Hm + c Hz, c = zᵀHm / (1 - zᵀHz), solves the system without row i.
+        """
+        xp = namespace_of(Z)
+        s = like(np.asarray(lams, dtype=np.float64) * (self.n - 1), self.values)[None, :]
+        d = 1 / (self.values[:, None] + s)
+        z = astype(Z, "float64") @ self.vectors
+        m = (self.sums[None, :] - z) / (self.n - 1)
+        q = z - m
+        c = (z * m) @ d / (1 - (z * z) @ d)
+        along = (q * m) @ d + c * ((q * z) @ d)  # qᵀu
+        size = (m * m) @ (d * d) + 2 * c * ((m * z) @ (d * d)) + c * c * ((z * z) @ (d * d))  # |u|²
+        found = xp.sum(q * q) + xp.sum(2 * s * along + s * s * size, axis=0)
+        return np.asarray(to_host(found))
 
 
 def centred_gram(K: Array, at_points: Array, target_norm: float) -> Array:

@@ -6,6 +6,8 @@ unbiased   all pairs but the diagonal; under the null N MMD² tends to Σ_l λ_l
            of the centred kernel, ρ the shares of the samples; or any relabelling of the rows is as good as another
 block      the mean of unbiased estimates of blocks of rows: asymptotically normal, variance from the blocks
 linear     k(x, x') + k(y, y') - k(x, y') - k(x', y) averaged over disjoint pairs of rows: normal, O(n)
+
+Rows and Gram matrices may be of any array library; what comes out, a number for each block or draw, is on the host.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kme_dist.backend import Array, astype, diagonal, namespace_of, to_host
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 
 _PAIR_ROWS = 32  # rows of a tile of which only the diagonal is wanted
@@ -24,9 +27,10 @@ def unbiased(S_xx: Any, S_yy: Any, S_xy: Any, m: int, n: int) -> Any:
     return S_xx / (m * (m - 1)) + S_yy / (n * (n - 1)) - 2 * S_xy / (m * n)
 
 
-def unbiased_of_gram(K_xx: np.ndarray, K_yy: np.ndarray, K_xy: np.ndarray) -> float:
-    m, n = K_xy.shape
-    return float(unbiased(K_xx.sum() - np.trace(K_xx), K_yy.sum() - np.trace(K_yy), K_xy.sum(), m, n))
+def unbiased_of_gram(K_xx: Array, K_yy: Array, K_xy: Array) -> float:
+    xp, (m, n) = namespace_of(K_xy), K_xy.shape
+    S_xx, S_yy = (xp.sum(K) - xp.sum(diagonal(K)) for K in (K_xx, K_yy))
+    return float(unbiased(S_xx, S_yy, xp.sum(K_xy), m, n))
 
 
 def block_values(kernel: Kernel, X: Any, Y: Any, size: int) -> np.ndarray:
@@ -45,23 +49,22 @@ def linear_values(kernel: Kernel, X: Any, Y: Any) -> np.ndarray:
     even, odd = slice(0, n, 2), slice(1, n, 2)
     x, x2, y, y2 = (kernel.prepare(take(rows, part)) for rows in (X, Y) for part in (even, odd))
     within = _along(kernel, x, x2, n // 2) + _along(kernel, y, y2, n // 2)
-    return np.asarray(within - _along(kernel, x, y2, n // 2) - _along(kernel, x2, y, n // 2))
+    return to_host(within - _along(kernel, x, y2, n // 2) - _along(kernel, x2, y, n // 2))
 
 
-def _along(kernel: Kernel, left: Any, right: Any, count: int) -> np.ndarray:
+def _along(kernel: Kernel, left: Any, right: Any, count: int) -> Array:
     """k(left_i, right_i) for prepared rows, by small tiles."""
-    parts = [
-        np.diagonal(np.asarray(kernel.evaluate(take(left, rows), take(right, rows))))
-        for rows in row_blocks(count, _PAIR_ROWS)
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0)
+    parts = [diagonal(kernel.evaluate(take(left, rows), take(right, rows))) for rows in row_blocks(count, _PAIR_ROWS)]
+    return namespace_of(parts[0]).concat(parts, axis=0) if parts else np.zeros(0)
 
 
-def spectral_null(K: np.ndarray, m: int, n: int, draws: int, rng: np.random.Generator) -> np.ndarray:
+def spectral_null(K: Array, m: int, n: int, draws: int, rng: np.random.Generator) -> np.ndarray:
     """Draws of the unbiased statistic under the null, from the eigenvalues of the pooled rows' centred Gram matrix."""
-    size, total = len(K), m + n
-    centred = K - K.mean(axis=0) - K.mean(axis=1)[:, None] + K.mean()
-    values = np.linalg.eigvalsh(centred) / size
+    xp, size, total = namespace_of(K), K.shape[0], m + n
+    K = astype(K, "float64")
+    along = xp.mean(K, axis=0)
+    centred = K - along[None, :] - along[:, None] + xp.mean(K)
+    values = to_host(xp.linalg.eigh(centred)[0]) / size
     values = values[values > 1e-12 * max(values.max(initial=0.0), 0.0)]
     shares = m * n / total**2
     z = rng.standard_normal((draws, len(values)))

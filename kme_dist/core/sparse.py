@@ -28,6 +28,7 @@ import numpy as np
 
 from kme_dist.backend import Array, cholesky, like, namespace_of, set_diagonal
 from kme_dist.errors import ConfigError
+from kme_dist.meter import metered
 
 PENALTIES = ("element", "row", "column")
 
@@ -80,7 +81,8 @@ def largest_gamma(W: Array, K: Array, L: Array, penalty: str = "element") -> flo
 
 def spectral_norm(A: Array) -> float:
     """The largest eigenvalue of a Gram matrix."""
-    values = namespace_of(A).linalg.eigh(A)[0]
+    with metered("factorise"):
+        values = namespace_of(A).linalg.eigh(A)[0]
     return float(values[-1])
 
 
@@ -124,8 +126,9 @@ class Splitting:
 
     def __init__(self, W: Array, K: Array, L: Array) -> None:
         xp = namespace_of(W)
-        k, self._Q = xp.linalg.eigh(K)
-        l, self._P = xp.linalg.eigh(L)
+        with metered("factorise"):
+            k, self._Q = xp.linalg.eigh(K)
+            l, self._P = xp.linalg.eigh(L)
         self.lipschitz = 2 * float(k[-1]) * float(l[-1])
         self._H = 2 * xp.where(l > 0, l, l * 0)[:, None] * xp.where(k > 0, k, k * 0)[None, :]
         self._HW = self._H * (self._P.T @ W @ self._Q)

@@ -47,7 +47,8 @@ class Rows:
     ranges: tuple[Span, ...]
     scale: Scaling
     dtype: str
-    n_classes: int
+    n_classes: int  # 0: whatever labels there are, they are no classes
+    columns: tuple[int, ...] = ()  # of the data set that count as features; none named: all of them
 
     def __hash__(self) -> int:
         return hash(self.token)
@@ -75,8 +76,11 @@ class Rows:
         """Scaled rows [start, stop) of the split, and their labels."""
         parts = [opened(self).read_rows(low, high) for low, high in self.stored(start, stop)]
         X = parts[0][0] if len(parts) == 1 else np.concatenate([X for X, _ in parts])
-        y = np.concatenate([y for _, y in parts if y is not None])
-        return self.scale.apply(X, self.dtype), y
+        labels = [y for _, y in parts if y is not None]
+        return self._scaled(X), np.concatenate(labels) if labels else np.zeros(len(X), np.int64)
+
+    def _scaled(self, X: np.ndarray) -> np.ndarray:
+        return self.scale.apply(X[:, list(self.columns)] if self.columns else X, self.dtype)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Scaled rows by their numbers in the split."""
@@ -84,7 +88,7 @@ class Rows:
         part = np.searchsorted(edges, numbers, side="right") - 1
         starts = np.array([low for low, _ in self.ranges])
         X, _ = opened(self).take(numbers - edges[part] + starts[part])
-        return self.scale.apply(X, self.dtype)
+        return self._scaled(X)
 
     def digest(self) -> str:
         """Of the stored rows and labels, whatever split is taken of them."""

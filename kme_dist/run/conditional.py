@@ -1,35 +1,68 @@
-"""Fitting conditional embeddings: the exact one, centres for any number of rows, and learning the input kernel.
+"""Fitting conditional embeddings with every solver, and learning the input kernel.
 
-    solve_embedding(kernel, target_kernel, X, Y, lam)                  exact (kme_dist.core.conditional)
-    fit_nystrom(kernel, target_kernel, pairs, lam, C, D, executor=...)  centres C of inputs, D of targets, one pass
-    learn_kernel(kernel, target_kernel, X, Y, lam, settings)            input kernel by held-out loss, step by step
+    solve_embedding(kernel, target_kernel, X, Y, lam)       exact, in memory (kme_dist.core.conditional)
+    Inverse(pairs, kernel, lam, "tiled" | "pcg", ...)        exact, out of core: W = (K + nλI)⁻¹ as something to apply
+    project(weights, target_kernel, Y, D)                   the same, on target centres D
+    fit_sums(kernel, target_kernel, pairs, lam, basis, D)   centres or features of inputs: one pass over the rows
+    learn_kernel(kernel, target_kernel, X, Y, lam, settings)  input kernel by held-out loss, step by step
 
-With centres, G = Σ k(C, x_i) k(C, x_i)ᵀ and B = Σ k(C, x_i) l(D, y_i)ᵀ are sums over rows, taken block by block on any
-executor; then W = L_DD⁻¹ Bᵀ (G + nλK_CC)⁻¹ projects the Nyström embedding on the target centres. A data set on disk is
-never held in memory. With labels as targets and every label a centre the projection loses nothing.
+W itself is n x n, so `Inverse` never forms it. What a prediction needs is W applied to something with few columns: to
+h(Y) for E[h(Y) | x] = k(x)ᵀ W h(Y), to L(Y, y) for μ(x)(y). Such right sides are solved for when they are asked about.
+With target centres D the right side L(Y, D) is known beforehand, and L_DD⁻¹ L_DY W is all that is kept.
+
+Centres and features need sums over rows alone, G = Σ z zᵀ and B = Σ z l(D, y)ᵀ with z = k(C, x) or φ(x), taken block by
+block on any executor; then W = L_DD⁻¹ Bᵀ (G + nλM)⁻¹, M = K_CC or I. A data set on disk is never held in memory. With
+labels as targets and every label a centre the projection loses nothing.
+
+λ is chosen anew on all rows where a closed form is at hand. With l(y) = R⁻¹ L(D, y), L_DD = R Rᵀ, the coordinates of
+L(y, ·) along the target centres, the leave-one-out residual of row i along them is
+
+    (l(y_i) - f(x_i)) / (1 - z_iᵀ (G + nλM)⁻¹ z_i)         sums: the leverage of a row
+    (W l(Y))_i / W_ii                                    conjugate gradients: columns of W for some rows
+
+and what lies across them does not depend on λ. Both are exact for each row; a random sample of rows is judged.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
+import os
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import blas_threads, cholesky
+from kme_dist.backend import Factor, blas_threads, cholesky, free_bytes
 from kme_dist.core import optim
-from kme_dist.core.conditional import ConditionalEmbedding, Delta, Explicit, held_out_objective
+from kme_dist.core.conditional import ConditionalEmbedding, Delta, Explicit, Weights, held_out_objective
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.data.dataset import Dataset
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.data.ingest import ingest
+from kme_dist.data.places import Place
+from kme_dist.errors import ConfigError, DataError, NumericalError
+from kme_dist.run.blocks import Rows, Scratch, Task
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import Record, select
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
+from kme_dist.run.nystrom import Basis, Features
+from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.solve import search_regularization
+from kme_dist.run.tiled import Tiles, apply_inverse, factorise
 
 _SLAB_ROWS = 2_048
+_LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
+_COLUMN_ROWS = 256  # and where it takes columns of W
+_LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
+_WIDE = 128  # right sides solved together by conjugate gradients
+_REMEMBERED = 8  # solutions kept, of at most _WIDE columns
 
 
 @dataclass(frozen=True)
@@ -102,17 +135,16 @@ def read_pair(block: Block, targets: Any, pairs: Pairs) -> tuple[Any, Any]:
 
 
 def _moments(
-    kernel: Kernel, target_kernel: Kernel, C: Any, D: Any, block: Block, targets: Any, pairs: Pairs
+    basis: Basis, target_kernel: Kernel, D: Any, block: Block, targets: Any, pairs: Pairs
 ) -> tuple[np.ndarray, np.ndarray]:
     X, Y = read_pair(block, targets, pairs)
     Y = as_targets(Y, target_kernel)
-    centres = kernel.prepare(C)
-    G = np.zeros((row_count(C), row_count(C)))
-    B = np.zeros((row_count(C), row_count(D)))
+    G = np.zeros((basis.size, basis.size))
+    B = np.zeros((basis.size, row_count(D)))
     for rows in row_blocks(row_count(X), _SLAB_ROWS):
-        K = np.asarray(kernel.evaluate(kernel.prepare(take(X, rows)), centres), dtype=np.float64)
-        G += K.T @ K
-        B += K.T @ target_kernel.gram(take(Y, rows), D)
+        Z = np.asarray(basis.rows(take(X, rows)), dtype=np.float64)
+        G += Z.T @ Z
+        B += Z.T @ target_kernel.gram(take(Y, rows), D)
     return G, B
 
 
@@ -130,32 +162,239 @@ def as_targets(Y: Any, target_kernel: Kernel) -> Any:
     return Y
 
 
-def fit_nystrom(
+# --- centres and features: sums over rows ----------------------------------------------------------------------
+
+
+def fit_sums(
     kernel: Kernel,
     target_kernel: Kernel,
     pairs: Pairs,
     regularization: float,
-    centres: Any,
+    basis: Basis,
     target_centres: Any,
     *,
     executor: Executor,
-) -> ConditionalEmbedding:
-    """One pass over the rows, then two small systems on the driver."""
-    calls = [(kernel, target_kernel, centres, target_centres, *block) for block in pairs.blocks()]
+    keep_targets: bool = False,
+    retune: bool = False,
+    seed: int = 0,
+    variance: float = 1.0,
+) -> tuple[ConditionalEmbedding, dict[float, float]]:
+    """One pass over the rows, then systems of the size of the basis on the driver; and the errors of the λ tried.
+
+    `keep_targets` keeps every target (pairs in memory) instead of projecting on the centres, which then only judge λ.
+    `variance` is what the basis leaves out of the kernel as a factor (scale², for random features of a scaled kernel).
+    """
+    calls = [(basis, target_kernel, target_centres, *block) for block in pairs.blocks()]
     G, B = executor.map_reduce(_moments, calls, _join, name="embedding-moments")
+    n, metric = pairs.count, basis.metric()
+    M = np.eye(basis.size) if metric is None else np.asarray(metric, dtype=np.float64)
+    tried: dict[float, float] = {}
     with blas_threads(1):
-        K_cc = np.asarray(kernel.gram(centres), dtype=np.float64)
-        A = G + pairs.count * regularization * K_cc
-        V = padded_solve(A, B)  # centres x target centres
-        weights = padded_solve(np.asarray(target_kernel.gram(target_centres), dtype=np.float64), V.T)
-    return ConditionalEmbedding(kernel, target_kernel, centres, target_centres, Explicit(weights), regularization)
+        if retune:
+            X, Y = pairs.some(_LEVERAGE_ROWS, seed)
+            Y = as_targets(Y, target_kernel)
+            Z = np.asarray(basis.rows(X), dtype=np.float64)
+
+            def evaluate(lams: list[float]) -> list[float]:
+                return [
+                    _leverage_error(G, B, M, n * lam / variance, Z, target_kernel, Y, target_centres) for lam in lams
+                ]
+
+            scale = float(np.mean(kernel.diag(X))) or 1.0
+            regularization, _, tried = search_regularization(evaluate, scale=scale / n, start=regularization)
+        A = G + n * regularization / variance * M
+        targets = target_centres
+        if keep_targets:
+            targets = as_targets(pairs.targets, target_kernel)
+            weights = padded_solve(A, np.asarray(basis.rows(pairs.sample.memory), dtype=np.float64).T).T
+        else:
+            L = np.asarray(target_kernel.gram(target_centres), dtype=np.float64)
+            weights = padded_solve(L, padded_solve(A, B).T)
+    features = basis.features if isinstance(basis, Features) else None
+    centres = None if features is not None else basis.points  # type: ignore[attr-defined]
+    found = ConditionalEmbedding(
+        kernel, target_kernel, centres, targets, Explicit(weights), regularization, features
+    )  # fmt: skip
+    return found, tried
+
+
+def _leverage_error(
+    G: np.ndarray, B: np.ndarray, M: np.ndarray, shift: float, Z: np.ndarray, target_kernel: Kernel, Y: Any, D: Any
+) -> float:
+    """Mean leave-one-out error of some pairs (Z, Y) under the fit to all; infinite where the system is singular."""
+    root = padded_factor(np.asarray(target_kernel.gram(D), dtype=np.float64))
+    try:
+        factor = padded_factor(G + shift * M)
+    except NumericalError:
+        return math.inf
+    along = root.half_solve(target_kernel.gram(D, Y)).T
+    half = factor.half_solve(Z.T)
+    room = np.maximum(1 - np.sum(half * half, axis=0), 1e-6)
+    residuals = (along - half.T @ factor.half_solve(root.half_solve(B.T).T)) / room[:, None]
+    return _mean_error(target_kernel, Y, along, residuals)
+
+
+def _mean_error(target_kernel: Kernel, Y: Any, along: np.ndarray, residuals: np.ndarray) -> float:
+    across = np.maximum(np.asarray(target_kernel.diag(Y), dtype=np.float64) - np.sum(along**2, axis=1), 0.0)
+    return float(np.mean(across + np.sum(residuals**2, axis=1)))
+
+
+def padded_factor(A: np.ndarray) -> Factor:
+    """The Cholesky factor of a positive definite A that may be singular to rounding."""
+    # Gram matrices of near-equal centres are singular to rounding; the padding is below what the sums can resolve.
+    return cholesky(np.asfortranarray(A + 1e-11 * np.trace(A) / len(A) * np.eye(len(A))))
 
 
 def padded_solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """A⁻¹ B for a positive definite A that may be singular to rounding."""
-    # Gram matrices of near-equal centres are singular to rounding; the padding is below what the sums can resolve.
-    padded = np.asfortranarray(A + 1e-11 * np.trace(A) / len(A) * np.eye(len(A)))
-    return np.ascontiguousarray(cholesky(padded).solve(B))
+    """A⁻¹ B for such an A."""
+    return np.ascontiguousarray(padded_factor(A).solve(B))
+
+
+# --- exact and out of core: tiles, conjugate gradients ---------------------------------------------------------
+
+
+class Inverse:
+    """W = (K + nλI)⁻¹ by "tiled" or "pcg", applied when it is asked for; what `adjoint` solved is remembered.
+
+    Inputs in memory are stored in a temporary folder first, those of a data set are read where they are; the factor's
+    tiles, or the preconditioner, lie beside them for as long as this object lives.
+    """
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        kernel: Kernel,
+        regularization: float,
+        solver: str,
+        *,
+        executor: Executor,
+        tolerance: float,
+        seed: int = 0,
+    ) -> None:
+        self.pairs, self.kernel, self.regularization, self.solver = pairs, kernel, regularization, solver
+        self.executor, self.tolerance, self.seed = executor, tolerance, seed
+        self.remembered: dict[str, np.ndarray] = {}
+
+    def forward(self, K: Any) -> np.ndarray:
+        return self.solve(np.asarray(K, dtype=np.float64))
+
+    def adjoint(self, H: Any) -> np.ndarray:
+        H = np.ascontiguousarray(H, dtype=np.float64)
+        key = hashlib.sha256(repr(H.shape).encode() + H.tobytes()).hexdigest()[:16]
+        if key in self.remembered:
+            return self.remembered[key]
+        found = self.solve(H)
+        if H.shape[1] <= _WIDE:
+            while len(self.remembered) >= _REMEMBERED:
+                self.remembered.pop(next(iter(self.remembered)))
+            self.remembered[key] = found
+        return found
+
+    def solve(self, B: np.ndarray) -> np.ndarray:
+        """W B."""
+        if self.solver == "tiled":
+            with blas_threads(1):
+                return apply_inverse(self._tiles, B, self._task)
+        found, residual = self._gradients(B, self.regularization, self.tolerance)
+        if residual > self.tolerance:
+            raise NumericalError(
+                f"solver='pcg' reached a residual of {residual:.1e}, {self.tolerance:.1e} was asked for, at "
+                f"regularization {self.regularization:.1e}; raise `regularization` or `tolerance`, or use "
+                "solver='tiled' or 'nystrom'",
+                rows=self.pairs.count, regularization=self.regularization, dtype="float64",
+            )  # fmt: skip
+        return found
+
+    def prepare(self) -> None:
+        """Factorise now rather than at the first question."""
+        _ = self._tiles if self.solver == "tiled" else self._panels
+
+    def retune(self, target_kernel: Kernel, Y: Any, D: Any) -> dict[float, float]:
+        """Choose λ by leave-one-out of some rows under the fit to all ("pcg"); the errors of what was tried."""
+        n = self.pairs.count
+        chosen = np.random.default_rng([self.seed, 8]).choice(n, min(n, _COLUMN_ROWS), replace=False)
+        E = np.zeros((n, len(chosen)))
+        E[chosen, np.arange(len(chosen))] = 1.0
+        root = padded_factor(np.asarray(target_kernel.gram(D), dtype=np.float64))
+        along = root.half_solve(target_kernel.gram(D, Y)).T
+
+        def judge(lam: float) -> float:
+            columns, residual = self._gradients(E, lam, _LOOSE)
+            own = columns[chosen, np.arange(len(chosen))]
+            if residual > _LOOSE or not (own > 0).all():
+                return math.inf
+            return _mean_error(target_kernel, select(Y, chosen), along[chosen], columns.T @ along / own[:, None])
+
+        few, _ = self._task.rows.read(0, min(n, 1_000))
+        scale = float(np.mean(self.kernel.diag(few))) or 1.0
+        self.regularization, _, tried = search_regularization(
+            lambda lams: [judge(lam) for lam in lams], scale=scale / n, start=self.regularization
+        )
+        return tried
+
+    def _gradients(self, B: np.ndarray, lam: float, tolerance: float) -> tuple[np.ndarray, float]:
+        """W B by conjugate gradients, and the largest relative residual.
+
+        Right sides that depend on each other would cost the block its rank: those solved for are orthonormal.
+        """
+        panels, F = self._panels
+        size = np.linalg.norm(B, axis=0)
+        U, s, Vt = np.linalg.svd(B / np.where(size > 0, size, 1.0), full_matrices=False)
+        kept = int(np.sum(s > 1e-13 * max(s.max(initial=0.0), 1e-300)))
+        everything, parts, worst = tuple(range(len(panels.blocks))), [np.zeros((len(B), 0))], 0.0
+        for columns in row_blocks(kept, _WIDE):
+            rights = np.ascontiguousarray(U[:, columns])
+            found, _, residual = solve_blocks(panels, self._task, everything, rights, lam, tolerance, F)
+            parts.append(found)
+            worst = max(worst, residual)
+        return (np.concatenate(parts, axis=1) * s[:kept]) @ Vt[:kept] * size, worst
+
+    @property
+    def _task(self) -> Task:
+        room = int(0.6 * free_bytes("numpy") / max(1, self.executor.workers))
+        rows, scratch = self._stored
+        return Task(
+            rows, self.kernel, self.regularization, False, 0.0, self.seed, self.tolerance, self.executor, scratch, None,
+            room, lambda line: None,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _stored(self) -> tuple[Rows, Scratch]:
+        sample, token = self.pairs.sample, os.urandom(6).hex()
+        if sample.path:
+            home = Place.of(sample.path)
+            place = home.sibling(f".{home.name}.embedding-{token}")  # where workers reach it too
+            scale = self.pairs.scale
+            assert scale is not None
+            rows = Rows(token, sample.path, sample.ranges, scale, "float64", 0, self.pairs.inputs)
+        else:
+            if not isinstance(sample.memory, np.ndarray):
+                raise ConfigError(
+                    f"solver={self.solver!r} needs inputs that are rows of numbers; use solver='cholesky' or 'nystrom'"
+                )
+            folder = Path(tempfile.mkdtemp(prefix="kme-dist-"))
+            place = Place.of(folder)
+            data = ingest(sample.memory, folder / "rows.zarr", dtype="float64")
+            plain = Scaling(np.zeros(data.features), np.ones(data.features))
+            rows = Rows(token, data.path, tuple(data.ranges(None)), plain, "float64", 0)
+        weakref.finalize(self, Place.delete_all, place)
+        return rows, Scratch(place)
+
+    @functools.cached_property
+    def _tiles(self) -> Tiles:
+        with blas_threads(1):
+            return factorise(self._task, self.regularization)[0]
+
+    @functools.cached_property
+    def _panels(self) -> tuple[Panels, Preconditioner]:
+        panels = make_panels(self._task, "float64")
+        return panels, Preconditioner.build(panels, self._task, rank=default_rank(self.pairs.count))
+
+
+def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> Explicit:
+    """L_DD⁻¹ L_DY W: weights on the target centres D alone."""
+    V = np.asarray(weights.adjoint(np.asarray(target_kernel.gram(Y, D), dtype=np.float64)))
+    return Explicit(padded_solve(np.asarray(target_kernel.gram(D), dtype=np.float64), V.T))
 
 
 # --- learning the input kernel -------------------------------------------------------------------------------

@@ -9,6 +9,10 @@ Pairs below the diagonal of blocks stand for those above it. What a task holds i
 
 With `feature_moments` ρ comes from random features instead, in O(nD): |mean φ(x)|², whose error is reported. Each
 random frequency is an estimate of ρ by itself, so their spread tells how far off the mean of D of them may be.
+
+`spectral_by_centres` is s-kmse without the n x n spectrum: rows are projected on p centres, one pass gives the p x p
+covariance, two more the leave-one-out scores of all rows for many λ, and the mean comes out as p weighted centres,
+with a bound on its distance to the exact one.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from kme_dist.core.features import SAMPLERS, sample_frequencies
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.means import (
     ESTIMATORS,
+    SPECTRAL_GRID,
     Mean,
+    ThinSpectrum,
     centred_gram,
     centred_moments,
     gram_weights,
@@ -38,8 +44,11 @@ from kme_dist.core.means import (
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import Executor
+from kme_dist.run.pivots import choose_centres
 
 BLOCK_ROWS = 8_192
+SPECTRAL_ROWS, SPECTRAL_CENTRES = 5_000, 1_000  # s-kmse: exact up to so many rows; beyond, so many centres
+_CHOICE_ROWS, _SLAB_ROWS = 20_000, 1_024  # rows that centres are chosen among; rows projected at a time
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -307,6 +316,8 @@ class FittedMean:
     target: Mean | None
     moments: GramMoments | None  # None where the estimator needs none
     regularization: float | None = None
+    unexplained: float = 0.0  # share of Σ k(x, x) across the centres, where the points are centres
+    error_bound: float = 0.0  # on the distance to the mean without centres, at the same λ
 
     def evaluate(self, X: Any, *, executor: Executor) -> np.ndarray:
         found = evaluate_mean(self.kernel, self.sample, self.weights, X, executor=executor)
@@ -334,18 +345,19 @@ def fit_mean(
     positive_part: bool = False,
     target: Mean | None = None,
     frequencies: np.ndarray | None = None,
+    centres: int | None = None,
+    seed: int = 0,
 ) -> FittedMean:
-    """Any of the four estimators. "s-kmse" needs the Gram matrix in memory, the others need sums over it at most."""
+    """Any of the four estimators. "s-kmse" takes the Gram matrix in memory, or centres; the others sums at most."""
     if estimator not in ESTIMATORS:
         raise ConfigError(f"estimator={estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
     n = sample.count
     if estimator == "s-kmse":
-        needed, available = 3 * 8 * n * n, free_bytes("numpy")
-        if needed > available:
-            raise DataError(
-                f"estimator='s-kmse' decomposes the Gram matrix of all {n} rows and needs {needed / 1e9:.1f} GB, "
-                f"{available / 1e9:.1f} GB are free; use 'r-kmse' or 'b-kmse', or fewer rows"
-            )
+        if centres is not None or n > SPECTRAL_ROWS or 3 * 8 * n * n > free_bytes("numpy"):
+            return spectral_by_centres(
+                kernel, sample, min(centres or SPECTRAL_CENTRES, n), executor=executor, regularization=regularization,
+                target=target, seed=seed,
+            )  # fmt: skip
         X = sample.read()
         K = _host(kernel.gram(X))
         moments = GramMoments(float(K.mean()), float(np.trace(K)) / n, n)
@@ -364,3 +376,103 @@ def fit_mean(
     rho, varrho = centred_moments(moments.rho, moments.varrho, cross, norm)
     alpha = shrinkage(estimator, rho, varrho, n, positive_part)
     return FittedMean(kernel, sample, (1 - alpha) / n, alpha, target, moments)
+
+
+# --- spectral shrinkage with centres ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """z(x) = Tᵀ k(C, x) - shift: coordinates of k(x, ·) - f* along an orthonormal basis of the span of the centres."""
+
+    kernel: Kernel
+    points: Any
+    T: np.ndarray
+    shift: np.ndarray
+
+    @classmethod
+    def on(cls, kernel: Kernel, points: Any) -> _Projection:
+        values, vectors = np.linalg.eigh(_host(kernel.gram(points)))
+        kept = values > 1e-12 * values[-1]  # the rest is rounding
+        T = vectors[:, kept] / np.sqrt(values[kept])
+        return cls(kernel, points, T, np.zeros(T.shape[1]))
+
+    def slabs(self, X: Any) -> Any:
+        for rows in row_blocks(row_count(X), _SLAB_ROWS):
+            yield _host(self.kernel.gram(take(X, rows), self.points)) @ self.T - self.shift
+
+
+def _thin_moments(projection: _Projection, block: Block) -> tuple[np.ndarray, np.ndarray, float]:
+    X, p = block.read(), projection.T.shape[1]
+    G, total = np.zeros((p, p)), np.zeros(p)
+    for Z in projection.slabs(X):
+        G += Z.T @ Z
+        total += Z.sum(axis=0)
+    return G, total, float(np.sum(_host(projection.kernel.diag(X))))
+
+
+def _add_three(left: Any, right: Any) -> Any:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def _thin_scores(projection: _Projection, spectrum: ThinSpectrum, block: Block, lams: np.ndarray) -> np.ndarray:
+    return np.asarray(sum(spectrum.loo_sums(Z, lams) for Z in projection.slabs(block.read())))
+
+
+def spectral_by_centres(
+    kernel: Kernel,
+    sample: Sample,
+    centres: int,
+    *,
+    executor: Executor,
+    regularization: float | None = None,
+    target: Mean | None = None,
+    seed: int = 0,
+    block_rows: int = BLOCK_ROWS,
+) -> FittedMean:
+    """S-KMSE of the rows projected on centres, in passes over the rows.
+
+    With P the projection, Q = I - P, C the covariance of the features, C' = PCP and g = μ̂ - μ', the distance of this
+    mean μ' to the exact one is |(C + λ)⁻¹ (C - C') g|, C - C' = QC + CQ - QCQ. With ε = mean |Q k(x, ·)|², which bounds
+    |QCQ| and |Qμ̂|², that is at most √ε (1 + (2ε + c)/λ), c² = <g, C' g>; all of these are known after one pass.
+    """
+    n = sample.count
+    if n < 2 and regularization is None:
+        raise DataError("'s-kmse' needs at least two rows to choose its regularization, got one")
+    candidates = sample.sample(_CHOICE_ROWS, seed)
+    chosen = choose_centres(kernel, candidates, min(centres, row_count(candidates)), "rpcholesky", seed)
+    points = candidates[chosen] if hasattr(candidates, "shape") else [candidates[i] for i in chosen]
+    projection, cross, norm = _Projection.on(kernel, points), 0.0, 0.0
+    if target is not None:
+        cross, norm = target_moments(target, sample, kernel, executor=executor)
+        shift = projection.T.T @ _host(target.evaluate(points))
+        projection = _Projection(kernel, points, projection.T, shift)
+    blocks = sample.blocks(block_rows)
+    calls = [(projection, block) for block in blocks]
+    G, total, trace = executor.map_reduce(_thin_moments, calls, _add_three, name="spectral-moments")
+    spectrum = ThinSpectrum.of(G, total, n)
+    trace += n * (norm - 2 * cross)  # of the features k(x, ·) - f*
+    lam = regularization
+    if lam is None:
+        tried: dict[float, float] = {}
+        grid = (trace / n or 1.0) * SPECTRAL_GRID
+        for widths in (np.linspace(-0.4, 0.4, 9), None):
+            judged = [(projection, spectrum, block, grid) for block in blocks]
+            scores = executor.map_reduce(_thin_scores, judged, _add, name="spectral-scores")
+            tried |= dict(zip(map(float, grid), map(float, scores), strict=True))
+            lam = min(tried, key=lambda lam: tried[lam])
+            grid = lam * 10.0**widths if widths is not None else grid
+    assert lam is not None
+    w = spectrum.weights(lam)
+    kept = float(total @ w)  # Σβ
+    along = G @ w + projection.shift * kept  # Σ β_i (z_i + shift)
+    gap = total / n - G @ w  # of the projected mean to the shrunk one: g along the centres
+    epsilon = max(trace - float(np.trace(G)), 0.0) / n
+    c = math.sqrt(max(float(gap @ G @ gap) / n, 0.0))
+    bound = math.sqrt(epsilon) * (1 + (2 * epsilon + c) / lam)
+    if target is not None:
+        bound += abs(kept) * math.sqrt(max(norm - float(projection.shift @ projection.shift), 0.0))
+    return FittedMean(
+        kernel, Sample.of(points, sample.dtype), projection.T @ along, 1.0 - kept, target, None, lam,
+        epsilon * n / trace if trace else 0.0, bound,
+    )  # fmt: skip

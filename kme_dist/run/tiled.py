@@ -5,8 +5,8 @@
 
         L_ij = (A_ij - Σ_{k<j} L_ik L_jkᵀ) L_jj⁻ᵀ,        L_jj = chol(A_jj - Σ_{k<j} L_jk L_jkᵀ)
 
-    Columns follow one another; the tiles of a column are made side by side. The forward solve goes along with the
-    diagonal; the backward solve is one more pass over the tiles.
+    Columns follow one another; the tiles of a column are made side by side. The forward solve for the labels goes along
+    with the diagonal; the backward solve is one more pass over the tiles. Other right sides take a pass for each.
 
 A task holds a handful of tiles whatever the number of rows, and the disk holds half of an n x n matrix: that is the
 plan, not an accident. A tile is written once, whole, under its own name, so a task that a dead worker left behind is
@@ -57,6 +57,21 @@ def fit_tiled(task: Task) -> Found:
     """Exact weights; λ by leave-one-out as for `cholesky`."""
     n, size = task.rows.count, task.tile_rows or default_tile_rows(task.rows.count)
     lam, loss, tried = solve_on_sample(task)
+    tiles, stored = factorise(task, lam)
+    V = _backward(tiles, [np.array(tiles.scratch.load(f"z-{j}"), np.float64) for j in range(len(tiles.blocks))], task)
+    tiles.scratch.clear()
+    residual = relative_residual(task, V, lam)
+    X, _ = task.rows.read(0, n)
+    facts = {"tile_rows": size, "tiles": len(tiles.blocks) * (len(tiles.blocks) + 1) // 2, "dtype": tiles.rows.dtype}
+    if n > solve.LOO_ROWS and loss is not None:
+        facts["leave_one_out_rows"] = solve.LOO_ROWS
+    embedding = Embedding(task.kernel, X, V.astype(task.rows.dtype), lam)
+    return Found(embedding, loss, tried, residual, len(tiles.blocks), stored, facts)
+
+
+def factorise(task: Task, lam: float) -> tuple[Tiles, int]:
+    """The tiles of the factor of K + nλI, with more on the diagonal where it stays singular; and their bytes."""
+    n, size = task.rows.count, task.tile_rows or default_tile_rows(task.rows.count)
     scale, precisions = precision_for(task, lam)
     attempts = [(dtype, 0.0) for dtype in precisions]
     attempts += [("float64", jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
@@ -64,24 +79,15 @@ def fit_tiled(task: Task) -> Found:
         stored = _check_room(task, n, size, dtype)
         tiles = _tiles(task, dtype, n * lam + jitter, size)
         try:
-            V = _solve(tiles, task)
+            _factor(tiles, task)
         except NumericalError:
             tiles.scratch.clear()
             continue
-        tiles.scratch.clear()
-        break
-    else:
-        raise NumericalError(
-            f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; raise it",
-            rows=n, regularization=lam, dtype="float64",
-        )  # fmt: skip
-    residual = relative_residual(task, V, lam)
-    X, _ = task.rows.read(0, n)
-    facts = {"tile_rows": size, "tiles": len(tiles.blocks) * (len(tiles.blocks) + 1) // 2, "dtype": dtype}
-    if n > solve.LOO_ROWS and loss is not None:
-        facts["leave_one_out_rows"] = solve.LOO_ROWS
-    embedding = Embedding(task.kernel, X, V.astype(task.rows.dtype), lam)
-    return Found(embedding, loss, tried, residual, len(tiles.blocks), stored, facts)
+        return tiles, stored
+    raise NumericalError(
+        f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; raise it",
+        rows=n, regularization=lam, dtype="float64",
+    )  # fmt: skip
 
 
 def _tiles(task: Task, dtype: str, shift: float, size: int) -> Tiles:
@@ -120,15 +126,31 @@ def _check_room(task: Task, n: int, size: int, dtype: str) -> int:
     return needed
 
 
-def _solve(tiles: Tiles, task: Task) -> np.ndarray:
-    """(K + shift I)⁻¹ Y."""
+def _factor(tiles: Tiles, task: Task) -> None:
     count, run = len(tiles.blocks), task.executor.map
     run(factor_diagonal, [(tiles, 0)], name="factor-diagonal")
     for j in range(count - 1):
         run(factor_tile, [(tiles, i, j) for i in range(j + 1, count)], name="factor-tile")
         task.say(f"fit: column {j + 2} of {count}")
-    rest = [np.array(tiles.scratch.load(f"z-{j}"), dtype=np.float64) for j in range(count)]
-    for j in range(count - 1, -1, -1):
+
+
+def apply_inverse(tiles: Tiles, B: np.ndarray, task: Task) -> np.ndarray:
+    """(K + shift I)⁻¹ B for any right sides, by the finished tiles."""
+    count, run = len(tiles.blocks), task.executor.map
+    rest = [np.array(B[start:stop], dtype=np.float64) for start, stop in tiles.blocks]
+    for j in range(count):
+        rest[j] = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}"))).half_solve(rest[j])
+        below = range(j + 1, count)
+        parts = run(forward_substitute, [(tiles, i, j, rest[j]) for i in below], name="forward-substitute")
+        for i, part in zip(below, parts, strict=True):
+            rest[i] = rest[i] - part
+    return _backward(tiles, rest, task)
+
+
+def _backward(tiles: Tiles, rest: list[np.ndarray], task: Task) -> np.ndarray:
+    """L⁻ᵀ of what the forward solve has left, block by block."""
+    run = task.executor.map
+    for j in range(len(tiles.blocks) - 1, -1, -1):
         rest[j] = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}"))).half_solve(rest[j], transposed=True)
         parts = run(back_substitute, [(tiles, j, k, rest[j]) for k in range(j)], name="back-substitute")
         for k, part in enumerate(parts):
@@ -149,21 +171,30 @@ def factor_tile(tiles: Tiles, i: int, j: int) -> None:
 
 
 def factor_diagonal(tiles: Tiles, j: int) -> None:
-    """L_jj, and block j of the forward solve."""
-    if tiles.scratch.has(f"z-{j}"):  # written after the tile
+    """L_jj, and block j of the forward solve for the labels, where there are any."""
+    labelled = tiles.rows.n_classes > 0
+    if tiles.scratch.has(f"z-{j}" if labelled else f"L-{j}-{j}"):  # z is written after the tile
         return
     X, y = tiles.rows.read(*tiles.blocks[j])
     A = np.asfortranarray(tiles.kernel.gram(X))
     A[np.diag_indices(len(A))] += A.dtype.type(tiles.shift)
-    b = one_hot(y, tiles.rows.n_classes, np.zeros(0, A.dtype))
     for k in range(j):
         L = tiles.scratch.load(f"L-{j}-{k}")
         A -= L @ L.T
-        b -= L @ tiles.scratch.load(f"z-{k}")
     factor = cholesky(A)
-    z = factor.half_solve(b)
     tiles.scratch.save(f"L-{j}-{j}", factor.lower)
-    tiles.scratch.save(f"z-{j}", np.ascontiguousarray(z))
+    if not labelled:
+        return
+    b = one_hot(y, tiles.rows.n_classes, np.zeros(0, A.dtype))
+    for k in range(j):
+        b -= tiles.scratch.load(f"L-{j}-{k}") @ tiles.scratch.load(f"z-{k}")
+    tiles.scratch.save(f"z-{j}", np.ascontiguousarray(factor.half_solve(b)))
+
+
+def forward_substitute(tiles: Tiles, i: int, j: int, z: np.ndarray) -> np.ndarray:
+    """What block j of the forward solve takes from block i: L_ij z_j."""
+    product: np.ndarray = tiles.scratch.load(f"L-{i}-{j}") @ z
+    return product
 
 
 def back_substitute(tiles: Tiles, j: int, k: int, V: np.ndarray) -> np.ndarray:

@@ -100,6 +100,23 @@ def test_log_density_integrates_to_one():
     assert np.exp(log_density(x[:, None], shares, mixture)).sum() * (x[1] - x[0]) == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+def test_mixtures_are_matched_on_every_array_library(kernel, arrays, rng):
+    diagonal, full, shares = gaussians(rng, 3), gaussians(rng, 2, full=True), np.array([0.2, 0.5, 0.3])
+    X, beta = rng.normal(size=(7, 2)), rng.random(7)
+    there, there_full = (Gaussians(arrays(g.means), arrays(g.covariances)) for g in (diagonal, full))
+    found = inner_products(kernel, there, there_full)
+    np.testing.assert_allclose(arrays.host(found), inner_products(kernel, diagonal, full), rtol=1e-10)
+    h = overlap(kernel, there, arrays(X), arrays(beta))
+    value, gradients = matching_loss(kernel, arrays(shares), there, h)
+    expected, slopes = matching_loss(kernel, shares, diagonal, overlap(kernel, diagonal, X, beta))
+    assert value == pytest.approx(expected, rel=1e-10)
+    for gradient, slope in zip(gradients, slopes, strict=True):
+        np.testing.assert_allclose(arrays.host(gradient), slope, rtol=1e-9, atol=1e-12)
+    logs = log_density(arrays(X), arrays(shares), there)
+    np.testing.assert_allclose(arrays.host(logs), log_density(X, shares, diagonal), rtol=1e-10)
+
+
 def test_other_kernels_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"Laplace.*closed form"):
         inner_products(Laplace(), Gaussians.points(np.zeros((1, 1))), Gaussians.points(np.zeros((1, 1))))

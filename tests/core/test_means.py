@@ -8,6 +8,7 @@ import pytest
 from kme_dist.core.means import (
     Mean,
     Spectrum,
+    ThinSpectrum,
     centred_gram,
     centred_moments,
     gram_weights,
@@ -87,6 +88,16 @@ def test_leave_one_out_scores_of_spectral_shrinkage_equal_n_refits(K):
     lams = [1e-8, 1e-4, 1e-2, 1.0, 100.0]
     expected = [naive_spectral_score(K, lam) for lam in lams]
     np.testing.assert_allclose(Spectrum.of(K).loo_scores(lams), expected, rtol=1e-10)
+
+
+def test_a_thin_spectrum_says_what_the_whole_one_says(arrays, rng):
+    Z = rng.normal(0.3, 1.0, size=(12, 4))
+    K, lams = Z @ Z.T, [1e-3, 0.1, 3.0]
+    thin = ThinSpectrum.of(arrays(Z.T @ Z), arrays(Z.sum(axis=0)), 12)
+    parts = thin.loo_sums(arrays(Z[:5]), lams) + thin.loo_sums(arrays(Z[5:]), lams)
+    np.testing.assert_allclose(parts / 12, [naive_spectral_score(K, lam) for lam in lams], rtol=1e-10)
+    expected = np.linalg.solve(K + 12 * 0.1 * np.eye(12), K.mean(axis=1))
+    np.testing.assert_allclose(Z @ arrays.host(thin.weights(0.1)), expected, rtol=1e-9)
 
 
 def test_spectral_regularization_is_where_the_refits_are_least(K):

@@ -2,19 +2,21 @@
 
 Section 6.1: loss |μ - μ_P|² of the estimators on mixtures of four Gaussians, known in closed form. Table 1: error of
 the Parzen-window classifier over 100 splits with 30 % held out, features standardised, width from a uniform grid over
-[0.1, 2], all choices made inside the training part.
+[0.1, 2], all choices made inside the training part. Table 2: negative log-likelihood of mixtures of ten Gaussians,
+fitted by kernel mean matching. Table 3: support measure machines; the paper's data are not at hand, others stand in.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 
-from kme_dist import ParzenClassifier, backend
+from kme_dist import MixtureMatching, OneClassSupportMeasure, ParzenClassifier, SupportMeasureClassifier, backend
 from kme_dist.core.density import Gaussians, inner_products
 from kme_dist.core.means import ESTIMATORS, gram_weights
-from kme_dist.kernels import Gaussian
+from kme_dist.kernels import Gaussian, Linear, Polynomial
 from kme_dist.run.learn import median_length_scale
 
 pytestmark = [pytest.mark.paper, pytest.mark.timeout(4 * 3600)]
@@ -29,9 +31,40 @@ PARZEN = {
 }
 SPLITS = 100
 
+# Published negative log-likelihood: KME, B-KMSE, R-KMSE, S-KMSE. The copy at hand lacks one of the blocks after these
+# two and does not tell which, so the Gaussian kernel has nothing to be compared with.
+DENSITY = {
+    "ionosphere": {"linear": (39.878, 40.038, 39.859, 39.823), "poly2": (34.651, 34.352, 34.390, 34.009)},
+    "wine": {"linear": (16.019, 16.000, 16.039, 16.009), "poly2": (17.070, 16.920, 16.886, 16.960)},
+    "satimage": {"linear": (25.258, 25.317, 25.219, 25.186), "poly2": (24.214, 24.111, 24.132, 24.259)},
+    "segment": {"linear": (18.326, 17.868, 18.055, 18.124), "poly2": (18.571, 18.292, 18.277, 18.631)},
+    "abalone": {"linear": (5.706, 5.665, 5.708, 5.722), "poly2": (7.281, 7.116, 7.185, 7.025)},
+}
+RANDOMISATIONS = 30
+MOST_ROWS = 1_000  # of a data set in one randomisation
+
+# Published: SMM accuracy on scene images and OCSMM AUC on particle physics, kernel between means linear, then not.
+MEASURES = {"smm": ((0.5432, 0.5455, 0.5521, 0.5606), (0.6017, 0.6106, 0.6303, 0.6412)),
+            "ocsmm": ((0.6955, 0.6964, 0.6970, 0.6970), (0.9085, 0.9088, 0.9105, 0.9063))}  # fmt: skip
+BAG_ROWS, BAGS, REPEATS = 4, 20, 10  # rows of a bag, bags of a class for training and for testing
+
+
+def not_worse(differences, held_out=0.3):
+    """Whether the mean of loss minus loss of the plain mean is within noise of 0, or below it."""
+    # Splits share their rows, so their spread understates the noise: corrected as by Nadeau and Bengio.
+    noise = differences.std(ddof=1) * np.sqrt(1 / len(differences) + held_out / (1 - held_out))
+    return differences.mean() < 2 * noise + 1e-12
+
 
 def random_mixture(rng, d=30):
-    """The set-up of section 6.1: shares, means in [-10, 10], Wishart covariances, noise of variance 0.2."""
+    """The mixture that section 6.1 is taken to describe; no copy of that section was at hand to compare it with.
+
+    Exactly what is used: d = 30; four Gaussians with shares 0.05, 0.3, 0.4, 0.25; each coordinate of each mean uniform
+    on [-10, 10]; each covariance Wishart with scale matrix 2I and 7 degrees of freedom (so of rank 7), plus 0.2 I,
+    which is independent noise of variance 0.2. Samples have n = 10 rows; the kernel is Gaussian, the median distance
+    of the sample its length scale; 30 distributions, 30 samples of each. No published figure was at hand either, so
+    what is asserted is the message of the section: every shrinkage estimator has less risk than the plain mean.
+    """
     shares = np.array([0.05, 0.3, 0.4, 0.25])
     means = rng.uniform(-10, 10, size=(4, d))
     roots = rng.normal(0, np.sqrt(2), size=(4, 7, d))
@@ -94,7 +127,75 @@ def test_parzen_errors_are_within_one_published_deviation(name, shared_data):
         assert found < published + deviation
         if name != "wine":  # where every estimator is far better than printed, for reasons the paper does not tell
             assert found > published - deviation
-    worse = errors[:, 2] - errors[:, 0]
-    # Splits share their rows, so their spread understates the noise: corrected as by Nadeau and Bengio, 30 % held out.
-    noise = worse.std(ddof=1) * np.sqrt(1 / len(worse) + 0.3 / 0.7)
-    assert worse.mean() < 2 * noise + 1e-12
+    assert not_worse(errors[:, 2] - errors[:, 0])
+
+
+def density_losses(X, kernel_name):
+    """Negative log-likelihood of held-out rows (randomisations, estimators); ours takes one set of k-means clusters
+    for a start (the paper 50), at most MOST_ROWS rows, and features standardised by the training part. So the mean of a
+    linear kernel is 0, nothing is left to shrink, and all estimators agree: there the figures only show the start."""
+    losses = np.zeros((RANDOMISATIONS, len(ESTIMATORS)))
+    for i in range(RANDOMISATIONS):
+        rows = np.random.default_rng(i).permutation(len(X))[:MOST_ROWS]
+        train, test = (X[part].astype(np.float64) for part in train_test_split(rows, test_size=0.3, random_state=i))
+        varies = train.std(axis=0) > 0
+        shift, width = train.mean(axis=0)[varies], train.std(axis=0)[varies]
+        train, test = (train[:, varies] - shift) / width, (test[:, varies] - shift) / width
+        kernel = {"linear": Linear(), "poly2": Polynomial(degree=2), "rbf": "gaussian"}[kernel_name]
+        for j, estimator in enumerate(ESTIMATORS):
+            fit = MixtureMatching(10, kernel, estimator, starts=1, random_state=i).fit(train)
+            losses[i, j] = -fit.score(test)
+    return losses
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("kernel_name", ["linear", "poly2", "rbf"])
+@pytest.mark.parametrize("name", DENSITY)
+def test_matching_a_shrunk_mean_fits_densities_no_worse(name, kernel_name, shared_data):
+    losses = density_losses(shared_data(name)[0], kernel_name)
+    published = DENSITY[name].get(kernel_name, ("-",) * 4)
+    for j, estimator in enumerate(ESTIMATORS):
+        mean, spread = losses[:, j].mean(), losses[:, j].std()
+        print(f"{name} {kernel_name} {estimator}: {mean:.3f} ± {spread:.3f}, published {published[j]}")
+    assert np.isfinite(losses).all()
+    for j, estimator in enumerate(ESTIMATORS[1:], start=1):
+        assert not_worse(losses[:, j] - losses[:, 0]), estimator
+
+
+def bags_of(X, y, classes, rng):
+    """BAGS bags of each class for training and as many for testing, no row in two of them."""
+    parts = ([], [])
+    for c in classes:
+        rows = rng.permutation(np.flatnonzero(y == c))[: 2 * BAGS * BAG_ROWS].reshape(2, BAGS, BAG_ROWS)
+        for part, chosen in zip(parts, rows, strict=True):
+            part += [(X[bag], c) for bag in chosen]
+    return parts
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("level", ["linear", "gaussian"])
+def test_support_measure_machines_on_shrunk_means_are_no_worse(level, shared_data):
+    """Bags of four pixels' spectra of one kind of ground (satimage); scene images and particles are not at hand, so the
+    published figures are printed for orientation only. C = 10, nu = 0.1, widths are median distances."""
+    X, y = shared_data("satimage")
+    X = ((X - X.mean(axis=0)) / X.std(axis=0)).astype(np.float64)
+    classes = np.unique(y)
+    found = {name: np.zeros((REPEATS, len(ESTIMATORS))) for name in MEASURES}
+    with backend.blas_threads(1):
+        for i in range(REPEATS):
+            rng = np.random.default_rng(i)
+            train, test = bags_of(X, y, classes, rng)
+            usual = classes[i % len(classes)]
+            for j, estimator in enumerate(ESTIMATORS):
+                clf = SupportMeasureClassifier(estimator=estimator, level=level, C=10.0)
+                clf.fit([bag for bag, _ in train], [c for _, c in train])
+                found["smm"][i, j] = clf.score([bag for bag, _ in test], [c for _, c in test])
+                one = OneClassSupportMeasure(estimator=estimator, level=level)
+                one.fit([bag for bag, c in train if c == usual])
+                values = one.decision_function([bag for bag, _ in test])
+                found["ocsmm"][i, j] = roc_auc_score([c == usual for _, c in test], values)
+    for name, values in found.items():
+        for j, estimator in enumerate(ESTIMATORS):
+            published = MEASURES[name][level != "linear"][j]
+            print(f"{name} {level} {estimator}: {values[:, j].mean():.4f}, published on other data {published}")
+            assert not_worse(values[:, 0] - values[:, j], held_out=0.5), (name, estimator)

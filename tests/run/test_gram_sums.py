@@ -16,6 +16,7 @@ from kme_dist.run.means import (
     fit_mean,
     gram_moments,
     mean_inner,
+    spectral_by_centres,
     spectrum_sample,
 )
 
@@ -85,6 +86,52 @@ def test_random_features_estimate_rho_within_their_stated_error(kernel, X):
     assert 0 < found.error < 0.02 * exact.rho * 4
     assert abs(found.rho - exact.rho) < 4 * found.error
     assert found.varrho == pytest.approx(exact.varrho)
+
+
+def distance(fitted, exact):
+    return fitted.in_memory().distance(exact.in_memory())
+
+
+def test_spectral_shrinkage_with_every_row_a_centre_is_the_exact_one(stored):
+    sample = Sample.of(stored)
+    exact = fit_mean(KERNEL, sample, "s-kmse", executor=SERIAL)
+    found = spectral_by_centres(KERNEL, sample, sample.count, executor=SERIAL, block_rows=31)
+    assert found.regularization == pytest.approx(exact.regularization, rel=0.3)  # grids differ between half decades
+    found = spectral_by_centres(
+        KERNEL, sample, sample.count, executor=SERIAL, regularization=exact.regularization, block_rows=31
+    )
+    assert distance(found, exact) < 1e-6
+    assert found.alpha == pytest.approx(exact.alpha, abs=1e-6)
+    assert found.unexplained < 1e-8
+
+
+@pytest.mark.parametrize("with_target", [False, True])
+def test_spectral_shrinkage_with_centres_keeps_its_bound_and_comes_nearer(with_target, stored, rng):
+    sample, smooth = Sample.of(stored), kme.kernels.Gaussian(length_scale=3.0)
+    target = None
+    if with_target:
+        target = kme.KernelMean("kme", smooth).fit(rng.normal(0.5, 1.0, size=(20, 3))).mean_
+    exact = fit_mean(smooth, sample, "s-kmse", executor=SERIAL, regularization=0.01, target=target)
+    distances = []
+    for centres in (4, 12, 40):
+        found = fit_mean(smooth, sample, "s-kmse", executor=SERIAL, regularization=0.01, target=target, centres=centres)
+        assert found.sample.count <= centres
+        distances.append(distance(found, exact))
+        assert distances[-1] <= found.error_bound
+    assert distances[2] < distances[1] < distances[0]
+    assert distances[2] < 0.02 * exact.in_memory().norm_squared() ** 0.5
+
+
+def test_spectral_shrinkage_is_the_same_on_workers(stored):
+    sample = Sample.of(stored)
+    alone = spectral_by_centres(KERNEL, sample, 20, executor=SERIAL, block_rows=40)
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        together = spectral_by_centres(KERNEL, sample, 20, executor=DaskExecutor(client), block_rows=40)
+    np.testing.assert_array_equal(together.weights, alone.weights)
+    assert (together.regularization, together.error_bound) == (alone.regularization, alone.error_bound)
 
 
 def test_samples_are_rows_of_the_table(stored, X):
