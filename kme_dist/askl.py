@@ -33,6 +33,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from kme_dist import backend as devices
 from kme_dist.core import features as maps
 from kme_dist.core import optim
+from kme_dist.core.embedding import rkhs_entropy
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective
 from kme_dist.core.spectral import (
@@ -48,7 +49,8 @@ from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.networks import FORMAT, labels_from_json, labels_to_json, plain
+from kme_dist.networks import FORMAT, as_checkpoints, labels_from_json, labels_to_json, plain
+from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, Executor
 from kme_dist.run.features import (
     ArraySource,
@@ -95,6 +97,20 @@ class SpectralTask:
         if not self.variant.trace_norm:
             return parameters
         return {**parameters, "W": shrink(parameters["W"], rate * self.weight_penalty)}
+
+
+@dataclass(frozen=True)
+class SoftmaxEmbedding(FeatureEmbedding):
+    """f(x) = softmax(Wᵀ φ(x))."""
+
+    def decision(self, X: Any) -> Any:
+        return _softmax(super().decision(X))
+
+
+def _softmax(scores: Any) -> Any:
+    xp = devices.namespace_of(scores)
+    E = xp.exp(scores - xp.max(scores, axis=1, keepdims=True))
+    return E / xp.sum(E, axis=1, keepdims=True)
 
 
 class _ASKL(BaseEstimator):  # type: ignore[misc]
@@ -163,17 +179,14 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
         )
 
     def _learn(
-        self, source: Source, n_classes: int | None, outputs: int, callback: Callable[[Record], None] | None
+        self,
+        source: Source,
+        n_classes: int | None,
+        outputs: int,
+        callback: Callable[[Record], None] | None,
+        checkpoints: str | Path | Checkpoints | None,
     ) -> None:
-        seed, variant = self._seed(), VARIANTS[self.variant]
-        start = maps.spectral(
-            self.n_features_in_,
-            int(self.features),
-            deviation=float(self.deviation),
-            stationary=variant.stationary,
-            form=self.form,
-            seed=seed,
-        )
+        variant, start = VARIANTS[self.variant], self._start()
         width = start.first.shape[1] * (2 if self.form == "2D" else 1)
         task = SpectralTask(
             start, variant, self.loss, n_classes, float(self.weight_penalty), float(self.feature_penalty)
@@ -185,7 +198,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             learning_rate=float(self.learning_rate),
             schedule=optim.cosine_decay if self.schedule == "cosine" else None,
             optimizer=self.optimizer,
-            seed=seed,
+            seed=self._seed(),
         )
         features = start_of(start) if variant.learned else {}
         found = learn_task(
@@ -198,10 +211,22 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             callback=(lambda record, _: callback(record)) if callback is not None else None,
             after=task.after,
             phase=self.variant,
+            checkpoints=as_checkpoints(checkpoints),
         )
         self.features_ = with_parameters(start, found.parameters)
         self.weights_, self.history_ = found.parameters["W"], found.history
         self.bound_ = self._bound(source, n_classes)
+
+    def _start(self) -> maps.Spectral:
+        """The map that learning begins with."""
+        return maps.spectral(
+            self.n_features_in_,
+            int(self.features),
+            deviation=float(self.deviation),
+            stationary=VARIANTS[self.variant].stationary,
+            form=self.form,
+            seed=self._seed(),
+        )
 
     def _bound(self, source: Source, n_classes: int | None) -> float:
         """The bound at the training rows (at their first batches, where rows are stored)."""
@@ -333,8 +358,18 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
         self.client = client
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
-        """Learn frequencies and weights from a table with labels, or from an open `Dataset`."""
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        callback: Callable[[Record], None] | None = None,
+        checkpoints: str | Path | Checkpoints | None = None,
+    ) -> Self:
+        """Learn frequencies and weights from a table with labels, or from an open `Dataset`.
+
+        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to go on
+        from.
+        """
         self._check_settings()
         if isinstance(X, Dataset):
             if X.classes is None or y is not None:
@@ -350,7 +385,7 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
             raise DataError(
                 f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
             )
-        self._learn(source, len(self.classes_), len(self.classes_), callback)
+        self._learn(source, len(self.classes_), len(self.classes_), callback, checkpoints)
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -366,9 +401,24 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
     @available_if(lambda self: self.loss == "cross_entropy")  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities, where the loss was cross entropy."""
-        scores = self._scores(X)
-        E = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return np.asarray(E / E.sum(axis=1, keepdims=True))
+        return np.asarray(_softmax(self._scores(X)))
+
+    @available_if(lambda self: self.loss == "cross_entropy")  # type: ignore[untyped-decorator]
+    def entropy(self, X: Any) -> np.ndarray:
+        """Uncertainty of the probabilities, in nats."""
+        return np.asarray(rkhs_entropy(self.predict_proba(X)))
+
+    @property
+    def embedding_(self) -> SoftmaxEmbedding:
+        """What batch inference asks: f(x) are the probabilities themselves."""
+        check_is_fitted(self, "features_")
+        if self.loss != "cross_entropy":
+            raise ConfigError(f"loss={self.loss!r} gives no probabilities to store; fit with loss='cross_entropy'")
+        return SoftmaxEmbedding(self.features_, self.weights_)
+
+    def probabilities(self, P: np.ndarray) -> np.ndarray:
+        """Class probabilities from what `embedding_` decides: the same."""
+        return P
 
     def _own_attributes(self) -> dict[str, Any]:
         return labels_to_json(self.classes_)
@@ -420,8 +470,18 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
 
     loss = "squared"
 
-    def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
-        """Learn frequencies and weights from a table with numbers to predict, or from an open `Dataset`."""
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        callback: Callable[[Record], None] | None = None,
+        checkpoints: str | Path | Checkpoints | None = None,
+    ) -> Self:
+        """Learn frequencies and weights from a table with numbers to predict, or from an open `Dataset`.
+
+        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to go on
+        from.
+        """
         self._check_settings()
         if isinstance(X, Dataset):
             if X.classes is not None or X.y is None or y is not None:
@@ -434,7 +494,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             y = np.asarray(y, np.float64)
             self.target_ = _centre_and_width(float(y.mean()), float(y.var()))
             source = self._memory_source(X, (y - self.target_[0]) / self.target_[1])
-        self._learn(source, None, 1, callback)
+        self._learn(source, None, 1, callback, checkpoints)
         return self
 
     def predict(self, X: Any) -> np.ndarray:

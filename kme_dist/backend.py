@@ -25,6 +25,7 @@ import numpy as np
 from scipy.linalg import lapack
 
 from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.meter import metered
 
 Array = Any  # a NumPy, CuPy or array-API array: libraries we do not control share no static type
 
@@ -248,7 +249,8 @@ class Factor:
         """The diagonal of A⁻¹; overwrites the factor on the host (the cheapest way there is)."""
         if isinstance(self.lower, np.ndarray):
             (potri,) = lapack.get_lapack_funcs(("potri",), (self.lower,))
-            inverse, info = potri(self.lower, lower=1, overwrite_c=1)
+            with metered("factorise"):
+                inverse, info = potri(self.lower, lower=1, overwrite_c=1)
             if info != 0:
                 raise NumericalError(f"LAPACK potri failed with code {info}")
             return np.diagonal(inverse).copy()
@@ -273,6 +275,11 @@ def cholesky(A: Array) -> Factor:
     On the host the factor replaces the lower triangle of A. A matrix that is not positive definite raises
     NumericalError on every backend: CuPy's own routine would hand back garbage without a word.
     """
+    with metered("factorise"):
+        return Factor(_lower_factor(A))
+
+
+def _lower_factor(A: Array) -> Array:
     if isinstance(A, np.ndarray):
         (potrf,) = lapack.get_lapack_funcs(("potrf",), (A,))
         in_place = A if A.flags.f_contiguous else np.asfortranarray(A)
@@ -280,7 +287,7 @@ def cholesky(A: Array) -> Factor:
         # A NaN in the last rows slips through LAPACK's test of each pivot, so look at the diagonal too.
         if info != 0 or not np.isfinite(np.diagonal(L)).all():
             raise _not_positive_definite(A.shape[0], A.dtype)
-        return Factor(L)
+        return L
     xp = namespace_of(A)
     if is_cupy(A):
         # By default CuPy ignores the solver's report; and the report says nothing about NaN. Asking for both costs two
@@ -292,14 +299,14 @@ def cholesky(A: Array) -> Factor:
             raise _not_positive_definite(A.shape[0], A.dtype) from error
         if not bool(xp.all(xp.isfinite(xp.diagonal(L)))):
             raise _not_positive_definite(A.shape[0], A.dtype)
-        return Factor(L)
+        return L
     try:
         L = xp.linalg.cholesky(xp.tril(A) + xp.tril(A, k=-1).T)
     except np.linalg.LinAlgError as error:
         raise _not_positive_definite(A.shape[0], A.dtype) from error
     if not bool(xp.all(xp.isfinite(diagonal(L)))):
         raise _not_positive_definite(A.shape[0], A.dtype)
-    return Factor(L)
+    return L
 
 
 def _not_positive_definite(n: int, dtype: Any) -> NumericalError:

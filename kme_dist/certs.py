@@ -68,8 +68,14 @@ def tls_files(folder: str | Path, role: str = "client") -> TlsConfig:
 
 def days_left(path: str | Path) -> float:
     """How long a certificate is still valid; negative once it is not."""
-    ends = _certificate(Path(path)).not_valid_after_utc
-    return float((ends - datetime.datetime.now(datetime.UTC)).total_seconds() / 86_400)
+    return (ends_at(path) - datetime.datetime.now(datetime.UTC).timestamp()) / 86_400
+
+
+def ends_at(certificate: str | Path) -> float:
+    """When a certificate, by its path or as PEM text, stops to be valid, in seconds since 1970."""
+    if "-----BEGIN" in str(certificate):
+        return float(_x509().load_pem_x509_certificate(str(certificate).encode()).not_valid_after_utc.timestamp())
+    return float(_certificate(Path(certificate)).not_valid_after_utc.timestamp())
 
 
 def _x509() -> Any:

@@ -49,6 +49,11 @@ ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ =
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no messages, errors only.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config.")
+]
+Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Use the Dask cluster that runs there.")]
+Performance = cli_predict.Performance
 
 
 class Terminated(BaseException):
@@ -73,16 +78,16 @@ def _options(
 @app.command()
 def run(
     config: Annotated[Path, typer.Argument(help="YAML file, see `kme-dist config-schema`.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config."),
-    ] = None,
+    overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute anew what an earlier run has finished.")] = False,
+    performance: Performance = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Learn, evaluate and write the run folder with report.html, as the config says."""
     if _has_section(config, "pendulum"):
+        if performance is not None:
+            raise typer.BadParameter("--performance-report is of a cluster, and the pendulum uses none.")
         pendulum(config, overrides, as_json, quiet)
         return
     settings = load_config(config, overrides or [])
@@ -90,7 +95,15 @@ def run(
     job, typed = _pipeline("run"), ["kme-dist", "run", str(config), *(f"--set={change}" for change in overrides or [])]
     with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
         listener = job.Listener(start=progress.rename, step=progress, say=say)
-        result = job.run(settings, name=config.stem, fresh=fresh, listener=listener, command=shlex.join(typed))
+        with cli_predict.reporting(performance, say):
+            result = job.run(
+                settings,
+                name=config.stem,
+                fresh=fresh,
+                listener=listener,
+                command=shlex.join(typed),
+                performance=performance,
+            )
     if as_json:
         _print_json(result)
         return
@@ -109,18 +122,13 @@ def run(
     print(f"report: {result['report']}")
 
 
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config.")
-]
-Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Use the Dask cluster that runs there.")]
-
-
 @app.command()
 def learn(
     config: Annotated[Path, typer.Argument(help="YAML file whose data.source is a data set.")],
     overrides: Overrides = None,
     scheduler: Scheduler = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on from a checkpoint.")] = False,
+    performance: Performance = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -129,7 +137,15 @@ def learn(
     job, typed = _pipeline("learn"), ["kme-dist", "learn", str(config), *(f"--set={c}" for c in overrides or [])]
     with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
         listener = _pipeline("folder").Listener(start=progress.rename, step=progress, say=_talker(quiet))
-        result = job.run(settings, name=config.stem, fresh=fresh, listener=listener, command=shlex.join(typed))
+        with cli_predict.reporting(performance, _talker(quiet)):
+            result = job.run(
+                settings,
+                name=config.stem,
+                fresh=fresh,
+                listener=listener,
+                command=shlex.join(typed),
+                performance=performance,
+            )
     if as_json:
         _print_json(result)
         return
@@ -155,22 +171,25 @@ def fit(
     overrides: Overrides = None,
     scheduler: Scheduler = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Fit anew although nothing has changed.")] = False,
+    performance: Performance = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Solve for the embedding on all rows over a cluster, with the kernel that `learn` has left in the run folder."""
     settings = load_config(config, [*(overrides or []), *_at(scheduler)])
     job, typed = _pipeline("fit"), ["kme-dist", "fit", str(config), *(f"--set={c}" for c in overrides or [])]
-    result = job.run(
-        settings,
-        name=config.stem,
-        update=update,
-        remove=remove,
-        merge=merge,
-        fresh=fresh,
-        listener=_pipeline("folder").Listener(say=_talker(quiet)),
-        command=shlex.join(typed),
-    )
+    with cli_predict.reporting(performance, _talker(quiet)):
+        result = job.run(
+            settings,
+            name=config.stem,
+            update=update,
+            remove=remove,
+            merge=merge,
+            fresh=fresh,
+            listener=_pipeline("folder").Listener(say=_talker(quiet)),
+            command=shlex.join(typed),
+            performance=performance,
+        )
     if as_json:
         _print_json(result)
         return
@@ -197,48 +216,6 @@ def plan(
         _print_json(facts)
     else:
         _print_tree(facts)
-
-
-@app.command()
-def cluster(
-    workers: Annotated[int | None, typer.Option(help="Worker processes; one for each core when absent.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory limit of a worker, e.g. 2GiB.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve other machines there; needs --tls.")
-    ] = None,
-    tls: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Encrypt with the certificates in DIR; made if they are missing.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--allow-insecure", help="Serve other machines without TLS.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Start a cluster on this machine and keep it up until interrupted."""
-    from kme_dist.certs import make_certificates, tls_files
-    from kme_dist.cluster import open_client
-    from kme_dist.config import ClusterConfig
-
-    if workers is not None and workers < 1:
-        raise typer.BadParameter(f"--workers is {workers}; at least 1 is needed.")
-    if tls is not None:
-        make_certificates(tls)
-    settings = ClusterConfig(
-        workers=workers,
-        memory=memory,
-        address=None if listen is None else f"{'tls' if tls else 'tcp'}://{listen}",
-        tls=None if tls is None else tls_files(tls, "cluster"),
-        insecure=insecure,
-    )
-    with open_client(settings) as client:
-        facts = {"scheduler": client.scheduler.address, "dashboard": client.dashboard_link}
-        if as_json:
-            _print_json(facts)
-        else:
-            print(f"scheduler {facts['scheduler']}  dashboard {facts['dashboard']}")
-        sys.stdout.flush()
-        _talker(quiet)("Ctrl-C stops it")
-        with contextlib.suppress(KeyboardInterrupt, Terminated):
-            threading.Event().wait()
 
 
 def _at(scheduler: str | None) -> list[str]:
@@ -487,7 +464,8 @@ def _sigterm_raises() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _is_command(arguments: list[str]) -> bool:

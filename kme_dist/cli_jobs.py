@@ -1,29 +1,35 @@
-"""Commands for work that goes on by itself: submit, jobs, schedule, certs.
+"""Commands for what goes on by itself: cluster, submit, jobs, schedule, certs.
 
+    kme-dist cluster --tls certs --listen 10.0.0.5:8786
     kme-dist submit configs/covtype.yaml --scheduler tls://cluster:8786 --tls certs
     kme-dist jobs status covtype-20260301-101500-4f2a1c
     kme-dist schedule nightly.yaml --pipeline predict --cron "0 2 * * *"
     kme-dist certs certs
 
-`jobs` reads the job's folder first and asks the scheduler only where an address is given.
+`jobs` reads the job's folder first and asks the scheduler only where an address is given. `logs` needs none: all
+drivers write into the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kme_dist.config import ClusterConfig, load_config
-from kme_dist.errors import ConfigError, KMEError, RetryError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 
 if TYPE_CHECKING:
     from kme_dist.jobs import Job
@@ -46,9 +52,79 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="Name of the job, as `s
 
 
 def add_commands(app: typer.Typer) -> None:
-    for command in (submit, schedule, certs):
+    for command in (cluster, submit, schedule, certs):
         app.command()(command)
     app.add_typer(jobs_app)
+
+
+def cluster(
+    workers: Annotated[int | None, typer.Option(help="Worker processes; one for each core when absent.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory limit of a worker, e.g. 2GiB.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve other machines there; needs --tls.")
+    ] = None,
+    tls: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Encrypt with the certificates in DIR; made if they are missing.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--allow-insecure", help="Serve other machines without TLS.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Start a cluster on this machine and keep it up until interrupted, which ends it with exit code 0."""
+    from kme_dist.certs import make_certificates, tls_files
+    from kme_dist.cluster import dashboard_of, open_client
+    from kme_dist.config import ClusterConfig
+
+    if workers is not None and workers < 1:
+        raise typer.BadParameter(f"--workers is {workers}; at least 1 is needed.")
+    if tls is not None:
+        make_certificates(tls)
+    settings = ClusterConfig(
+        workers=workers,
+        memory=memory,
+        address=None if listen is None else f"{'tls' if tls else 'tcp'}://{listen}",
+        tls=None if tls is None else tls_files(tls, "cluster"),
+        insecure=insecure,
+    )
+    with _signals_only_end() as wait_for_one, open_client(settings) as client:
+        facts = {"scheduler": client.scheduler.address, "dashboard": dashboard_of(client)}
+        if as_json:
+            _print_json(facts)
+        else:
+            print(f"scheduler {facts['scheduler']}  dashboard {facts['dashboard']}")
+        sys.stdout.flush()
+        _talker(quiet)("Ctrl-C stops it")
+        wait_for_one()
+
+
+@contextlib.contextmanager
+def _signals_only_end() -> Iterator[Callable[[], None]]:
+    """A function that waits for SIGINT or SIGTERM, which from here on do nothing else, however many come and whenever:
+    a cluster that is being started or closed is not torn apart."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    asked = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        asked.set()
+
+    def wait() -> None:
+        while not asked.is_set() and signal.sigtimedwait({signal.SIGINT}, 0.5) is None:
+            pass
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Workers inherit that it is blocked: Ctrl-C in a terminal is sent to them too, and they are to end in order.
+    # Python's own helper for child processes unblocks it when it is started, so it is started first.
+    resource_tracker.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield wait
+    except BaseException:  # without one the process is about to end, and stays deaf until it has
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        raise
 
 
 def submit(
@@ -84,17 +160,36 @@ def submit(
 
 
 @jobs_app.command("list")
-def list_all(root: Root = None, as_json: AsJson = False, quiet: Quiet = False) -> None:
-    """All jobs, the oldest first."""
-    from kme_dist.jobs import job_root, list_jobs
+def list_all(
+    root: Root = None,
+    scheduler: Scheduler = None,
+    tls: Tls = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """All jobs, the oldest first; with --scheduler also which of them it does not know any more."""
+    from kme_dist.jobs import ENDED, job_root, list_jobs
 
-    found = [job.status() for job in list_jobs(job_root(root))]
+    jobs = list_jobs(job_root(root))
+    found = [status for job in jobs if (status := _status_or_damage(job)) is not None]
+    if scheduler is not None:
+        from kme_dist.submit import on_scheduler
+
+        at = _cluster(scheduler, tls, insecure)
+        going_on = [status for status in found if status["state"] not in (*ENDED, "damaged")]
+        wanted = {status["id"] for status in going_on}
+        known = on_scheduler([job for job in jobs if job.id in wanted], at)
+        for status, there in zip(going_on, known, strict=True):
+            status["scheduler"] = there
     if as_json:
         _print_json({"jobs": found})
         return
     width = max((len(status["id"]) for status in found), default=0)
     for status in found:
-        print(f"{status['id']:{width}}  {status['pipeline']:8}  {status['state']:9}  {_progress(status)}".rstrip())
+        unknown = "  not on the scheduler" if status.get("scheduler", {"state": ""})["state"] is None else ""
+        line = f"{status['id']:{width}}  {status['pipeline']:8}  {status['state']:9}  {_progress(status)}"
+        print(f"{line.rstrip()}{unknown}")
     if not found and not quiet:
         print("no jobs yet", file=sys.stderr)
 
@@ -115,7 +210,7 @@ def status(
     if scheduler is not None:
         from kme_dist.submit import on_scheduler
 
-        found = on_scheduler(job, _cluster(scheduler, tls, insecure))
+        (found,) = on_scheduler([job], _cluster(scheduler, tls, insecure))
         facts["scheduler"] = found
         if found["state"] is None and facts["state"] in ("waiting", "running", "retrying"):
             facts["advice"] = f"the scheduler does not know it; go on with `kme-dist jobs resume {job.id}`"
@@ -155,11 +250,15 @@ def logs(
 def wait(
     job_id: JobId,
     root: Root = None,
+    scheduler: Scheduler = None,
+    tls: Tls = None,
+    insecure: Insecure = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which to give up with exit code 75.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Wait for a job; the exit code is the job's own (130 when it was cancelled)."""
+    """Wait for a job; the exit code is the job's own (130 when it was cancelled). With --scheduler the wait is over,
+    with exit code 75, when that is gone or does not know the job."""
     from kme_dist.submit import wait as wait_for
 
     told: list[str] = []
@@ -170,7 +269,8 @@ def wait(
             told.append(line)
             print(line, file=sys.stderr, flush=True)
 
-    facts = wait_for(_job(root, job_id), math.inf if timeout is None else timeout, tell)
+    cluster = None if scheduler is None else _cluster(scheduler, tls, insecure)
+    facts = wait_for(_job(root, job_id), math.inf if timeout is None else timeout, tell, cluster)
     _end_with(facts, as_json)
 
 
@@ -328,6 +428,16 @@ def _job(root: str | None, job_id: str) -> Job:
     from kme_dist.jobs import job_at, job_root
 
     return job_at(job_root(root), job_id)
+
+
+def _status_or_damage(job: Job) -> dict[str, Any] | None:
+    """How a job of a list stands; None for one that was removed meanwhile. One that is damaged hides no other."""
+    try:
+        return job.status()
+    except CorruptError as error:
+        return {"id": job.id, "pipeline": "", "state": "damaged", "error": str(error)}
+    except DataError:
+        return None
 
 
 def _drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:

@@ -7,9 +7,11 @@ kme-dist evaluate --predictions scores.zarr --data rows.zarr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -25,6 +27,9 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config.")
 ]
 Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Use the Dask cluster that runs there.")]
+Performance = Annotated[
+    Path | None, typer.Option("--performance-report", metavar="FILE", help="Dask's report of the cluster, as HTML.")
+]
 OptionalConfig = Annotated[Path | None, typer.Argument(help="YAML file; or give --model, --data and --out.")]
 
 
@@ -55,6 +60,7 @@ def predict(
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Compute every chunk anew.")] = False,
     overrides: Overrides = None,
     scheduler: Scheduler = None,
+    performance: Performance = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -83,7 +89,10 @@ def predict(
         wanted = _alone(given, scheduler).predict
         job = pipeline.standalone(given["model"], given["data"], given["out"], wanted)
     listener = _pipeline("folder").Listener(say=_talker(quiet))
-    result = pipeline.run_job(job, cluster, fresh=from_scratch, overwrite=overwrite, listener=listener)
+    with reporting(performance, _talker(quiet)):
+        result = pipeline.run_job(
+            job, cluster, fresh=from_scratch, overwrite=overwrite, listener=listener, performance=performance
+        )
     if as_json:
         _print_json(result)
     else:
@@ -137,6 +146,20 @@ def evaluate(
         shown += [f"log loss {result['log_loss']:.4f}", f"calibration error {100 * result['calibration_error']:.1f} %"]
     print(f"{'  '.join(shown)}  ({result['rows']:,} rows)")
     print(f"report: {result['report']}")
+
+
+@contextlib.contextmanager
+def reporting(performance: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Say where the report of the block is, or that there was nothing to report."""
+
+    def written() -> float | None:
+        return performance.stat().st_mtime if performance is not None and performance.exists() else None
+
+    before = written()
+    yield
+    if performance is not None:
+        no_news = "no performance report: no cluster worked for this command"
+        say(no_news if written() == before else f"performance report: {performance}")
 
 
 def _settings(

@@ -90,11 +90,28 @@ def open_client(settings: ClusterConfig) -> Iterator[Any]:
     import dask
     from distributed import Client
 
-    with dask.config.set(DASK_SETTINGS), _start(settings) as cluster, Client(cluster, timeout=CONNECT_S) as client:
+    with (
+        dask.config.set(DASK_SETTINGS),
+        _closed_in_any_case(_start(settings)) as cluster,
+        Client(cluster, timeout=CONNECT_S) as client,
+    ):
         if settings.kind not in ("local", "local-cuda"):
             check_versions(client, timeout_s=START_S)
         _show_runs(client)
         yield client
+
+
+@contextlib.contextmanager
+def _closed_in_any_case(cluster: Any) -> Iterator[Any]:
+    """A cluster whose workers do not end in time fails no command: local ones end with this process."""
+    opened = cluster.__enter__()
+    try:
+        yield opened
+    finally:
+        try:
+            cluster.__exit__(None, None, None)
+        except (OSError, RuntimeError, TimeoutError) as error:
+            logging.getLogger("kme_dist").warning(f"the cluster did not close in time ({type(error).__name__})")
 
 
 def _show_runs(client: Any) -> None:
@@ -104,6 +121,30 @@ def _show_runs(client: Any) -> None:
     trouble = install(client)
     if trouble is not None:
         logging.getLogger("kme_dist").warning(trouble)
+
+
+def dashboard_of(client: Any) -> str | None:
+    """Where to watch: the page of runs, or Dask's own where a cluster does not have it."""
+    link: str | None = client.dashboard_link
+    if not link or not link.endswith("/status"):
+        return link or None
+    from kme_dist.dashboard import has_page
+
+    try:
+        there = client.run_on_scheduler(has_page)
+    except Exception as error:  # as raised by a scheduler that does not know kme-dist
+        logging.getLogger("kme_dist").debug(f"{link}: {error}")
+        return link
+    return link.removesuffix("/status") + "/kme" if there else link
+
+
+def in_words(executor: Executor) -> str:
+    """Who does the work, and where to watch it."""
+    client = getattr(executor, "client", None)
+    if client is None:
+        return "this process alone"
+    link = dashboard_of(client)
+    return f"{executor.workers} workers at {client.scheduler.address}" + (f", dashboard {link}" if link else "")
 
 
 def worker_count(settings: ClusterConfig) -> int:
@@ -372,6 +413,23 @@ def check_versions(client: Any, timeout_s: float | None = None) -> None:
         raise ConfigError(f"worker {worker} {difference}")
 
 
+def _versions_of_workers(client: Any) -> dict[str, Any]:
+    """What each worker says, or the error it raised; one that ended while it was asked is no answer."""
+    found: dict[str, Any] = {}
+    trouble: OSError | TimeoutError | None = None
+    for _ in range(3):
+        try:
+            found = client.run(versions, on_error="return")
+        except (OSError, TimeoutError) as error:
+            trouble = error
+            continue
+        gone = [answer for answer in found.values() if isinstance(answer, OSError | TimeoutError)]
+        if not gone:
+            return found
+        trouble = gone[0]
+    raise RetryError(f"the workers at {client.scheduler.address} do not answer: {trouble}") from trouble
+
+
 def worker_differences(client: Any, timeout_s: float | None = None) -> Iterator[tuple[str, str]]:
     """For every worker that cannot be used as it is: its address, and why."""
     from distributed import TimeoutError as NoWorkers
@@ -382,10 +440,7 @@ def worker_differences(client: Any, timeout_s: float | None = None) -> Iterator[
         raise RetryError(
             f"the scheduler at {client.scheduler.address} has no worker; start some, then run this again"
         ) from None
-    try:
-        theirs = client.run(versions, on_error="return")
-    except (OSError, TimeoutError) as error:
-        raise RetryError(f"the workers at {client.scheduler.address} do not answer: {error}") from error
+    theirs = _versions_of_workers(client)
     ours = versions()
     for worker, found in sorted(theirs.items()):
         if not isinstance(found, dict):

@@ -33,6 +33,8 @@ MAX_CONFIG_BYTES = 1_000_000
 # Keys beside those of the estimator that a run reads for itself.
 RUN_KEYS = frozenset(
     {
+        "kind",
+        "options",
         "starts",
         "threads",
         "mode",
@@ -151,6 +153,14 @@ class ModelConfig(_Section):
         default=None,
         description="explicit features that `learn.mode: full` learns instead of a kernel, e.g. "
         "{name: fourier, features: 512}",
+    )
+    kind: Literal["mce", "cen", "askl"] = Field(
+        default="mce",
+        description="mce (a kernel is learned), cen (a network of features) or askl (frequencies of cosine features)",
+    )
+    options: dict[str, Any] | None = Field(
+        default=None,
+        description="further parameters of the estimator of cen and askl, e.g. {hidden: [64, 32]} or {features: 500}",
     )
 
 

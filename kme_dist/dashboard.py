@@ -11,6 +11,7 @@ Nothing here is needed for a run to be right: what matters is in the run folder.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,7 +22,9 @@ from typing import Any
 import numpy as np
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
-from kme_dist import telemetry
+from kme_dist import meter, telemetry
+from kme_dist.certs import ends_at
+from kme_dist.errors import KMEError
 from kme_dist.telemetry import STATUSES, STEP_FIELDS, TOPIC
 
 NAME = "kme"
@@ -121,7 +124,9 @@ class Run:
         if "scales" in message:
             self.scales, self.scales_seen = Scales.of(message["scales"]), self.scales_seen + 1
         for event in message.get("events", ()):
-            self.events.append((str(event["name"])[:200], float(event["at"])))
+            what = event.get("facts", {}).get("line") if event["name"] == "said" else event["name"]
+            self.events.append((str(what)[:200], float(event["at"])))
+            self.progressed = self.heard  # a stage that counts nothing tells by events that it goes on
             if event["name"] == "checkpoint":
                 self.checkpoint_at = float(event["at"])
         status = message.get("status")
@@ -206,6 +211,7 @@ class RunBoard(SchedulerPlugin):  # type: ignore[misc]
         self.last_start: dict[tuple[str, str], float] = {}
         self.last_success: dict[tuple[str, str], float] = {}
         self.last_duration: dict[tuple[str, str], float] = {}
+        self.certificate_ends: float | None = None  # of the scheduler's own, where it has one
         self._number = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -216,6 +222,11 @@ class RunBoard(SchedulerPlugin):  # type: ignore[misc]
         from kme_dist import metrics
 
         scheduler.extensions[NAME] = self
+        # Once: the scheduler goes on with the certificate it was started with, whatever its file holds later.
+        certificate = getattr(scheduler.security, "tls_scheduler_cert", None)
+        if certificate and scheduler.address.startswith("tls"):
+            with contextlib.suppress(KMEError, ValueError):
+                self.certificate_ends = ends_at(certificate)
         for _, message in scheduler.get_events(TOPIC):  # told before anybody listened
             self.log_event(TOPIC, message)
         metrics.show_board(self)
@@ -281,10 +292,10 @@ class TileMeter(WorkerPlugin):  # type: ignore[misc]
         self.counts = {"rows": 0, "calls": 0, "failed": 0, "seconds": 0.0}
         self._lock = threading.Lock()
         worker.metrics[NAME] = self._report  # travels with every heartbeat
-        telemetry.count_by(self)
+        meter.count_by(self)
 
     def teardown(self, worker: Any) -> None:
-        telemetry.count_no_more(self)
+        meter.count_no_more(self)
         worker.metrics.pop(NAME, None)
 
     async def _report(self, worker: Any) -> dict[str, float]:
@@ -334,6 +345,17 @@ async def dask_setup(server: Any) -> None:
         await board.start(server)
     elif hasattr(server, "plugin_add"):
         await server.plugin_add(plugin=TileMeter(), name=NAME)
+
+
+def has_page(dask_scheduler: Any) -> bool:
+    """On the scheduler: whether its dashboard shows the page."""
+    from distributed.dashboard import scheduler as dask_pages
+
+    from kme_dist.dashboard_page import PATH
+
+    if not hasattr(dask_scheduler, "http_application"):
+        return False
+    return PATH.strip("/") in dask_pages.template_variables(dask_scheduler)["pages"]
 
 
 def _add_page(scheduler: Any) -> None:

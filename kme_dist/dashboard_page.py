@@ -140,10 +140,8 @@ class Page:
         pace[1].yaxis.formatter = NumeralTickFormatter(format="0%")
         self.learning_part = column(
             _heading("Learning, by step"),
-            _wrapped(curves[:3]),
-            _wrapped(curves[3:]),
+            column(_wrapped(curves[:3]), _wrapped(curves[3:]), sizing_mode="stretch_width", spacing=10),
             sizing_mode="stretch_width",
-            spacing=10,
         )
         self.pace_part = column(_heading("Pace, by seconds"), _wrapped(pace), sizing_mode="stretch_width")
         self.scales_part = column(
@@ -325,6 +323,7 @@ def _figure(title: str, **options: Any) -> Any:
     )
     made.title.text_font_size, made.title.text_font_style = "12px", "normal"
     made.outline_line_color = None
+    made.min_border_bottom, made.min_border_right = 30, 14  # the border cuts off what comes too near
     return made
 
 
@@ -332,12 +331,17 @@ def _wrapped(children: list[Any]) -> Any:
     return row(*children, sizing_mode="stretch_width", spacing=10, styles={"flex-wrap": "wrap"})
 
 
-def _text() -> Div:
-    return Div(text="", sizing_mode="stretch_width", stylesheets=[InlineStyleSheet(css=_STYLE)])
+def _text(text: str = "") -> Div:
+    return Div(
+        text=text,
+        sizing_mode="stretch_width",
+        margin=(5, 0, 5, 0),  # level with the charts on both sides
+        stylesheets=[InlineStyleSheet(css=_STYLE)],
+    )
 
 
 def _heading(text: str) -> Div:
-    return Div(text=f"<h2>{text}</h2>", sizing_mode="stretch_width", stylesheets=[InlineStyleSheet(css=_STYLE)])
+    return _text(f"<h2>{text}</h2>")
 
 
 def _empty(*names: str) -> dict[str, Any]:

@@ -29,11 +29,13 @@ from kme_dist.data.predictions import Field, Layout, Receipt
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.estimators import load
 from kme_dist.expressions import class_values
+from kme_dist.meter import metered
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.predicting import (
     Outcome,
     Progress,
     Reader,
+    Watch,
     open_input,
     recorded_chunk,
     run_chunks,
@@ -77,6 +79,7 @@ def predict(
     overwrite: bool = False,
     from_scratch: bool = False,
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Predict every row of `data` and store the result at `out`, chunk by chunk, each exactly once.
 
@@ -95,6 +98,7 @@ def predict(
     overwrite : replace the predictions of another model, or of data that changed
     from_scratch : forget what is done and compute every chunk anew
     progress : called with the rows that are done and the rows altogether
+    watch : called with the chunks that are done, have failed, and altogether; the rows done; and `retried`
 
     Returns
     -------
@@ -151,6 +155,7 @@ def predict(
         overwrite=overwrite,
         from_scratch=from_scratch,
         progress=progress,
+        watch=watch,
     )
 
 
@@ -163,7 +168,8 @@ def predict_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Read
 
 def compute_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
     scorer = _scorer(task.model, task.digest, task.dtype)
-    X, ids = reader()
+    with metered("read"):
+        X, ids = reader()
     X = X.reshape(len(X), -1)
     if len(X) != rows:
         raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows} were announced")

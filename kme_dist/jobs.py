@@ -215,7 +215,14 @@ def list_jobs(root: Path) -> list[Job]:
     except FileNotFoundError:
         return []
     jobs = [Job(root, name) for name in names if _ID.fullmatch(name)]
-    return sorted(jobs, key=lambda job: str((_json_file(job.folder / "job.json") or {}).get("submitted")))
+    return sorted(jobs, key=_submitted)
+
+
+def _submitted(job: Job) -> str:
+    try:
+        return str((_json_file(job.folder / "job.json") or {}).get("submitted"))
+    except CorruptError:
+        return ""
 
 
 def confined(config: Config, root: Path, *, relative: bool = False) -> Config:
@@ -268,6 +275,7 @@ def create_job(
     if pipeline not in PIPELINES:
         raise ConfigError(f"there is no pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     job = job_at(root, job_id or new_id(name))
+    _check_apart(job, config, name if scheduled else None)
     kept = confined(config, root, relative=True).model_dump(mode="json", exclude_unset=True)
     asked = {
         "format": JOB_FORMAT,
@@ -287,6 +295,21 @@ def create_job(
     if job.request()["pipeline"] != pipeline:
         raise ConfigError(f"the job {job.id} is there already, with another pipeline; choose another name")
     return job
+
+
+def _check_apart(job: Job, config: Config, shared: str | None) -> None:
+    """A job's own folder is no run folder: each of the two keeps a config.yaml and a log.jsonl of its own."""
+    if not (job.folder / "job.json").exists() and (job.folder / "run.json").exists():
+        raise ConfigError(
+            f"{job.folder} is the run folder of an earlier command, and the job {job.id} would keep its own files "
+            "there; choose another name with --id"
+        )
+    output = config.output.folder or (f"runs/{shared}" if shared else None)
+    if output is not None and "://" not in output and (job.root / Path(output).expanduser()).resolve() == job.folder:
+        raise ConfigError(
+            f"output.folder {output} is the folder of the job {job.id} itself, which keeps its own config and log "
+            f"there; choose another name with --id, or leave output.folder out to have it in runs/{job.id}/output"
+        )
 
 
 # -------------------------------------------------------------------------------------------------

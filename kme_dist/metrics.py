@@ -52,6 +52,7 @@ class BoardCollector:
             yield from _training(runs)
             yield from _progress(runs)
             yield from _recurring(self.board)
+            yield from _certificate(self.board)
 
     def describe(self) -> Iterable[Metric]:
         return []  # names depend on what runs; nothing to reserve
@@ -137,6 +138,12 @@ def _recurring(board: RunBoard) -> Iterator[Metric]:
         for (pipeline, stage), value in table.items():
             family.add_metric([pipeline, stage], value)
         yield family
+
+
+def _certificate(board: RunBoard) -> Iterator[Metric]:
+    if board.certificate_ends is not None:
+        text = "When the certificate that the scheduler was started with ends"
+        yield GaugeMetricFamily("kme_certificate_expiry_timestamp_seconds", text, value=board.certificate_ends)
 
 
 class WorkerMeters:

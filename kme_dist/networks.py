@@ -36,8 +36,9 @@ from kme_dist.data.dataset import Dataset
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import features as learning
 from kme_dist.run import full, solve
+from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
-from kme_dist.run.learn import LearnSettings, Record, learn
+from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
 
 FORMAT = 1
@@ -133,18 +134,22 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         y: Any = None,
         callback: Callable[[Record], None] | None = None,
         watch: tuple[Any, Any] | None = None,
+        checkpoints: str | Path | Checkpoints | None = None,
     ) -> Self:
         """Learn the features and λ, then solve for the weights on all rows.
 
         X is a table with y its labels, or an open `Dataset`. `callback` receives the record of every step. `watch` is a
         pair of rows and labels: after every epoch W is solved on all training rows and judged there, see `curve_`.
+        `checkpoints` is a folder to save to while learning; after a kill the same call goes on from there, to the same
+        bits. Checkpoints of other settings or rows are refused.
         """
         self._check_settings()
         report = callback or (_print_record if self.verbose else None)
+        saved = as_checkpoints(checkpoints)
         if isinstance(X, Dataset):
             if y is not None:
                 raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
-            return self._fit_dataset(X, report, watch)
+            return self._fit_dataset(X, report, watch, saved)
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -157,10 +162,12 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "client with batch_size=None: exact full gradients over a cluster need a stored data set, "
                 "fit(kme_dist.open_dataset(...)); or set batch_size, and batches travel to the workers"
             )
-        self._learn(source, report, watch)
+        self._learn(source, report, watch, saved)
         return self
 
-    def _fit_dataset(self, data: Dataset, report: Callable[[Record], None] | None, watch: Any) -> Self:
+    def _fit_dataset(
+        self, data: Dataset, report: Callable[[Record], None] | None, watch: Any, saved: Checkpoints | None
+    ) -> Self:
         if data.classes is None:
             raise DataError(f"{data.path} has no class labels; ingest it again with the column named by `label`")
         split = "train" if "train" in data.splits else None
@@ -174,7 +181,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if codes is None:
                 raise DataError(f"{data.path} has no labels; ingest it again with the column named by `label`")
             scaled = devices.to_device(self.scaling_.apply(X, self.dtype), devices.resolve(self.backend))
-            self._learn(learning.ArraySource(scaled, codes, self._batch_size(rows), self._seed()), report, watch)
+            kept = learning.ArraySource(scaled, codes, self._batch_size(rows), self._seed())
+            self._learn(kept, report, watch, saved)
             return self
         source = learning.StoredSource.of(
             data,
@@ -186,12 +194,18 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             backend=self.backend,
         )
         if self._batch_size(rows) is None:
-            self._learn_full(data, split, source, report)
+            self._learn_full(data, split, source, report, saved)
         else:
-            self._learn(source, report, watch)
+            self._learn(source, report, watch, saved)
         return self
 
-    def _learn(self, source: learning.Source, report: Callable[[Record], None] | None, watch: Any) -> None:
+    def _learn(
+        self,
+        source: learning.Source,
+        report: Callable[[Record], None] | None,
+        watch: Any,
+        saved: Checkpoints | None,
+    ) -> None:
         features, settings = self._start(), self._settings(source.rows)
         head = self._kernel_head()
         self.curve_: list[Record] = []
@@ -199,7 +213,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if head is not None:
             if not isinstance(source, learning.ArraySource):
                 raise ConfigError("a kernel head is learned from rows in memory")
-            self._learn_kernel(OnFeatures(head, features), source, settings, report)
+            self._learn_kernel(OnFeatures(head, features), source, settings, report, saved)
             return
         task = learning.NetworkTask(
             features,
@@ -215,9 +229,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         def after_step(record: Record, parameters: optim.Named) -> None:
             if watch is not None and record["step"] % per_epoch == 0:
                 self._solve(features, parameters, source, settings)
-                score = {"epoch": record["step"] // per_epoch, "accuracy": float(self.score(*watch))}
-                self.curve_.append({**score, "step": record["step"], "seconds": record["seconds"]})
-                record["watched_accuracy"] = score["accuracy"]
+                record["watched_accuracy"] = float(self.score(*watch))
+                self.curve_.append(_point(record, per_epoch))
             if report is not None:
                 report(record)
 
@@ -229,8 +242,10 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             executor=self._executor(),
             batches_per_step=self.batches_per_step,
             callback=after_step,
+            checkpoints=saved,
         )
         self.history_ = found.history
+        self.curve_ = [_point(record, per_epoch) for record in found.history if "watched_accuracy" in record]
         self._solve(features, found.parameters, source, settings)
 
     def _solve(self, start: Any, parameters: optim.Named, source: learning.Source, settings: LearnSettings) -> None:
@@ -255,7 +270,12 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.bound_ = self.history_[-1]["bound"] if getattr(self, "history_", None) else math.nan
 
     def _learn_full(
-        self, data: Dataset, split: str | None, source: learning.StoredSource, report: Callable[[Record], None] | None
+        self,
+        data: Dataset,
+        split: str | None,
+        source: learning.StoredSource,
+        report: Callable[[Record], None] | None,
+        saved: Checkpoints | None,
     ) -> None:
         """The exact gradient of all rows in every step, by three passes over the chunks."""
         if self.alpha == "batch" or self.dropout:
@@ -267,6 +287,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             self._settings(source.rows),
             executor=self._executor() or SerialExecutor(),
             callback=report,
+            checkpoints=saved,
             split=split,
             scaling=self.scaling,
             dtype=self.dtype,
@@ -281,11 +302,21 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         source: learning.ArraySource,
         settings: LearnSettings,
         report: Callable[[Record], None] | None,
+        saved: Checkpoints | None,
     ) -> None:
         """Algorithm 1 with a kernel on the features."""
+        lam = np.asarray(self.regularization, np.float64)
         with devices.blas_threads(1 if source.batch <= _WIDE_ROWS else None):
-            learned = learn(start, float(self.regularization), source.X, source.y, len(self.classes_), settings, report)
-            self.history_, kernel = learned.history, learned.kernel
+            found = learning.learn_task(
+                learning.KernelTask(start, settings, len(self.classes_)),
+                source,
+                optim.to_log({**start.parameters, "regularization": lam}),
+                settings,
+                callback=None if report is None else lambda record, _: report(record),
+                checkpoints=saved,
+            )
+            self.history_ = found.history
+            kernel, learned_lam = assemble(start, found.parameters)
             if not isinstance(kernel, OnFeatures):
                 raise ConfigError(f"learning turned {start!r} into {kernel!r}")
             self.features_ = kernel.features
@@ -296,7 +327,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 Z,
                 source.y,
                 len(self.classes_),
-                regularization=learned.regularization,
+                regularization=learned_lam,
                 retune=self.refit_regularization,
                 floor=floor,
             )
@@ -510,11 +541,24 @@ def labels_from_json(found: Mapping[str, Any]) -> np.ndarray:
     return np.array(found["classes"], dtype=dtype)
 
 
+def as_checkpoints(place: str | Path | Checkpoints | None) -> Checkpoints | None:
+    """A folder becomes checkpoints by the clock: steps of features take milliseconds or minutes."""
+    if place is None or not isinstance(place, str | Path):
+        return place
+    return Checkpoints(place, every_steps=None, every_s=30.0)
+
+
 def plain(value: Any) -> Any:
     """A setting as JSON holds it."""
     if isinstance(value, np.generic):
         return value.item()
     return [plain(part) for part in value] if isinstance(value, tuple | list) else value
+
+
+def _point(record: Record, per_epoch: int) -> Record:
+    """Of the curve: what the rows to watch said after an epoch."""
+    kept = {"step": record["step"], "seconds": record["seconds"]}
+    return {"epoch": record["step"] // per_epoch, "accuracy": record["watched_accuracy"], **kept}
 
 
 def _print_record(record: Record) -> None:

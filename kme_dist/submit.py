@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kme_dist.cluster import DRIVER, open_client, open_unchecked
 from kme_dist.config import ClusterConfig
-from kme_dist.data.epochs import LeaseLost, begin_epoch
+from kme_dist.data.epochs import LeaseLost, begin_epoch, latest_epoch
 from kme_dist.errors import ConfigError, KMEError, RetryError
 from kme_dist.jobs import ENDED, Cancelled, Job, drive, job_at, job_root
 
 ACCEPT_S = 30.0
 RESTART_S = 300.0  # a nanny that is interrupted between the end of the old process and the new one starts none
 POLL_S = 0.5
+ASK_S = 15.0  # between two questions to a scheduler whether it still has a job
 
 
 def task_key(job: Job) -> str:
@@ -165,20 +166,38 @@ def _find_tasks(job_id: str, dask_scheduler: Any = None) -> dict[str, Any]:
     return {"state": state, "driver": driver, "connected": bool(clients), "busy": sorted(busy)}
 
 
-def on_scheduler(job: Job, cluster: ClusterConfig) -> dict[str, Any]:
-    """What the scheduler knows of the job: the state of its driver, where it runs, which workers work for it."""
+def on_scheduler(jobs: Sequence[Job], cluster: ClusterConfig) -> list[dict[str, Any]]:
+    """What the scheduler knows of each job: the state of its driver, where it runs, which workers work for it."""
     with open_unchecked(cluster) as client:
-        found: dict[str, Any] = client.run_on_scheduler(_find_tasks, job.id)
-        return found
+        return [client.run_on_scheduler(_find_tasks, job.id) for job in jobs]
 
 
-def wait(job: Job, timeout_s: float = math.inf, tell: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-    """The status of the job once it has ended, read from its folder; RetryError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+def wait(
+    job: Job,
+    timeout_s: float = math.inf,
+    tell: Callable[[dict[str, Any]], None] | None = None,
+    cluster: ClusterConfig | None = None,
+) -> dict[str, Any]:
+    """The status of the job once it has ended, read from its folder; RetryError after `timeout_s`.
+
+    A job whose scheduler died stands still for ever, and its folder does not tell. With `cluster` the scheduler is
+    asked now and then: RetryError as well when it does not answer, or does not know the job while that stands still.
+    """
+    deadline, ask_again = time.monotonic() + timeout_s, time.monotonic()
+    seen: Any = None  # what the driver of a job wrote last that the scheduler does not know
     while True:
         status = job.status()
         if status["state"] in ENDED:
             return status
+        if cluster is not None and time.monotonic() >= ask_again:
+            unknown = on_scheduler([job], cluster)[0]["state"] is None
+            before, seen = seen, latest_epoch(job.place) if unknown else None
+            if unknown and seen == before and job.status()["state"] not in ENDED:
+                raise RetryError(
+                    f"the scheduler at {cluster.address} does not know the job {job.id}, which is {status['state']} "
+                    f"and stands still; go on with `kme-dist jobs resume {job.id}`"
+                )
+            ask_again = time.monotonic() + ASK_S
         if tell is not None:
             tell(status)
         if time.monotonic() >= deadline:

@@ -9,13 +9,13 @@
     told.scales(kernel, shape=(28, 28))        length scales, as an image where rows are images
     told.watching(checkpoints, shape)          the same checkpoints, which tell of themselves and of the scales in them
     told.event("checkpoint", step=40)          anything else: a name and a few facts
+    told.say("fit: column 3 of 16")            a line for people
 
 Telling is cheap and never waits: what is told is gathered for a fraction of a second and sent from the client's own
 thread, one small message at a time. Without a cluster only the log is written. A scheduler that is gone or does not
 listen is no reason for a run to fail. Numbers about rows are told, rows and credentials never.
 
-On workers, executors make their calls by `observed`, which counts them, and `metered("gram")` around a piece of work
-tells its time apart in Dask's fine performance metrics; anywhere else both do nothing.
+What workers count of themselves is in `kme_dist.meter`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import contextlib
 import datetime
 import functools
 import json
+import logging
 import math
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO
 
 import numpy as np
 
-from kme_dist.errors import DataError, KMEError
+from kme_dist.errors import ConfigError, DataError, KMEError
 
-T = TypeVar("T")
 TOPIC = "kme"
 STATUSES = ("running", "succeeded", "failed", "interrupted", "lost")
-STAGES = ("read", "gram", "factorise", "reduce", "write")  # names for `metered`
 # What is kept of a step's record; whatever else it holds stays where it is.
 STEP_FIELDS = (
     "step",
@@ -151,10 +151,13 @@ class Telemetry:
         """Checkpoints to hand to a loop in place of `checkpoints`; they tell when one is written, and length scales."""
         return _ToldCheckpoints(checkpoints, self, shape)
 
-    def scales(self, values: Any, shape: tuple[int, ...] | None = None) -> None:
-        """Length scales: a kernel or an array. With the shape of one row, (28, 28) say, they are shown as an image."""
+    def scales(self, values: Any, shape: tuple[int, ...] | None = None, *, last: bool = False) -> None:
+        """Length scales: a kernel or an array. With the shape of one row, (28, 28) say, they are shown as an image.
+
+        Those that follow too soon are left out, unless they are the `last`.
+        """
         now = time.monotonic()
-        if self._client is None or now < self._scales_again:
+        if self._client is None or (now < self._scales_again and not last):
             return
         self._scales_again = now + SECONDS_BETWEEN_SCALES
         packed = pack_scales(_length_scales(values), shape)
@@ -169,6 +172,10 @@ class Telemetry:
             del self._waiting["events"][:-STEPS_IN_A_MESSAGE]
         self._soon()
         self._line(level, name, **clean)
+
+    def say(self, line: str) -> None:
+        """A line for people, on the card and in the log; fits as `report` of a fit."""
+        self.event("said", line=line)
 
     def close(self, status: str = "succeeded", **facts: Any) -> None:
         """The stage has ended; what is still waiting is sent before this returns."""
@@ -277,10 +284,18 @@ class _ToldCheckpoints:
         saved = bool(self._checkpoints.offer(snapshot, identity))
         if saved:
             self._told.event("checkpoint", step=snapshot.step)
+        self._show(snapshot)
+        return saved
+
+    def save(self, snapshot: Any, identity: Mapping[str, Any]) -> None:
+        self._checkpoints.save(snapshot, identity)
+        self._told.event("checkpoint", step=snapshot.step)
+        self._show(snapshot, last=True)
+
+    def _show(self, snapshot: Any, last: bool = False) -> None:
         scales = _named_scales(snapshot.parameters)
         if scales.size:
-            self._told.scales(np.exp(scales), self._shape)  # snapshots hold logarithms
-        return saved
+            self._told.scales(np.exp(scales), self._shape, last=last)  # snapshots hold logarithms
 
 
 class _JsonLines:
@@ -306,60 +321,6 @@ class _JsonLines:
             self._file.close()
 
 
-# --- on workers -------------------------------------------------------------------------------------
-
-
-class Meter(Protocol):
-    """Who counts what is computed in this process; see `kme_dist.dashboard.TileMeter`."""
-
-    def call(self, name: str, seconds: float, result: Any, *, failed: bool) -> None: ...
-    def stage(self, name: str, seconds: float) -> None: ...
-
-
-_meters: list[Meter] = []  # of this process: one for each worker in it that counts
-
-
-def observed(function: Callable[..., T], call: tuple[Any, ...]) -> T:
-    """`function(*call)`, counted by whoever counts here: calls, seconds, rows."""
-    if not _meters:
-        return function(*call)
-    began = time.perf_counter()
-    name = getattr(function, "__name__", type(function).__name__).strip("_")
-    try:
-        result = function(*call)
-    except BaseException:
-        for meter in _meters:
-            meter.call(name, time.perf_counter() - began, None, failed=True)
-        raise
-    for meter in _meters:
-        meter.call(name, time.perf_counter() - began, result, failed=False)
-    return result
-
-
-@contextlib.contextmanager
-def metered(name: str) -> Iterator[None]:
-    """Time spent in the block, told apart by Dask's fine performance metrics and by `kme_stage_seconds_total`."""
-    metrics = sys.modules.get("distributed.metrics")  # not loaded: this is no worker
-    if metrics is None:
-        yield
-        return
-    with metrics.context_meter.meter(name) as taken:
-        yield
-    for meter in _meters:
-        meter.stage(name, taken.delta)
-
-
-def count_by(meter: Meter) -> None:
-    """From now on `meter` is told of every call and stage in this process."""
-    if meter not in _meters:
-        _meters.append(meter)
-
-
-def count_no_more(meter: Meter) -> None:
-    if meter in _meters:
-        _meters.remove(meter)
-
-
 @contextlib.contextmanager
 def performance_report(cluster: Any, path: str | Path | None) -> Iterator[None]:
     """Dask's own report of what the cluster did in the block, one HTML file; nothing without a path or a cluster."""
@@ -369,9 +330,22 @@ def performance_report(cluster: Any, path: str | Path | None) -> Iterator[None]:
         return
     from distributed import performance_report as report
 
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with client.as_current(), report(filename=str(path), mode="inline"):
+    file = Path(path)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"the performance report cannot be written to {file}; name a file in a folder of yours")
+    asked = report(filename=str(file), mode="inline")
+    with client.as_current():
+        asked.__enter__()
+    try:
         yield
+    finally:
+        try:
+            with client.as_current():
+                asked.__exit__(None, None, None)
+        except _no_listener() as error:  # the work counts, not the report of it
+            logging.getLogger("kme_dist").warning(f"no performance report: {type(error).__name__}: {error}")
 
 
 # --- what is told -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from kme_dist.core.features import truncated_normal
 from kme_dist.core.kernels.base import Gradients
 from kme_dist.errors import ConfigError, DataError
 
+_ROWS_AT_ONCE = 1_000  # what a convolution keeps of a row on the way is a hundred times its features
 _lock = threading.Lock()  # a module's weights are swapped in place; two threads must not share one
 
 
@@ -136,7 +137,10 @@ class TorchFeatures:
 
     def forward(self, X: Array) -> Array:
         with _lock, torch.no_grad():
-            return _from_torch(self._run(_to_torch(X), learn=False)[0], X)
+            rows = _to_torch(X)
+            if self._key is not None or len(rows) <= _ROWS_AT_ONCE:  # with a key, rows share one draw of the dropout
+                return _from_torch(self._run(rows, learn=False)[0], X)
+            return _from_torch(torch.cat([self._run(few, learn=False)[0] for few in rows.split(_ROWS_AT_ONCE)]), X)
 
     def linearise(self, X: Array) -> tuple[Array, Callable[..., tuple[Gradients, Array]]]:
         with _lock, torch.enable_grad():

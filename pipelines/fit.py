@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist import CENClassifier, MCEClassifier, kernels, load
-from kme_dist.cluster import open_executor
+from kme_dist.cluster import in_words, open_executor
 from kme_dist.config import Config
 from kme_dist.core import features
 from kme_dist.data.dataset import Dataset, open_dataset
@@ -45,7 +45,7 @@ from kme_dist.run.nystrom import Centres, Features
 from kme_dist.run.rounds import data_digest
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.train import Candidate, Recipe, Trained
-from kme_dist.telemetry import telemetry
+from kme_dist.telemetry import performance_report, telemetry
 
 MODEL, STATISTICS, SCRATCH = "model.zarr", "statistics.zarr", "scratch"
 
@@ -66,6 +66,7 @@ class Task:
 
 def prepare(config: Config, folder: Path) -> Task:
     """Open the data set, find what was learned and check that they belong together."""
+    learn.features_of_runs.refuse(config, "fit")
     data = learn._open(config.data.source)
     split = "train" if config.data.stored_split and "train" in data.splits else None
     settings = config.estimator_arguments()
@@ -118,8 +119,12 @@ def run(
     fresh: bool = False,
     listener: Listener | None = None,
     command: str = "",
+    performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Fit, or bring a fitted model up to date; returns what `kme-dist fit --json` prints."""
+    """Fit, or bring a fitted model up to date; returns what `kme-dist fit --json` prints.
+
+    `performance` is a file for Dask's report of what the cluster did.
+    """
     listener = listener or Listener()
     if (remove is not None or merge is not None) and not update:
         raise ConfigError("--remove and --merge change a model that is there: give --update, too")
@@ -129,8 +134,16 @@ def run(
     with (
         opened as folder,
         open_executor(config.cluster) as executor,
-        telemetry(executor, run=name, stage="fit", pipeline=name),
+        telemetry(executor, run=name, stage="fit", pipeline=name) as told,
+        performance_report(executor, performance),
     ):
+        folder.listener.say(f"{task.data}: {in_words(executor)}")
+
+        def say(line: str) -> None:
+            listener.say(line)
+            told.say(line)
+
+        folder.listener = replace(listener, say=say)
         if update:
             return _updated(task, folder, executor, remove, merge)
         inputs = {

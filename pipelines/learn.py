@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kme_dist import MCEClassifier, kernels
-from kme_dist.cluster import backend_of, open_executor
+from kme_dist.cluster import backend_of, in_words, open_executor
 from kme_dist.config import Config
 from kme_dist.core import features
 from kme_dist.core.kernels.base import Kernel
@@ -36,6 +36,7 @@ from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.store import save_arrays
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.pipelines import features as features_of_runs
 from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
@@ -43,7 +44,7 @@ from kme_dist.run.full import LearnedFeatures, learn_features
 from kme_dist.run.learn import OBJECTIVES, Learned, LearnSettings
 from kme_dist.run.rounds import learn_on_dataset
 from kme_dist.run.scaling import Scaling
-from kme_dist.telemetry import telemetry
+from kme_dist.telemetry import performance_report, telemetry
 
 LEARNED_FORMAT = "kme-dist/learned"
 
@@ -74,6 +75,7 @@ class Task:
 
 def prepare(config: Config) -> Task:
     """Open the data set and check the settings; whatever is wrong with either is said here."""
+    features_of_runs.refuse(config, "learn")
     data = _open(config.data.source)
     given = {**MCEClassifier().get_params(), **config.estimator_arguments()}
     objective = given["objective"] if "objective" in config.model.model_fields_set else "rcb"
@@ -153,10 +155,24 @@ def _open(source: str) -> Dataset:
     return open_dataset(source)
 
 
+def image_shape(data: Dataset, config: Config) -> tuple[int, ...] | None:
+    """Of one row, where rows are images: as the data set says, else as the config does."""
+    return data.sample_shape if len(data.sample_shape) > 1 else config.data.image_shape
+
+
 def run(
-    config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
+    config: Config,
+    *,
+    name: str,
+    fresh: bool = False,
+    listener: Listener | None = None,
+    command: str = "",
+    performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Learn as `config` says, or go on where an earlier call stopped; returns what `kme-dist learn --json` prints."""
+    """Learn as `config` says, or go on where an earlier call stopped; returns what `kme-dist learn --json` prints.
+
+    `performance` is a file for Dask's report of what the cluster did.
+    """
     listener = listener or Listener()
     task = prepare(config)
     with RunFolder.open(config, name=name, command=command, fresh=fresh, listener=listener) as folder:
@@ -171,7 +187,7 @@ def run(
         folder.write(stage="learn")
         folder.place.write("config.yaml", to_yaml(config.resolved(MCEClassifier().get_params())).encode())
         began = time.monotonic()
-        learned, steps, now = _learn(task, config, name, folder.path, checkpoints, listener)
+        learned, steps, now = _learn(task, config, name, folder.path, checkpoints, listener, performance)
         summary = _summary(learned, steps, now, folder.path, time.monotonic() - began)
         save_learned(folder.path / "learned.zarr", task, learned, steps)
         folder.write(summary=summary)
@@ -179,22 +195,29 @@ def run(
 
 
 def _learn(
-    task: Task, config: Config, name: str, folder: Path, checkpoints: Checkpoints, listener: Listener
+    task: Task,
+    config: Config,
+    name: str,
+    folder: Path,
+    checkpoints: Checkpoints,
+    listener: Listener,
+    performance: Path | None,
 ) -> tuple[Learned | LearnedFeatures, int, int]:
     """What was learned, after how many steps, and how many of them were made now."""
     with (
         open_executor(config.cluster) as executor,
         telemetry(executor, run=name, stage="learn", pipeline=name, log=folder / "log.jsonl") as told,
+        performance_report(executor, performance),
         MetricsFile(folder / "metrics.jsonl") as lines,
     ):
-        listener.say(f"{task.data}: {_who(executor)}")
+        listener.say(f"{task.data}: {in_words(executor)}")
 
         def step(record: dict[str, Any]) -> None:
             lines.write(record)
             listener.step(record)
             told.step(record)
 
-        learned = learn(task, executor, checkpoints, step)
+        learned = learn(task, executor, told.watching(checkpoints, image_shape(task.data, config)), step)
         for damaged in checkpoints.passed_over:
             listener.say(f"passed over a damaged checkpoint: {damaged}")
         return learned, lines.last_step, lines.written * (task.local_steps or 1)
@@ -264,14 +287,6 @@ def _summary(
         "regularization": learned.regularization,
         **{key: last[key] for key in wanted if key in last},
     }
-
-
-def _who(executor: Any) -> str:
-    client = getattr(executor, "client", None)
-    if client is None:
-        return "this process alone"
-    shown = f", dashboard {client.dashboard_link}" if client.dashboard_link else ""
-    return f"{executor.workers} workers at {client.scheduler.address}{shown}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kme_dist import predict
-from kme_dist.cluster import open_executor
+from kme_dist.cluster import in_words, open_executor
 from kme_dist.config import ClusterConfig, Config, PredictConfig
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, open_dataset
@@ -27,6 +28,7 @@ from kme_dist.errors import ConfigError
 from kme_dist.pipelines.folder import Listener, folder_of
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.predicting import Outcome
+from kme_dist.telemetry import Telemetry, performance_report, telemetry
 
 T = TypeVar("T")
 EXIT_QUARANTINED = 65
@@ -81,9 +83,17 @@ def run(
     overwrite: bool = False,
     listener: Listener | None = None,
     command: str = "",
+    performance: Path | None = None,
 ) -> dict[str, Any]:
     """Predict as the config says; `fresh` computes every chunk anew, `overwrite` replaces what another model said."""
-    return run_job(job_of(config, name), config.cluster, fresh=fresh, overwrite=overwrite, listener=listener)
+    return run_job(
+        job_of(config, name),
+        config.cluster,
+        fresh=fresh,
+        overwrite=overwrite,
+        listener=listener,
+        performance=performance,
+    )
 
 
 def run_job(
@@ -94,12 +104,24 @@ def run_job(
     overwrite: bool = False,
     listener: Listener | None = None,
     executor: Executor | None = None,
+    told: Telemetry | None = None,
+    performance: Path | None = None,
 ) -> dict[str, Any]:
-    """One job over a cluster that is opened for it, or over an executor that is there already."""
+    """One job over a cluster that is opened for it, or over an executor that is there already.
+
+    Parameters
+    ----------
+    told : a stage that this job is part of; without one it is a stage of its own
+    performance : a file for Dask's report of what a cluster did that was opened here
+    """
     listener = listener or Listener()
+    again = functools.partial(run_job, job, cluster, fresh=fresh, overwrite=overwrite, listener=listener)
     if executor is None:
-        with WhenNeeded(cluster) as waiting:
-            return run_job(job, cluster, fresh=fresh, overwrite=overwrite, listener=listener, executor=waiting)
+        with WhenNeeded(cluster, listener.say, performance) as waiting:
+            return again(executor=waiting)
+    if told is None:
+        with telemetry(executor, run=job.name, stage="predict", pipeline=job.name) as own:
+            return again(executor=executor, told=own)
     settings = job.settings
     outcome = predict(
         job.model,
@@ -116,6 +138,7 @@ def run_job(
         overwrite=overwrite,
         from_scratch=fresh,
         progress=RowProgress(listener),
+        watch=told.chunks,
     )
     return summary_of(outcome, job)
 
@@ -137,8 +160,11 @@ class WhenNeeded(SerialExecutor):
     """The cluster of a config, opened when there are chunks for it: not before the input was checked, and not at all
     where a local one would take longer to start than the few chunks take here."""
 
-    def __init__(self, settings: ClusterConfig) -> None:
-        self._settings, self._stack = settings, contextlib.ExitStack()
+    def __init__(
+        self, settings: ClusterConfig, say: Callable[[str], None] = lambda line: None, performance: Path | None = None
+    ) -> None:
+        self._settings, self._say, self._performance = settings, say, performance
+        self._stack = contextlib.ExitStack()
         self._opened: Executor | None = None
 
     def __enter__(self) -> WhenNeeded:
@@ -151,6 +177,10 @@ class WhenNeeded(SerialExecutor):
     def client(self) -> Any:
         return getattr(self._opened, "client", None)
 
+    @property
+    def retried(self) -> int:
+        return int(getattr(self._opened, "retried", 0))
+
     def stream(
         self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
@@ -160,6 +190,8 @@ class WhenNeeded(SerialExecutor):
             return super().stream(function, first, name=name)
         if self._opened is None:
             self._opened = self._stack.enter_context(open_executor(self._settings))
+            self._stack.enter_context(performance_report(self._opened, self._performance))
+            self._say(f"predict: {in_words(self._opened)}")
         return self._opened.stream(function, itertools.chain(first, waiting), name=name, ahead=ahead)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kme_dist import feature_plots
 from kme_dist import report as draw
 from kme_dist.report import Panel, Picture
 
@@ -26,26 +27,30 @@ def build(
     best: Attempt,
     rows: Tables,
     *,
+    start: Any,
+    image_shape: tuple[int, ...] | None,
     counts: tuple[int, int],
     config_text: str,
     learn_seconds: float,
     footer: str,
 ) -> str:
     """The page, as text. `best` is the attempt whose model was kept, `rows` what is drawn of training and test rows,
-    `counts` how many there are of either."""
-    attempts, image_shape = job.attempts, job.config.data.image_shape
+    `counts` how many there are of either, `start` the feature map that learning began with, where one was learned."""
+    attempts, shape = job.attempts, _flat(image_shape)
     classes = [str(label) for label in best.model.classes_]
     steps = sum(len(attempt.model.history_) for attempt in attempts)
     pictures = [
         *_curves(attempts),
+        *_accuracy_curve(best.model),
         *_maps(rows, attempts, classes),
         _confusion(best.metrics, classes),
         _reliability(best.metrics),
-        *_relevance(rows, best, image_shape),
+        *_relevance(rows, best, shape),
+        *_frequencies(rows, best.model, start, shape),
     ]
     if sum(not picture.wide for picture in pictures) % 2:  # they stand in pairs
         pictures.append(_risk_coverage(best.metrics))
-    pictures += _mistakes(rows, best, image_shape)
+    pictures += _mistakes(rows, best, shape)
     return draw.render_html(
         job.name,
         subtitle=f"{counts[0]:,} training rows, {counts[1]:,} test rows, "
@@ -61,7 +66,7 @@ def build(
 def _headline(best: Attempt, counts: tuple[int, int], steps: int, learn_seconds: float) -> list[tuple[str, str, str]]:
     metrics = best.metrics
     right = round(metrics["accuracy"] * metrics["rows"])
-    kernel, kernel_note = _kernel(best.model.kernel_)
+    learned = _kernel(best.model.kernel_) if hasattr(best.model, "kernel_") else _map(best.model)
     return [
         (
             "Test accuracy",
@@ -76,10 +81,36 @@ def _headline(best: Attempt, counts: tuple[int, int], steps: int, learn_seconds:
         ),
         ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
         ("Rows", f"{counts[0]:,}", f"for training, {counts[1]:,} for the test"),
-        ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} steps, objective {best.model.objective_}"),
-        ("Regularisation", f"{float(best.model.regularization_):.3g}", "learned"),
-        ("Kernel", kernel, kernel_note),
+        ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} steps, objective {objective_of(best.model)}"),
+        ("Regularisation", f"{regularization_of(best.model):.3g}", _origin(best.model)),
+        ("Kernel" if hasattr(best.model, "kernel_") else "Features", *learned),
     ]
+
+
+def objective_of(model: Any) -> str:
+    """What the steps made small."""
+    if hasattr(model, "objective_"):
+        return str(model.objective_)
+    return str(model.history_[-1]["phase"]) if model.history_ else "given"
+
+
+def regularization_of(model: Any) -> float:
+    return float(model.regularization_ if hasattr(model, "regularization_") else model.weight_penalty)
+
+
+def _origin(model: Any) -> str:
+    return "learned" if hasattr(model, "regularization_") else "of the weights, as given"
+
+
+def _flat(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
+    """Of images of one colour; others are not drawn."""
+    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
+
+
+def _map(model: Any) -> tuple[str, str]:
+    """A learned feature map in two short lines."""
+    numbers = sum(int(np.size(value)) for value in model.features_.parameters.values())
+    return type(model.features_).__name__, f"{len(model.weights_)} features, {numbers:,} learned numbers"
 
 
 def _kernel(kernel: Any) -> tuple[str, str]:
@@ -115,7 +146,7 @@ def _curves(attempts: Sequence[Attempt]) -> list[Picture]:
 
 
 def _relevance(rows: Tables, best: Attempt, image_shape: tuple[int, int] | None) -> list[Picture]:
-    scales = best.model.kernel_.parameters.get("length_scale")
+    scales = best.model.kernel_.parameters.get("length_scale") if hasattr(best.model, "kernel_") else None
     if scales is None or np.size(scales) != len(rows.feature_names) or np.size(scales) < 2:
         return []
     # A feature that never changes keeps the length scale it started with, and decides nothing.
@@ -130,13 +161,74 @@ def _relevance(rows: Tables, best: Attempt, image_shape: tuple[int, int] | None)
                 draw.relevance_images(measures, image_shape),
                 "Bright pixels decide. Left, how much a change over a pixel's own range counts; right, how much "
                 "the changes count that occur in the training images (pixels that hardly ever change turn dark).",
-            )
+            ),
+            _pixels({"length scale": np.where(varies, scales, np.nan)}, image_shape, "is learned"),
         ]
     return [
         Picture(
             "Feature relevance",
             draw.relevance_bars(relevance, rows.feature_names),
             "Long bars decide: a small change of that feature, in units of its scaled range, changes the prediction.",
+        )
+    ]
+
+
+def _pixels(scales: Mapping[str, np.ndarray], shape: tuple[int, int], words: str) -> Picture:
+    images = {title: np.asarray(values, np.float64).reshape(shape) for title, values in scales.items()}
+    return Picture(
+        "Pixel length scales",
+        draw.svg(
+            lambda figure: feature_plots.pixel_length_scales(images, figure=figure),
+            (5.0, 4.2 if len(images) == 1 else 3.4),
+            "pixels",
+        ),
+        f"How far a pixel has to change before the prediction does, as it {words}: the darker, the more the pixel "
+        "counts. Pixels that never change are left blank.",
+    )
+
+
+def _frequencies(rows: Tables, model: Any, start: Any, shape: tuple[int, int] | None) -> list[Picture]:
+    """Of a map of cosines: how far its frequencies reach, before and after learning."""
+    learned, before = _spectral(getattr(model, "features_", None)), _spectral(start)
+    if learned is None or before is None:
+        return []
+    if shape is not None:
+        varies = np.ptp(rows.X_train, axis=0) > 0
+        both = {"before": feature_plots.reach(before), "after": feature_plots.reach(learned)}
+        scales = {title: np.where(varies, 1 / values, np.nan) for title, values in both.items()}
+        return [_pixels(scales, shape, "follows from the frequencies (1 / root mean square)")]
+    size = (5.0, max(4.2, 1.2 + 0.3 * min(len(rows.feature_names), feature_plots.MOST_INPUTS)))
+    return [
+        Picture(
+            "Frequencies",
+            draw.svg(
+                lambda figure: feature_plots.frequencies(learned, before, rows.feature_names, figure=figure),
+                size,
+                "frequencies",
+            ),
+            "How the frequencies of each (scaled) feature spread: the bar holds the central half of them, the line "
+            "nine tenths; grey as drawn, in colour as learned. Where they grew, the model looks at finer detail.",
+        )
+    ]
+
+
+def _spectral(features: Any) -> Any:
+    """The map, or the first layer of it, that has frequencies."""
+    first = features.parts[0] if hasattr(features, "parts") else features
+    return first if hasattr(first, "first") else None
+
+
+def _accuracy_curve(model: Any) -> list[Picture]:
+    points = [(int(point["epoch"]), float(point["accuracy"])) for point in getattr(model, "curve_", [])]
+    if len(points) < 2:
+        return []
+    return [
+        Picture(
+            "Accuracy by epoch",
+            draw.svg(lambda figure: feature_plots.accuracy_curves({"": points}, figure=figure), (10.5, 3.2), "epochs"),
+            "Accuracy on test rows after every pass over the training rows, the weights solved on all of them. It was "
+            "only looked at: no setting and no step was chosen by it.",
+            wide=True,
         )
     ]
 

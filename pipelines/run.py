@@ -22,26 +22,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kme_dist import MCEClassifier, kernels, load
 from kme_dist.backend import blas_threads
-from kme_dist.cluster import backend_of, open_executor
+from kme_dist.cluster import backend_of, in_words, open_executor
 from kme_dist.config import ClusterConfig, Config, Start
 from kme_dist.core.optim import cosine_decay
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError
-from kme_dist.pipelines import evaluate, predict, report, tables
+from kme_dist.pipelines import evaluate, features, learn, predict, report, tables
 from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, digest, to_json, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.predicting import CHUNK_ROWS
 from kme_dist.run.rounds import data_digest
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates, learn_candidates
-from kme_dist.telemetry import Telemetry, telemetry
+from kme_dist.telemetry import Telemetry, performance_report, telemetry
 
 ROWS_TO_REHEARSE = 20  # of each class
 ROWS_TO_DRAW = 20_000  # of either part, that the report may look at
@@ -118,8 +118,8 @@ class Job:
 class Workers:
     """The cluster of a run: started when the first stage needs it, closed when the run ends."""
 
-    def __init__(self, settings: ClusterConfig, listener: Listener) -> None:
-        self._settings, self._listener = settings, listener
+    def __init__(self, settings: ClusterConfig, listener: Listener, performance: Path | None) -> None:
+        self._settings, self._listener, self._performance = settings, listener, performance
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Workers:
@@ -131,20 +131,25 @@ class Workers:
     @cached_property
     def executor(self) -> Executor:
         executor = self._stack.enter_context(open_executor(self._settings))
-        client = getattr(executor, "client", None)
-        if client is not None:
-            shown = f", dashboard {client.dashboard_link}" if client.dashboard_link else ""
-            self._listener.say(f"{executor.workers} workers at {client.scheduler.address}{shown}")
+        self._stack.enter_context(performance_report(executor, self._performance))
+        self._listener.say(in_words(executor))
         return executor
 
 
 def run(
-    config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
+    config: Config,
+    *,
+    name: str,
+    fresh: bool = False,
+    listener: Listener | None = None,
+    command: str = "",
+    performance: Path | None = None,
 ) -> dict[str, Any]:
     """Do every stage of `config` that is not done yet; returns the summary that `kme-dist run --json` prints.
 
     `name` is that of the config file; it names the run folder when `output.folder` is absent. With `fresh` finished
-    stages are done anew. `command` is what the user typed, for the record.
+    stages are done anew. `command` is what the user typed, for the record; `performance` a file for Dask's report of
+    what the cluster did.
     """
     listener = listener or Listener()
     job = _prepare(config, name)
@@ -155,7 +160,7 @@ def run(
             return {**folder.known["summary"], "reused": True}
         if not current[1]:
             _rehearse(job)
-        with Workers(config.cluster, listener) as workers:
+        with Workers(config.cluster, listener, performance) as workers:
             stages = _Stages(job, folder, workers, listener)
             for stage in job.inputs:
                 work = functools.partial(stages.told_work, stage)
@@ -168,13 +173,16 @@ def run(
 
 def _prepare(config: Config, name: str) -> Job:
     """Read and check everything; whatever is wrong with settings or data is said here."""
-    resolved = config.resolved(MCEClassifier().get_params())
+    features.check(config)
+    resolved = features.resolved(config)
     found = tables.checked(config.data)
     return Job(name, config, resolved, found, _attempts(config, found))
 
 
 def _attempts(config: Config, found: Dataset | tables.Tables | None) -> list[Attempt]:
     """The settings of the estimator for every starting point."""
+    if config.model.kind != "mce":
+        return [Attempt("", features.settings_of(config), "")]
     arguments = config.estimator_arguments()
     n_features = len(found.feature_names) if found is not None else None
     if arguments.get("kernel") is None:
@@ -211,6 +219,8 @@ def _rehearse(job: Job) -> None:
     few = np.concatenate([np.flatnonzero(y == label)[:ROWS_TO_REHEARSE] for label in np.unique(y)])
     if len(np.unique(y[few])) < 2:
         return
+    if job.config.model.kind != "mce":
+        return features.rehearse(job.config, job.attempts[0].settings, X[few], y[few])
     for attempt in job.attempts:
         model = MCEClassifier(**attempt.settings)
         model.set_params(steps=min(model.steps, 1), solver="auto", centres=None).fit(X[few], y[few])
@@ -223,6 +233,10 @@ class _Stages:
         self.job, self.folder, self.workers, self.listener = job, folder, workers, listener
         self.config = job.config
         self.told: Telemetry
+
+    def say(self, line: str) -> None:
+        self.listener.say(line)
+        self.told.say(line)
 
     def told_work(self, stage: str) -> dict[str, Any]:
         """Do a stage, and tell the dashboard and the log how it goes."""
@@ -301,15 +315,20 @@ class _Stages:
                     self.listener.step(record)
                     self.told.step(record)
 
-                def checkpoints(objective: str, number: int = number) -> Checkpoints:
+                def checkpoints(objective: str, number: int = number) -> Any:
                     settings = self.config.learn
-                    return Checkpoints(
+                    kept = Checkpoints(
                         known / wanted / f"{number}-{objective}",
                         every_steps=settings.checkpoint_steps,
                         every_s=settings.checkpoint_seconds,
                         keep=settings.checkpoints_kept,
                     )
+                    return self.told.watching(kept, learn.image_shape(self.data, self.config))
 
+                if self.config.model.kind != "mce":
+                    self._features_fitted(step, (self.rows.X_test, self.rows.y_test))
+                    attempts.append([])
+                    continue
                 found = learn_candidates(
                     self.data,
                     self.recipe(attempt.settings),
@@ -324,6 +343,26 @@ class _Stages:
             if not lines.read():
                 (self.folder.path / "metrics.jsonl").touch()
         return {"attempts": attempts}
+
+    def _features_fitted(self, step: Any = None, watch: Any = None) -> Any:
+        """Of `model.kind` cen and askl: learned from where the last checkpoint is, and fitted."""
+        settings = self.config.learn
+        kept = Checkpoints(
+            self.folder.path / "checkpoints" / digest(self.job.inputs["learn"])[:16] / self.config.model.kind,
+            every_steps=settings.checkpoint_steps,
+            every_s=settings.checkpoint_seconds,
+            keep=settings.checkpoints_kept,
+        )
+        given, workers = self.job.attempts[0].settings, self.workers.executor
+        return features.fitted(
+            self.config, given, self.data, executor=workers, checkpoints=kept, callback=step, watch=watch
+        )
+
+    @cached_property
+    def rows(self) -> tables.Tables:
+        """What is drawn, and watched while learning goes on."""
+        found = self.job.found
+        return found if isinstance(found, tables.Tables) else tables.sample(self.data, ROWS_TO_DRAW)
 
     def candidates(self) -> list[list[Candidate]]:
         """What the learning has found, with the records it has left."""
@@ -349,6 +388,10 @@ class _Stages:
 
     def fit(self) -> dict[str, Any]:
         self.folder.remove(*OUT_OF_DATE)
+        if self.config.model.kind != "mce":
+            model = self._features_fitted()
+            model.save(self.folder.path / "model.zarr")
+            return {"best": 0, "fits": [{"objective": self.config.model.kind, "steps": len(model.history_)}]}
         facts = []
         for attempt, candidates in zip(self.job.attempts, self.candidates(), strict=True):
             attempt.model, trained = self._fitted(attempt.settings, candidates)
@@ -372,7 +415,7 @@ class _Stages:
             executor=self.workers.executor,
             scratch=self.folder.path / "scratch",
             split="train",
-            report=self.listener.say,
+            report=self.say,
         )
         self.folder.remove("scratch")
         return MCEClassifier(**settings).adopt(self.data, recipe, trained, split="train"), trained
@@ -407,19 +450,14 @@ class _Stages:
         return found
 
     def _predicted(self, task: predict.Job) -> dict[str, Any]:
-        chunk = open_dataset(task.data).chunk_rows if task.data == self.data.path else CHUNK_ROWS
-
-        def progress(stage: str, done: int, total: int | None) -> None:
-            self.listener.progress(stage, done, total)
-            self.told.chunks(-(-done // chunk), 0, -(-(total or done) // chunk), done)
-
         return predict.run_job(
             task,
             self.config.cluster,
             fresh=self.folder.fresh,
             overwrite=True,
-            listener=replace(self.listener, progress=progress),
+            listener=self.listener,
             executor=self.workers.executor,
+            told=self.told,
         )
 
     def evaluate(self) -> dict[str, Any]:
@@ -445,11 +483,12 @@ class _Stages:
                 attempt.metrics_given = measured[f"{attempt.folder}/given-predictions.zarr"]
         best = self.job.attempts[self.best]
         facts = self.folder.stages["ingest"]["result"]
-        rows = self.job.found if isinstance(self.job.found, tables.Tables) else tables.sample(self.data, ROWS_TO_DRAW)
         page = report.build(
             self.job,
             best,
-            rows,
+            self.rows,
+            start=features.start_of(self.config, best.settings, self.data.features),
+            image_shape=learn.image_shape(self.data, self.config),
             counts=(facts["train_rows"], facts["test_rows"]),
             config_text=to_yaml(self.job.resolved),
             learn_seconds=self.folder.stages["learn"]["seconds"],
@@ -471,9 +510,9 @@ class _Stages:
             **{key: best.metrics[key] for key in HEADLINES},
             **{key: facts[key] for key in ("train_rows", "test_rows", "features", "classes")},
             "steps": sum(len(attempt.model.history_) for attempt in self.job.attempts),
-            "objective": str(best.model.objective_),
-            "solver": str(best.model.solver_),
-            "regularization": float(best.model.regularization_),
+            "objective": report.objective_of(best.model),
+            "solver": str(getattr(best.model, "solver_", "features")),
+            "regularization": report.regularization_of(best.model),
             "starts": [
                 {
                     "name": attempt.name,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from kme_dist import cli, cluster
-from kme_dist.certs import days_left, make_certificates, tls_files
+from kme_dist.certs import days_left, ends_at, make_certificates, tls_files
 from kme_dist.cluster import open_client
 from kme_dist.config import ClusterConfig
 from kme_dist.errors import ConfigError, CorruptError, RetryError
@@ -49,6 +50,12 @@ def test_what_is_there_stays_until_it_is_renewed(tmp_path):
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert [name for name in sorted(after) if after[name] == before[name]] == ["ca-key.pem", "ca.pem"]
     assert 89 < days_left(tmp_path / "client.pem") <= 90
+
+
+def test_the_end_of_a_certificate_is_known_from_its_file_and_from_its_text(tmp_path):
+    make_certificates(tmp_path, days=10)
+    path = tmp_path / "cluster.pem"
+    assert ends_at(path) == ends_at(path.read_text()) == pytest.approx(time.time() + 10 * 86400, abs=3600)
 
 
 def test_mistakes_are_named(tmp_path):

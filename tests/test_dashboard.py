@@ -16,10 +16,11 @@ import pytest
 from distributed import Client, LocalCluster
 
 from kme_dist import dashboard
+from kme_dist.cluster import dashboard_of
 from kme_dist.dashboard import POINTS_KEPT, RUNS_KEPT, Curve, RunBoard, install
 from kme_dist.dashboard_page import Page, cards
 from kme_dist.run.executors import DaskExecutor
-from kme_dist.telemetry import TOPIC, Telemetry, observed, pack_scales, telemetry
+from kme_dist.telemetry import TOPIC, Telemetry, pack_scales, telemetry
 
 
 def message(run="digits", stage="learn", **news):
@@ -226,6 +227,16 @@ def test_a_card_tells_the_last_event_or_that_nothing_was_heard():
     assert "nothing heard for 1:20 min" in cards([run])
 
 
+def test_a_stage_that_says_what_it_does_shows_that_it_goes_on():
+    now = time.time()
+    said = [{"name": "said", "at": now, "facts": {"line": "fit: column 2 of 16"}}]
+    (run,) = board_of(message(began=now - 2000, at=now - 2000), message(began=now - 2000, at=now, events=said)).latest(
+        1
+    )
+    assert "fit: column 2 of 16 0 s ago" in cards([run])
+    assert run.progressed == now
+
+
 def test_names_are_never_taken_for_html():
     evil, now = "<script>alert(1)</script>", time.time()
     runs = board_of(
@@ -311,9 +322,11 @@ def test_the_page_answers_on_the_schedulers_own_dashboard(client):
         told.step(step(1))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(address_of(client) + "/kme")
+    assert dashboard_of(client) == client.dashboard_link, "Dask's own page, as long as ours is not there"
     assert install(client) is None
     assert install(client) is None, "a second time changes nothing"
-    status, text = get(address_of(client) + "/kme")
+    assert dashboard_of(client) == address_of(client) + "/kme"
+    status, text = get(dashboard_of(client))
     assert status == 200
     assert 'href="kme"' in text, "a tab beside Dask's own"
     assert get(address_of(client) + "/status")[1].count('href="kme"') == 1
@@ -327,7 +340,7 @@ def test_a_run_is_followed_from_its_first_step_to_its_last(client):
     executor = DaskExecutor(client)
     with telemetry(executor, run="whole", stage="learn") as told:
         for number in range(1, 6):
-            executor.map(observed, [(rows_of, (0,)), (rows_of, (1,))], name="rcb-gradient")
+            executor.map(rows_of, [(0,), (1,)], name="rcb-gradient")
             told.step(step(number, steps=5.0))
         assert wait_until(lambda: ("whole", "learn") in board.runs and board.runs["whole", "learn"].done == 5)
         assert board.runs["whole", "learn"].status == "running"
@@ -366,6 +379,15 @@ def test_a_scheduler_without_a_dashboard_is_no_trouble():
         Client(cluster) as client,
     ):
         assert install(client) is None
+        assert dashboard_of(client) == client.dashboard_link
+
+
+def test_a_scheduler_that_does_not_know_us_is_watched_on_its_own_page():
+    def unknown(function):
+        raise ModuleNotFoundError("No module named 'kme_dist'")
+
+    for link in ("http://host:8787/status", "https://hub/user/me/proxy/9", None):
+        assert dashboard_of(SimpleNamespace(dashboard_link=link, run_on_scheduler=unknown)) == link
 
 
 SCHEDULER = ("scheduler", "--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")

@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from kme_dist import feature_plots
 from kme_dist.core import features as maps
@@ -29,6 +30,33 @@ def test_frequencies_show_every_input_before_and_after():
     assert png(feature_plots.frequencies(maps.random_fourier(2, 9)))
     with pytest.raises(ConfigError, match="spectral map"):
         feature_plots.frequencies(maps.Identity())
+
+
+def test_of_many_inputs_those_with_the_widest_frequencies_are_shown():
+    start = maps.spectral(40, 30, seed=0)
+    first = np.array(start.first)
+    first[17] *= 50
+    axes = feature_plots.frequencies(start.replace(first=first)).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(labels) == feature_plots.MOST_INPUTS
+    assert "x17" in labels
+    assert "20 of 40 inputs" in axes.get_title(loc="left")
+
+
+def test_reach_is_one_over_a_length_scale():
+    phi = maps.random_fourier(3, 20_000, length_scale=np.array([0.5, 1.0, 4.0]), seed=0)
+    np.testing.assert_allclose(1 / feature_plots.reach(phi), [0.5, 1.0, 4.0], rtol=0.05)
+
+
+def test_pixels_without_a_number_are_blank_and_a_figure_can_be_given(rng):
+    scales = rng.uniform(1, 10, (4, 4))
+    scales[0, 0] = np.nan
+    figure = Figure()
+    assert feature_plots.pixel_length_scales({"": scales}, figure=figure) is figure
+    image = figure.axes[0].images[0]
+    assert np.isfinite(image.get_clim()).all()
+    assert np.ma.getmaskarray(image.get_array())[0, 0]
+    assert png(figure)
 
 
 def test_pixel_maps_share_one_scale(rng):

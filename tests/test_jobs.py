@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,13 +40,14 @@ def run(config, *, name, listener, command):
     notes = Path(config.output.folder)
     notes.mkdir(parents=True, exist_ok=True)
     for chunk in range(6):
+        listener.progress("chunks", chunk, 6)
         if not (notes / str(chunk)).exists():
             time.sleep(seconds)
             if chunk == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             with open(notes / str(chunk), "a") as note:
                 note.write(f"{os.getpid()}\\n")
-        listener.progress("chunks", chunk + 1, 6)
+    listener.progress("chunks", 6, 6)
     return {"chunks": 6, "by": os.getpid()}
 
 fake = types.ModuleType("kme_dist.pipelines.evaluate")
@@ -126,7 +128,7 @@ def test_a_killed_driver_is_followed_by_one_that_goes_on(job):
 
 
 def test_a_driver_that_stood_still_does_not_commit_when_it_wakes(job):
-    sleeper = start(job, seconds=0.3)
+    sleeper = start(job, seconds=3.0)  # long enough to be stopped before it is done, on a busy machine too
     wait_until(lambda: job.status().get("progress"))
     sleeper.send_signal(signal.SIGSTOP)
     other = start(job)
@@ -320,7 +322,7 @@ def test_every_key_that_holds_text_is_known_to_be_a_path_or_not():
     """Whoever adds a key that names a file adds it to PATH_KEYS, or jobs would take it anywhere."""
     no_paths = {
         "data": {"label", "features"},
-        "model": {"kernel", "features"},
+        "model": {"kernel", "features", "options"},
         "learn": {"feature_cache"},
         "fit": {"memory"},
         "predict": {"split", "id_column"},
@@ -344,6 +346,32 @@ def test_the_same_name_with_another_configuration_is_refused(tmp_path, job):
     other = parse_config({"data": {"source": "another.zarr"}})
     with pytest.raises(ConfigError, match="another configuration"):
         jobs.create_job(tmp_path, pipeline="evaluate", config=other, name="n", job_id=job.id)
+
+
+@pytest.mark.parametrize(
+    ("folder", "scheduled"), [("runs/model", None), ("runs/../runs/model", None), (None, "2026-03-01T02:00:00Z")]
+)
+def test_a_job_and_its_run_folder_are_not_one_and_the_same(tmp_path, folder, scheduled):
+    config = parse_config({"data": {"source": "t.zarr"}, "output": {"folder": folder}})
+    with pytest.raises(ConfigError, match=r"is the folder of the job model itself.*--id"):
+        jobs.create_job(tmp_path, pipeline="run", config=config, name="model", job_id="model", scheduled=scheduled)
+    assert jobs.list_jobs(tmp_path) == []
+
+
+def test_a_job_may_be_called_like_its_run_folder_where_that_lies_elsewhere(tmp_path):
+    for folder in ("results/model", "model", "runs/model/output"):
+        config = parse_config({"data": {"source": "t.zarr"}, "output": {"folder": folder}})
+        job = jobs.create_job(tmp_path, pipeline="run", config=config, name="m", job_id="model")
+        assert job.status()["state"] == "waiting"
+        shutil.rmtree(job.folder)
+
+
+def test_a_run_folder_does_not_become_a_job(tmp_path):
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    (tmp_path / "runs" / "model" / "run.json").write_text("{}")
+    config = parse_config({"data": {"source": "t.zarr"}})
+    with pytest.raises(ConfigError, match="is the run folder of an earlier command"):
+        jobs.create_job(tmp_path, pipeline="run", config=config, name="m", job_id="model")
 
 
 def test_secrets_of_the_environment_stay_out_of_the_folder(job, pipeline, monkeypatch):
@@ -417,9 +445,10 @@ def operator(cluster, capsys, tmp_path):
     return command
 
 
-def test_a_job_goes_on_by_itself_and_survives_the_death_of_its_driver(operator):
-    job = operator.submit(steps=150)
-    wait_until(lambda: ((job.status().get("progress") or {}).get("done") or 0) >= 20)
+@pytest.mark.parametrize("steps", [60, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_job_goes_on_by_itself_and_survives_the_death_of_its_driver(operator, steps):
+    job = operator.submit(steps=steps)
+    wait_until(lambda: ((job.status().get("progress") or {}).get("done") or 0) >= 6)  # past its first checkpoint
     epoch, lease = latest_epoch(job.place)
     code, out = operator("jobs", "status", job.id, "--json")
     assert code == 0, out
@@ -432,14 +461,17 @@ def test_a_job_goes_on_by_itself_and_survives_the_death_of_its_driver(operator):
     assert code == 0, out
     assert job.status()["drivers"] == epoch + 1
     result = job.result()["result"]
-    assert result["steps"] == 150
-    assert result["steps_now"] < 150, "the second driver must go on from a checkpoint"
+    assert result["steps"] == steps
+    assert result["steps_now"] < steps, "the second driver must go on from a checkpoint"
     lines = [json.loads(line)["step"] for line in (job.folder / "output" / "metrics.jsonl").read_text().splitlines()]
-    assert lines == list(range(1, 151)) or lines == list(range(150)), "every step once"
+    assert lines in (list(range(1, steps + 1)), list(range(steps))), "every step once"
     code, out = operator("jobs", "logs", job.id, connected=False)
     assert "succeeded" in out
     code, out = operator("jobs", "list", connected=False)
     assert f"{job.id}  learn     succeeded" in out
+    code, out = operator("jobs", "list")
+    assert code == 0, out
+    assert "not on the scheduler" not in out, "what has ended need not be there"
 
 
 @pytest.mark.slow
@@ -532,6 +564,55 @@ def test_a_job_that_is_cancelled_here_ends_as_cancelled(job, pipeline, capsys):
     pipeline(run)
     assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root)]) == 130
     assert job.status()["state"] == "cancelled"
+
+
+def test_a_list_survives_jobs_that_are_damaged_or_go_away(tmp_path, job, capsys, monkeypatch):
+    broken = jobs.create_job(tmp_path, pipeline="run", config=job.config(), name="b", job_id="broken")
+    gone = jobs.create_job(tmp_path, pipeline="run", config=job.config(), name="g", job_id="gone")
+    (broken.folder / "job.json").write_text("{")
+    listed = jobs.list_jobs(tmp_path)
+    assert {found.id for found in listed} == {job.id, "broken", "gone"}
+    shutil.rmtree(gone.folder)  # between the listing and the look
+    monkeypatch.setattr(jobs, "list_jobs", lambda root: listed)
+    assert cli.execute(["jobs", "list", "--root", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "waiting" in out
+    assert "damaged" in out
+    assert "gone" not in out
+
+
+def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stands_still(job, monkeypatch):
+    from kme_dist import submit
+
+    answers = iter(["processing", None, None, None])
+    monkeypatch.setattr(submit, "ASK_S", 0.0)
+    monkeypatch.setattr(submit, "POLL_S", 0.0)
+    monkeypatch.setattr(submit, "on_scheduler", lambda jobs, cluster: [{"state": next(answers)}])
+    with EpochLease.take(job.place, beat_s=600):
+        job.event("running", epoch=1)
+        with pytest.raises(RetryError, match=rf"does not know the job {job.id}.*jobs resume {job.id}"):
+            submit.wait(job, cluster=ClusterConfig(kind="address", address="tcp://127.0.0.1:1"))
+    assert list(answers) == [None], "one look alone proves nothing"
+
+
+def test_a_wait_goes_on_while_a_driver_elsewhere_shows_that_it_lives(job, monkeypatch):
+    from kme_dist import submit
+
+    epoch = iter(range(100))
+    monkeypatch.setattr(submit, "ASK_S", 0.0)
+    monkeypatch.setattr(submit, "POLL_S", 0.0)
+    monkeypatch.setattr(submit, "on_scheduler", lambda jobs, cluster: [{"state": None}])
+    monkeypatch.setattr(submit, "latest_epoch", lambda place: next(epoch))
+    job.event("running")
+
+    def tell(status):
+        if len(job.events()) < 5:
+            job.event("running")
+        else:
+            job.commit({"result": 1})
+
+    cluster = ClusterConfig(kind="address", address="tcp://127.0.0.1:1")
+    assert submit.wait(job, tell=tell, cluster=cluster)["state"] == "succeeded"
 
 
 def test_what_is_not_there_is_one_line(tmp_path, capsys):

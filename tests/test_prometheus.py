@@ -17,9 +17,13 @@ import pytest
 import yaml
 from distributed import Client, LocalCluster
 
+from kme_dist.certs import make_certificates, tls_files
+from kme_dist.cluster import _listen
+from kme_dist.config import ClusterConfig
 from kme_dist.dashboard import install
+from kme_dist.meter import STAGES, metered
 from kme_dist.run.executors import DaskExecutor
-from kme_dist.telemetry import STAGES, Telemetry, metered, observed, telemetry
+from kme_dist.telemetry import Telemetry, telemetry
 
 ROOT = Path(__file__).parents[1]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -52,10 +56,18 @@ def wait_until(condition, wait_s=20.0):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certs")
+    make_certificates(folder, days=100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(certificates):
     """A cluster on which a run has learned, another predicts, and a third has failed; addresses of its /metrics."""
+    settings = ClusterConfig(workers=1, tls=tls_files(certificates, "cluster"))
     with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as local,
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0", **_listen(settings)) as local,
         Client(local) as client,
     ):
         install(client)
@@ -64,20 +76,20 @@ def cluster():
         learned |= {"accuracy": 0.9, "validation_accuracy": 0.8, "rows": 500, "batches": 2, "waiting_share": 0.2}
         learned |= {"jitter": 0.0, "rows_per_second": 1e4, "steps": 4}
         with telemetry(executor, run="digits", stage="learn", pipeline="daily"):
-            executor.map(observed, [(work, (i,)) for i in range(8)], name="rcb-gradient")
+            executor.map(work, [(i,) for i in range(8)], name="rcb-gradient")
         told = Telemetry(executor, run="covtype", stage="learn", pipeline="daily")
         for step in range(1, 4):
             told.step({**learned, "step": step, "seconds": step})
             time.sleep(0.35)  # one message each: the pace needs several
         told.event("checkpoint", step=3)
         with pytest.raises(ValueError, match="0"):
-            executor.map(observed, [(fail, (0,))], name="predict-chunk")
+            executor.map(fail, [(0,)], name="predict-chunk")
         predicting = Telemetry(executor, run="night", stage="predict", pipeline="night")
         predicting.chunks(3, 1, 8, 6000, rejected=60, retried=2)
         scheduler = f"http://127.0.0.1:{client.scheduler_info()['services']['dashboard']}/metrics"
         (worker,) = client.scheduler_info()["workers"].values()
         workers = f"http://127.0.0.1:{worker['services']['dashboard']}/metrics"
-        last_words = ("kme_tiles{", "kme_checkpoint_age_seconds{")  # of both runs: messages leave a fraction of a second late
+        last_words = ("kme_tiles{", "kme_checkpoint_age_seconds{")  # of both runs: messages leave a little later
         assert wait_until(lambda: all(name in get(scheduler) for name in last_words))
         yield scheduler, workers
 
@@ -112,12 +124,28 @@ def test_the_scheduler_tells_how_runs_stand(cluster):
     assert sample(text, "kme_checkpoint_age_seconds", run_id="covtype") < 300
 
 
+def test_the_scheduler_tells_when_its_certificate_ends(cluster, certificates):
+    """The one it was started with: that of a file which was renewed since helps nobody before a new start."""
+    ends = sample(get(cluster[0]), "kme_certificate_expiry_timestamp_seconds")
+    assert ends == pytest.approx(time.time() + 100 * 86400, abs=3600)
+    make_certificates(certificates, days=200, renew=True)
+    assert sample(get(cluster[0]), "kme_certificate_expiry_timestamp_seconds") == ends
+
+
+def test_without_a_certificate_none_is_told_of():
+    from kme_dist import metrics
+    from kme_dist.dashboard import RunBoard
+
+    assert list(metrics._certificate(RunBoard())) == []
+
+
 def test_workers_count_tasks_rows_and_seconds(cluster):
     text = get(cluster[1])
     assert sample(text, "kme_rows_total", phase="work") == 8 * 250
     assert sample(text, "kme_bytes_written_total", phase="work") == 8 * 4000
     assert sample(text, "kme_tiles_computed_total", phase="work", outcome="done") == 8
     assert sample(text, "kme_tiles_computed_total", phase="fail", outcome="failed") == 1
+    assert sample(text, "kme_rows_total", phase="fail") == 0
     assert sample(text, "kme_tile_duration_seconds_count", phase="work") == 8
     assert sample(text, "kme_tile_duration_seconds_sum", phase="work") >= 8 * 5 * 0.002
     assert all(sample(text, "kme_stage_seconds_total", stage=stage) >= 8 * 0.002 for stage in STAGES)
@@ -200,6 +228,7 @@ def test_the_unit_tests_would_notice_a_broken_rule(promtool, tmp_path):
         ('status="lost"', 'status="gone"'),
         ("> 0.01", "> 0.9"),
         ("for: 5m", "for: 5h"),
+        ("14 * 86400", "2 * 86400"),
     ):
         assert right in rules
         (tmp_path / "alerts.yml").write_text(rules.replace(right, wrong), encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,10 +14,12 @@ import pytest
 from distributed import Client, LocalCluster
 
 from kme_dist import kernels, telemetry
+from kme_dist.dashboard import install
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.meter import metered
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
-from kme_dist.telemetry import Telemetry, metered, pack_scales, performance_report, unpack_scales
+from kme_dist.telemetry import Telemetry, pack_scales, performance_report, unpack_scales
 
 RECORD = {"step": 1, "steps": 9, "phase": "rcb", "objective": 2.5, "risk": 2.0, "complexity": 0.5, "rows": 100}
 
@@ -232,12 +233,13 @@ def test_checkpoints_tell_of_themselves_and_of_the_scales_in_them(client, tmp_pa
         watched = told.watching(Checkpoints(tmp_path, every_steps=2, every_s=None))
         assert watched.resume({"a": 1}) is None
         assert [watched.offer(snapshot, {"a": 1}) for snapshot in snapshots] == [False, True, False]
+        watched.save(snapshots[-1], {"a": 1})  # as a loop does at its end
     found = messages(client, "saved")
     events = [event for message in found for event in message.get("events", [])]
-    assert [(event["name"], event["facts"]["step"]) for event in events] == [("checkpoint", 2)]
-    (scales,) = [message["scales"] for message in found if "scales" in message]
-    assert (scales["low"], scales["high"]) == (0.0, 2.0)
-    assert watched.resume({"a": 1}).step == 2
+    assert [(event["name"], event["facts"]["step"]) for event in events] == [("checkpoint", 2), ("checkpoint", 3)]
+    scales = [message["scales"] for message in found if "scales" in message]
+    assert {(each["low"], each["high"]) for each in scales} == {(0.0, 2.0)}
+    assert watched.resume({"a": 1}).step == 3
 
 
 # --- on workers -------------------------------------------------------------------------------------
@@ -252,6 +254,7 @@ def metered_work():
 
 
 def test_metered_work_is_told_apart_in_the_fine_performance_metrics(client):
+    install(client)
     with telemetry.telemetry(client, run="metered", stage="learn"):
         DaskExecutor(client).map(metered_work, [(), ()], name="metered")
 
@@ -271,46 +274,6 @@ def test_metered_work_is_told_apart_in_the_fine_performance_metrics(client):
     assert 0.04 <= found["factorise"] < found["gram"]
 
 
-class Counting:
-    def __init__(self):
-        self.calls, self.stages = [], []
-
-    def call(self, name, seconds, result, *, failed):
-        self.calls.append((name, result, failed))
-
-    def stage(self, name, seconds):
-        self.stages.append(name)
-
-
-def halved(x):
-    with metered("reduce"):
-        return 1 / x
-
-
-def test_calls_are_counted_where_somebody_counts():
-    assert telemetry.observed(halved, (2,)) == 0.5
-    meter = Counting()
-    telemetry.count_by(meter)
-    try:
-        assert telemetry.observed(halved, (2,)) == 0.5
-        with pytest.raises(ZeroDivisionError):
-            telemetry.observed(halved, (0,))
-    finally:
-        telemetry.count_no_more(meter)
-    telemetry.observed(halved, (2,))
-    assert meter.calls == [("halved", 0.5, False), ("halved", None, True)]
-    assert meter.stages == ["reduce"], "what failed half-way is no finished stage"
-
-
-def test_metering_outside_a_worker_does_nothing(monkeypatch):
-    monkeypatch.delitem(sys.modules, "distributed.metrics")
-    meter = Counting()
-    telemetry.count_by(meter)
-    halved(2)
-    telemetry.count_no_more(meter)
-    assert meter.stages == []
-
-
 def test_a_performance_report_is_one_file_that_needs_no_network(client, tmp_path):
     with performance_report(DaskExecutor(client), tmp_path / "reports" / "performance.html"):
         DaskExecutor(client).map(metered_work, [()], name="reported")
@@ -320,3 +283,31 @@ def test_a_performance_report_is_one_file_that_needs_no_network(client, tmp_path
     with performance_report(None, tmp_path / "none.html"), performance_report(client, None):
         pass
     assert not (tmp_path / "none.html").exists()
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(client, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"), performance_report(client, tmp_path):
+        pytest.fail("the work was begun")
+
+
+def test_a_cluster_that_went_away_leaves_no_report_and_hides_no_error(tmp_path, caplog):
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster:
+        client = Client(cluster)
+
+        def failing():
+            with performance_report(client, tmp_path / "report.html"):
+                client.close()
+                raise KeyError("own")
+
+        with pytest.raises(KeyError, match="own"):
+            failing()
+    assert "no performance report" in caplog.text
+
+
+def test_a_line_for_people_goes_to_the_log_and_to_the_scheduler(client):
+    log = io.StringIO()
+    with telemetry.telemetry(client, run="saying", stage="fit", log=log) as told:
+        told.say("fit: column 2 of 16")
+    assert lines(log)[1]["line"] == "fit: column 2 of 16"
+    events = [event for message in messages(client, "saying") for event in message.get("events", [])]
+    assert [(event["name"], event["facts"]["line"]) for event in events] == [("said", "fit: column 2 of 16")]

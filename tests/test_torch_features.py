@@ -191,3 +191,10 @@ def test_what_is_no_network_is_refused(X):
         TorchFeatures.of(torch.nn.Flatten(0)).forward(X)
     with pytest.raises(ConfigError, match="on one side only"):
         TorchFeatures(torch.nn.Linear(2, 2), {}, {"name": "torch"})
+
+
+def test_features_of_many_rows_are_those_of_each():
+    X = np.random.default_rng(0).normal(size=(2_500, 64))
+    features = named("hnr_cnn", {"side": 8})
+    few = np.concatenate([features.forward(X[i : i + 250]) for i in range(0, 2_500, 250)])
+    np.testing.assert_allclose(features.forward(X), few, rtol=1e-12, atol=1e-12)

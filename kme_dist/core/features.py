@@ -210,18 +210,20 @@ class Spectral(Features):
         if two:
             sets.append(("second", like(self.second, X), self.second_phases))
         angles = [X @ omega if b is None else X @ omega + like(b, X)[None, :] for _, omega, b in sets]
-        cosines, sines = [xp.cos(a) for a in angles], [xp.sin(a) for a in angles]
-        Z = sum(cosines[1:], start=cosines[0]) * size
-        if bare:
+        cosines = [xp.cos(a) for a in angles]
+        sines = [xp.sin(a) for a in angles] if bare else None
+        Z = (cosines[0] + cosines[1] if two else cosines[0]) * size
+        if sines is not None:
             Z = xp.concat([Z, sum(sines[1:], start=sines[0]) * size], axis=1)
 
         def pull(Z_bar: Array, inputs: bool = False) -> tuple[Gradients, Array]:
             gradients, X_bar = {}, None
-            for (name, omega, _), cosine, sine in zip(sets, cosines, sines, strict=True):
-                bar = -Z_bar[:, :D] * sine
+            down = Z_bar[:, :D] * -size
+            # With phases the sines are of use to the gradient alone: whoever only looks forward does not pay for them.
+            for (name, omega, _), cosine, sine in zip(sets, cosines, sines or map(xp.sin, angles), strict=True):
+                bar = down * sine
                 if bare:
-                    bar = bar + Z_bar[:, D:] * cosine
-                bar = bar * size
+                    bar = bar + Z_bar[:, D:] * (cosine * size)
                 gradients[name] = X.T @ bar
                 if inputs:
                     X_bar = bar @ omega.T if X_bar is None else X_bar + bar @ omega.T

@@ -135,9 +135,11 @@ def generalisation_bound(
 ) -> float:
     """mean risk + 4√2 R + 3 sqrt(log(2/δ)/2n), R = |W|_* sqrt(K Σ_i |φ(x_i)|²) / n.
 
-    The shape of the bound that ASKL minimises; its constants are those of the contraction inequality for vectors.
-    R bounds the Rademacher complexity of all Wᵀφ with a trace norm no larger than this one. A loss of Lipschitz
-    constant one with values in [0, 1] is supposed, so it is a yardstick, not a guarantee.
+    R bounds the Rademacher complexity of all Wᵀφ, φ fixed, whose trace norm is no larger than this one: the supremum
+    is |W|_* times the spectral norm of Σ_i φ(x_i) ε_iᵀ, which its Frobenius norm bounds. The contraction inequality for
+    vectors takes it through a loss of Lipschitz constant one with values in [0, 1] for a factor √2, symmetrisation adds
+    2, and once more 2 for the excess over the best W of that norm. Here φ and |W|_* come from the same rows, the hinge
+    and the squared loss are not bounded: a yardstick, not a guarantee.
     """
     complexity = trace_norm * math.sqrt(outputs * max(squares, 0.0)) / max(n, 1)
     return mean_risk + 4 * math.sqrt(2) * complexity + 3 * math.sqrt(math.log(2 / (1 - confidence)) / (2 * max(n, 1)))

@@ -15,7 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Snapshot:
     optimizer: State
     watch: dict[str, Any]  # of the stopping rule: plain numbers, and `best`, the best iterate, where there is one
     seconds: float = 0.0  # spent so far
+    history: list[dict[str, Any]] = field(default_factory=list)  # records of the steps made, where a loop keeps them
 
 
 class Checkpoints:
@@ -72,7 +73,8 @@ class Checkpoints:
             "step": snapshot.step,
             "seconds": snapshot.seconds,
             "watch": {name: _written(value) for name, value in watch.items()},
-            "layout": {slot: [[name, list(v.shape)] for name, v in named.items()] for slot, named in slots.items()},
+            "layout": {slot: [_shape_of(name, v) for name, v in named.items()] for slot, named in slots.items()},
+            "history": snapshot.history,
             "identity": dict(identity),
         }
         store.save_arrays(self.folder / f"step-{snapshot.step:010d}.zarr", arrays, attributes)
@@ -112,15 +114,19 @@ def _flat(named: Named) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(np.asarray(value, np.float64).ravel() for value in named.values())])
 
 
+def _shape_of(name: str, value: np.ndarray) -> list[Any]:
+    return [name, list(value.shape), np.dtype(value.dtype).str]
+
+
 def _read(arrays: Mapping[str, np.ndarray], found: Mapping[str, Any]) -> Snapshot:
     if found.get("format") != FORMAT:
         raise DataError(f"{found.get('format')!r} is no checkpoint")
     slots: dict[str, Named] = {}
     for slot, layout in found["layout"].items():
         named, start = {}, 0
-        for name, shape in layout:
+        for name, shape, *dtype in layout:
             size = math.prod(shape)
-            named[name] = arrays[slot][start : start + size].reshape(shape).copy()
+            named[name] = arrays[slot][start : start + size].reshape(shape).astype(dtype[0] if dtype else np.float64)
             start += size
         slots[slot] = named
     watch: dict[str, Any] = {name: _number(value) for name, value in found["watch"].items()}
@@ -128,7 +134,8 @@ def _read(arrays: Mapping[str, np.ndarray], found: Mapping[str, Any]) -> Snapsho
         watch["best"] = slots.pop("best")
     parameters = slots.pop("parameters")
     optimizer = {slot.removeprefix("optimizer/"): named for slot, named in slots.items()}
-    return Snapshot(int(found["step"]), parameters, optimizer, watch, float(found["seconds"]))
+    history = list(found.get("history", []))
+    return Snapshot(int(found["step"]), parameters, optimizer, watch, float(found["seconds"]), history)
 
 
 def _written(value: float) -> float | str:

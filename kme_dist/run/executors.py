@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 
 from kme_dist.backend import blas_threads
 from kme_dist.errors import RetryError
+from kme_dist.meter import metered, observed
 from kme_dist.run.lanes import Lanes
 
 T = TypeVar("T")
@@ -506,14 +507,20 @@ def _address(client: Any) -> str:
 
 
 def called(function: Function[T], call: tuple[Any, ...], *fed: Any) -> T:
-    """What every task is: the function on its arguments, with one BLAS thread."""
+    """What every task is: the function on its arguments, with one BLAS thread, counted."""
     _hold_blas()
-    return function(*call, *fed)
+    return observed(function, (*call, *fed))
 
 
 def _joined(combine: Callable[[T, T], T], left: T, right: T) -> T:
     _hold_blas()
-    return combine(left, right)
+    joined: T = observed(reduced, (combine, left, right), new=False)  # their rows were counted before
+    return joined
+
+
+def reduced(combine: Callable[[T, T], T], left: T, right: T) -> T:
+    with metered("reduce"):
+        return combine(left, right)
 
 
 @functools.cache

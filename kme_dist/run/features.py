@@ -14,8 +14,11 @@ are averaged in that order, so what is learned does not depend on who did the wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -40,15 +43,26 @@ from kme_dist.core import features as maps
 from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding, log_loss
 from kme_dist.core.features import dropout_mask
-from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.kernels.base import Kernel, row_blocks
 from kme_dist.core.masked import masked_objective
-from kme_dist.core.objective import LOSS_FLOOR, Objective, feature_objective, one_hot
+from kme_dist.core.objective import LOSS_FLOOR, Objective, Workspace, feature_objective, one_hot
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.plan import BatchPlan
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, KMEError
+from kme_dist.run.checkpoints import Checkpoints, Snapshot
 from kme_dist.run.executors import Executor, SerialExecutor, tree_combine
-from kme_dist.run.learn import LearnSettings, PlateauWatch, Record, batch_rows, select, step_record
+from kme_dist.run.learn import (
+    LearnSettings,
+    PlateauWatch,
+    Record,
+    assemble,
+    batch_objective,
+    batch_rows,
+    select,
+    step_record,
+)
+from kme_dist.run.rounds import data_digest
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization
 
@@ -119,6 +133,19 @@ class NetworkTask:
         return replace(out, gradient={**gradient, **out.gradient}, feature_gradient=None)
 
 
+@dataclass(frozen=True)
+class KernelTask:
+    """Algorithm 1 with any kernel, one that stands on features above all.   [HNR]"""
+
+    kernel: Kernel
+    settings: LearnSettings
+    n_classes: int
+
+    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+        kernel, lam = assemble(self.kernel, parameters)
+        return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, Workspace())
+
+
 # --- where batches come from ------------------------------------------------------------------------
 
 
@@ -138,6 +165,13 @@ class ArraySource:
     @property
     def batch(self) -> int:
         return min(self.batch_size or self.rows, self.rows)
+
+    @property
+    def digest(self) -> str:
+        """Of the rows, their labels and their order."""
+        whole = hashlib.sha256(np.ascontiguousarray(to_host(self.X)).data)
+        whole.update(np.ascontiguousarray(self.y).data)
+        return whole.hexdigest()
 
     def call(
         self, task: Task, number: int, parameters: optim.Named
@@ -196,6 +230,12 @@ class StoredSource:
     def batch(self) -> int:
         return self.plan.batch_size
 
+    @property
+    def digest(self) -> str:
+        """Of the rows, their labels and the plan that cuts them into batches."""
+        plan = {**self.plan.to_json(), "scaling": [self.scale.shift.tolist(), self.scale.factor.tolist()]}
+        return hashlib.sha256((data_digest(self.dataset) + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
+
     def call(
         self, task: Task, number: int, parameters: optim.Named
     ) -> tuple[Callable[..., Objective], tuple[Any, ...]]:
@@ -243,41 +283,101 @@ def learn_task(
     callback: Callable[[Record, optim.Named], None] | None = None,
     after: Callable[[optim.Named, float], optim.Named] | None = None,
     phase: str = "rcb",
+    checkpoints: Checkpoints | None = None,
 ) -> Outcome:
     """Step after step: batches judged where the executor works, gradients averaged in order, one update here.
 
     `start` holds parameters as they are learned (λ as a logarithm). `after` is applied to the parameters after every
     update, with the rate of the step: a proximal operator. `callback` receives the record of every step and the
-    parameters after it. Without an executor everything happens in this process.
+    parameters after it. Without an executor everything happens in this process. `checkpoints` is where to save, and to
+    resume from when settings and data agree: a run that was killed gives the bits of one that was not.
     """
     if batches_per_step < 1:
         raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
     parameters = dict(start)
     names = optim.learnable(parameters, settings.frozen)
     optimizer = optim.optimizer_by_name(settings.optimizer)
-    state = optimizer.init({name: parameters[name] for name in names})
     rate = (settings.schedule or (lambda rate, steps: optim.constant(rate)))(settings.learning_rate, settings.steps)
     watch = PlateauWatch(settings.patience)
-    history: list[Record] = []
-    began = time.perf_counter()
-    with blas_threads(1 if executor is None and source.batch <= _ONE_THREAD_ROWS else None):
-        for step in range(settings.steps):
-            out = _judge_step(task, source, parameters, step, batches_per_step, executor)
-            gradient = {name: np.nan_to_num(out.gradient[name]) for name in names}
-            lam = float(np.exp(parameters["regularization"])) if "regularization" in parameters else 0.0
-            seconds = time.perf_counter() - began
-            record = step_record(settings, step, out, lam, optim.norm(gradient), source.batch, seconds)
-            known = {name: value for name, value in record.items() if value == value}  # numbers have no accuracy: NaN
-            history.append({**known, "phase": phase})
-            if watch.should_stop(out.value, parameters):
-                break
-            delta, state = optimizer.update(optim.clip(gradient, settings.clip_norm), state, rate(step))
-            parameters = {name: value + delta[name] if name in delta else value for name, value in parameters.items()}
-            if after is not None:
-                parameters = after(parameters, rate(step))
-            if callback is not None:
-                callback(history[-1], parameters)
-    return Outcome(parameters if settings.patience is None else watch.best_parameters(parameters), history)
+    now = Snapshot(0, parameters, optimizer.init({name: parameters[name] for name in names}), _plain(watch, False))
+    identity = {} if checkpoints is None else _identity(task, source, start, settings, batches_per_step)
+    if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
+        now = found
+        watch.restore(now.watch)
+    history, began, first = list(now.history), time.perf_counter() - now.seconds, now.step
+    try:
+        with blas_threads(1 if executor is None and source.batch <= _ONE_THREAD_ROWS else None):
+            while now.step < settings.steps and not now.watch["stopped"]:
+                step, parameters, state = now.step, now.parameters, now.optimizer
+                out = _judge_step(task, source, parameters, step, batches_per_step, executor)
+                gradient = {name: _finite(out.gradient[name]) for name in names}
+                lam = float(np.exp(parameters["regularization"])) if "regularization" in parameters else 0.0
+                seconds = time.perf_counter() - began
+                record = step_record(settings, step, out, lam, optim.norm(gradient), source.batch, seconds)
+                record = {name: value for name, value in record.items() if value == value}  # accuracy of numbers: NaN
+                record["phase"] = phase
+                stopped = watch.should_stop(out.value, parameters)
+                if not stopped:
+                    delta, state = optimizer.update(optim.clip(gradient, settings.clip_norm), state, rate(step))
+                    parameters = {n: value + delta[n] if n in delta else value for n, value in parameters.items()}
+                    if after is not None:
+                        parameters = after(parameters, rate(step))
+                if callback is not None:
+                    callback(record, parameters)
+                history.append(record)
+                now = Snapshot(step + 1, parameters, state, _plain(watch, stopped), seconds, history)
+                if checkpoints is not None:
+                    checkpoints.offer(now, identity)
+    except BaseException:
+        if checkpoints is not None and now.step > first:
+            with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
+                checkpoints.save(now, identity)
+        raise
+    if checkpoints is not None and now.step > first:
+        checkpoints.save(now, identity)
+    return Outcome(now.parameters if settings.patience is None else watch.best_parameters(now.parameters), history)
+
+
+def _plain(watch: PlateauWatch, stopped: bool) -> dict[str, Any]:
+    return {**watch.state(), "stopped": int(stopped)}
+
+
+def _identity(
+    task: Task, source: Source, start: Mapping[str, np.ndarray], settings: LearnSettings, batches_per_step: int
+) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued; where no rate depends on the end, a run may be made longer."""
+    chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
+    if settings.schedule is None:
+        del chosen["steps"]
+    else:
+        chosen["schedule"] = getattr(settings.schedule, "__qualname__", type(settings.schedule).__name__)
+    given = {name: value for name, value in vars(task).items() if name not in ("features", "kernel", "settings")}
+    tree = {
+        "learn": {**chosen, "batch_size": source.batch, "batches_per_step": batches_per_step},
+        "model": {"kind": type(task).__name__, **given, **_map_of(task)},
+        "start": {name: _short(value) for name, value in start.items()},
+        "data": source.digest,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(tree, default=vars))
+    return plain
+
+
+def _map_of(task: Any) -> dict[str, Any]:
+    """The map (or kernel) of a task: its config, and its arrays by digest."""
+    if hasattr(task, "kernel"):
+        config = json.dumps(task.kernel.to_config(), sort_keys=True).encode()
+        return {"kernel": repr(task.kernel), "arrays": hashlib.sha256(config).hexdigest()[:16]}
+    return {"features": task.features.to_config(), "arrays": {n: _short(a) for n, a in task.features.arrays.items()}}
+
+
+def _short(value: np.ndarray) -> float | str:
+    """A number as it is, an array by its digest."""
+    array = np.ascontiguousarray(value)
+    return float(array) if array.ndim == 0 else hashlib.sha256(array.data).hexdigest()[:16]
+
+
+def _finite(value: np.ndarray) -> np.ndarray:
+    return value if np.isfinite(value).all() else np.nan_to_num(value)
 
 
 def _judge_step(

@@ -29,6 +29,7 @@ from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.meter import metered
 from kme_dist.run.executors import tree_combine
 from kme_dist.run.learn import LearnSettings, LengthScalePrior, assemble, batch_objective
 from kme_dist.run.scaling import Scaling
@@ -144,8 +145,9 @@ class BatchRecord:
 def read_rows(job: BatchJob, number: int) -> Rows:
     """Batch `number`, scaled, on the host: a call of its own where those who read are not those who compute."""
     began = time.perf_counter()
-    batch = read_batch(opened(job).data, job.plan, number)
-    X, y = job.scale.apply(batch.X, job.dtype), np.asarray(batch.y)
+    with metered("read"):
+        batch = read_batch(opened(job).data, job.plan, number)
+        X, y = job.scale.apply(batch.X, job.dtype), np.asarray(batch.y)
     return X, y, time.perf_counter() - began
 
 

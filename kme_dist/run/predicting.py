@@ -45,6 +45,7 @@ from kme_dist.data.predictions import (
 from kme_dist.data.readers import FileOptions, TableSource, open_source
 from kme_dist.data.schema import Column, Schema
 from kme_dist.errors import ConfigError, CorruptError, DataError, NumericalError, RetryError
+from kme_dist.meter import metered
 from kme_dist.run.executors import Executor
 
 ATTEMPTS = 3  # before a chunk that fails is set aside
@@ -53,6 +54,12 @@ _CACHE_BYTES = 8 << 20
 _POISON = (CorruptError, DataError, NumericalError)
 Rows = tuple[np.ndarray, Any]  # features, ids or None
 Progress = Callable[[int, int], None]  # rows done, rows altogether
+
+
+class Watch(Protocol):
+    """Told of chunks: done and failed by now, altogether, the rows of those done, and how many were made again."""
+
+    def __call__(self, done: int, failed: int, total: int, rows: int, *, retried: int) -> None: ...
 
 
 class Reader(Protocol):
@@ -361,6 +368,7 @@ def run_chunks(
     overwrite: bool = False,
     from_scratch: bool = False,
     progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Bring the predictions at `layout.place` up to date with `source`; calls `compute(*arguments, chunk, rows, input,
     reader)` for every chunk that is missing. `state["job"]` says what is computed: model, outputs, precision."""
@@ -371,7 +379,7 @@ def run_chunks(
         record |= {"status": "running", "quarantined": [], "started": _now()}
         write_state(place, record)
         layout.declare(source.rows)
-        job = _Job(layout, source, compute, arguments, executor, progress or (lambda now, total: None), done)
+        job = _Job(layout, source, compute, arguments, executor, progress, watch, done)
         skipped = len(done)
         failed = job.run()
         return _finish(job, record, failed, skipped, began, still_held)
@@ -427,21 +435,23 @@ class _Job:
         compute: Compute,
         arguments: tuple[Any, ...],
         executor: Executor,
-        progress: Progress,
+        progress: Progress | None,
+        watch: Watch | None,
         done: dict[int, Receipt],
     ) -> None:
         self.layout, self.source, self.compute, self.arguments = layout, source, compute, arguments
-        self.executor, self.progress, self.done = executor, progress, done
+        self.executor, self.progress, self.watch, self.done = executor, progress, watch, done
         self.chunks = -(-source.rows // layout.chunk_rows)
         self.retried = self.computed_rows = 0
+        self.rows_done = sum(receipt.rows for receipt in done.values())
+        self._lost_before = self._lost
 
     def rows_of(self, chunk: int) -> int:
         return min(self.layout.chunk_rows, self.source.rows - chunk * self.layout.chunk_rows)
 
     def run(self) -> dict[int, Exception]:
         """Compute what is missing; returns the chunks that failed for good."""
-        rows_done = sum(receipt.rows for receipt in self.done.values())
-        self.progress(rows_done, self.source.rows)
+        self._tell(0)
         todo = [chunk for chunk in range(self.chunks) if chunk not in self.done]
         failed: dict[int, Exception] = {}
         for attempt in range(ATTEMPTS):
@@ -449,18 +459,30 @@ class _Job:
             for chunk, result in self._stream(todo):
                 if isinstance(result, Receipt):
                     self.done[chunk] = result
-                    rows_done += result.rows
+                    self.rows_done += result.rows
                     self.computed_rows += result.rows
-                    self.progress(rows_done, self.source.rows)
                 elif isinstance(result, _POISON) or type(result).__name__ == "KilledWorker":
                     failed[chunk] = result
                 else:
                     raise result
+                self._tell(len(failed))
             todo = sorted(failed)
             if not todo:
                 break
             self.retried += len(todo) if attempt + 1 < ATTEMPTS else 0
         return failed
+
+    def _tell(self, failed: int) -> None:
+        if self.progress is not None:
+            self.progress(self.rows_done, self.source.rows)
+        if self.watch is not None:
+            retried = self.retried + self._lost - self._lost_before
+            self.watch(len(self.done), failed, self.chunks, self.rows_done, retried=retried)
+
+    @property
+    def _lost(self) -> int:
+        """Calls that an executor had to make again, since their worker died or hung."""
+        return int(getattr(self.executor, "retried", 0))
 
     def _stream(self, todo: list[int]) -> Iterator[tuple[int, Receipt | Exception]]:
         results = self.executor.stream(self.compute, self._calls(todo), name="predict-chunk")
@@ -525,9 +547,10 @@ def store_chunk(layout: Layout, job: str, chunk: int, identity: str, arrays: Map
     state = read_state(place)
     if state is None or state["job"] != job:
         raise RetryError(f"{place}: another job has taken the place of this one; its chunks are left alone")
-    digest, stored = layout.write(chunk, arrays)
-    receipt = Receipt(job, chunk, rows, identity, digest, stored)
-    write_receipt(place, receipt)
+    with metered("write"):
+        digest, stored = layout.write(chunk, arrays)
+        receipt = Receipt(job, chunk, rows, identity, digest, stored)
+        write_receipt(place, receipt)
     return receipt
 
 

@@ -123,6 +123,18 @@ def test_the_bound_falls_with_rows_and_grows_with_both_norms():
     assert generalisation_bound(0.1, 2.0, 100.0, 100, 3) > base
 
 
+def test_the_complexity_in_the_bound_is_above_the_rademacher_complexity(rng):
+    """Monte Carlo over signs: sup over |W|_* <= B of Σ_ik ε_ik (Wᵀφ_i)_k / n is B |Zᵀε|_2 / n."""
+    n, outputs, B = 40, 3, 1.7
+    Z = rng.normal(size=(n, 6))
+    signs = rng.choice([-1.0, 1.0], size=(400, n, outputs))
+    met = B * np.mean([np.linalg.norm(Z.T @ e, 2) for e in signs]) / n
+    R = (generalisation_bound(0.0, B, np.sum(Z**2), n, outputs) - generalisation_bound(0.0, 0.0, 0.0, n, outputs)) / (
+        4 * np.sqrt(2)
+    )
+    assert met < R < 2 * met
+
+
 def test_an_unknown_loss_is_refused(rng):
     with pytest.raises(ConfigError, match="loss='log'"):
         losses("log", np.ones((2, 2)), np.eye(2))

@@ -62,8 +62,11 @@ def table_row(name, X, y, variants=VARIANTS, splits=SPLITS):
 
 @pytest.mark.parametrize("name", [*ACCURACY, *RMSE])
 def test_spectral_kernels_pass_the_published_figure(name, shared_data):
-    found = table_row(name, *shared_data(name))
+    X, y = shared_data(name)
+    found = table_row(name, X, y)
     if name in ACCURACY:
         assert found["askl"] >= ACCURACY[name]
     else:
         assert found["askl"] <= RMSE[name]
+        # Two of the printed figures are above what a constant reaches; half the variance is a bar that says something.
+        assert found["askl"] < np.sqrt(0.5) * 100 * y.std() / np.ptp(y)
