@@ -59,6 +59,7 @@ STAND_INS = {
         if [ "$1" = certs ]; then mkdir -p "$2"; echo "$*" > certs; exit 0; fi
         echo "$*" > command; echo "$KME_TLS" > tls
         trap 'echo saved > state; exit 143' TERM
+        until [ -s workers ]; do sleep 0.02; done  # as the command waits for its workers
         [ -z "$HOLD" ] || { touch ready; while :; do sleep 0.02; done; }
         exit "$CODE\"""",
 }
