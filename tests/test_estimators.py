@@ -398,6 +398,7 @@ def test_queries_must_fit(fitted):
 # --- the published figure --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wine_gives_the_published_accuracy():
     """Full gradient, ten folds: 97.2 ± 3.7 is printed in the paper."""
     X, y = load_wine(return_X_y=True)

@@ -101,8 +101,9 @@ def test_the_stages_of_a_run_are_told_apart_by_kind_of_work(client, said):
 def test_workers_count_every_task_of_a_run_without_being_asked(client, said):
     found = scraped(client)
     assert {labels for name, labels in found if name == "kme_stage_seconds_total"} == {f'stage="{s}"' for s in STAGES}
-    assert found["kme_rows_total", 'phase="batch_gradient"'] == 6 * 60
-    assert found["kme_tiles_computed_total", 'outcome="done",phase="batch_gradient"'] == 6
+    gradients = found["kme_tiles_computed_total", 'outcome="done",phase="batch_gradient"']
+    assert gradients >= 6, "one for each step; more where an answer was too long on its way, and was computed again"
+    assert found["kme_rows_total", 'phase="batch_gradient"'] == 60 * gradients
     assert found["kme_rows_total", 'phase="predict_chunk"'] == ROWS / 2
     assert found["kme_bytes_written_total", 'phase="predict_chunk"'] > 4 * ROWS / 2
     assert found["kme_tiles_computed_total", 'outcome="done",phase="sum_chunks"'] >= 1

@@ -455,6 +455,7 @@ def test_two_runs_never_write_the_same_folder_at_once(tmp_path):
         run(quick(folder), name="x")
 
 
+@pytest.mark.slow
 def test_the_figure_of_the_paper_comes_out(tmp_path):
     """Over- and underfitted starts on two attributes of iris: 56.67 % before, 73.33 % after, the same place."""
     config = load_config(CONFIGS / "iris_two_attributes.yaml", [f"output.folder={tmp_path / 'iris'}"])
