@@ -109,8 +109,10 @@ def pixels(arguments):
         )
         model.fit(X[chosen], y[chosen])
         title = "all ten digits" if len(group) == 10 else " and ".join(map(str, group))
-        maps[title] = model.kernel_.length_scale.reshape(28, 28)
-        print(f"{title}: {chosen.sum()} images, length scales {maps[title].min():.2f} to {maps[title].max():.2f}")
+        varies = X[chosen].max(axis=0) > 0  # nothing is learned of the others
+        scales = np.where(varies, model.kernel_.length_scale, np.nan)
+        maps[title] = scales.reshape(28, 28)
+        print(f"{title}: {chosen.sum()} images, length scales {np.nanmin(scales):.2f} to {np.nanmax(scales):.2f}")
     Path(arguments.out).mkdir(parents=True, exist_ok=True)
     feature_plots.pixel_length_scales(maps).savefig(Path(arguments.out) / "pixels.png", dpi=120)
 
