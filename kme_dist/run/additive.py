@@ -92,6 +92,10 @@ class Summed:
     ledger: tuple[tuple[str, int], ...]
     sample: Sample
 
+    @property
+    def rows(self) -> int:
+        return int(self.counts.sum())
+
 
 def sum_chunks(rows: Rows, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
     """Add up a few chunks: the function that workers run."""

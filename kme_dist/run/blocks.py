@@ -31,6 +31,7 @@ from kme_dist.data.batches import plan_batches
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.places import Place
 from kme_dist.errors import DataError
+from kme_dist.meter import metered
 from kme_dist.run.executors import Executor
 from kme_dist.run.scaling import Scaling
 
@@ -74,7 +75,8 @@ class Rows:
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Scaled rows [start, stop) of the split, and their labels."""
-        parts = [opened(self).read_rows(low, high) for low, high in self.stored(start, stop)]
+        with metered("read"):
+            parts = [opened(self).read_rows(low, high) for low, high in self.stored(start, stop)]
         X = parts[0][0] if len(parts) == 1 else np.concatenate([X for X, _ in parts])
         labels = [y for _, y in parts if y is not None]
         return self._scaled(X), np.concatenate(labels) if labels else np.zeros(len(X), np.int64)
@@ -172,7 +174,8 @@ class Scratch:
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
         flat = array.reshape(-1, order="A")  # a view: the bytes as they lie
-        self.place.write(f"{name}.npy", [header.getvalue(), flat.view(np.uint8).data], sync=False)
+        with metered("write"):
+            self.place.write(f"{name}.npy", [header.getvalue(), flat.view(np.uint8).data], sync=False)
 
     def load(self, name: str) -> np.ndarray:
         if self.place.is_local:

@@ -184,7 +184,7 @@ def test_a_stream_takes_no_more_calls_than_it_may_have_out(client):
 
 @pytest.mark.parametrize("accident", [die_once, hang_once])
 def test_a_stream_goes_on_when_a_worker_dies_or_hangs(client, tmp_path, accident):
-    executor = DaskExecutor(client, patience_s=1.0)
+    executor = DaskExecutor(client, patience_s=1.0, attempts=100)  # a busy machine is slow to start another worker
     list(executor.stream(square, [(1,)], name="square"))
     calls = [(str(tmp_path / f"marker{min(i, 1)}"),) for i in range(4)]
     for marker, *_ in calls[1:]:
