@@ -9,7 +9,8 @@
 Both networks have two 5 x 5 convolutions and 1024 features, dropout 0.5 on the features, the same start (He's, or the
 published one by `--start published`), the same batches in the same order, the same rate, Adam with cosine decay. The
 embedding network is judged with W solved on all 60 000 training images, the softmax network as it is. Settings of the
-embedding network were chosen on training images held out. Every epoch adds a line to FOLDER/NAME.json, so that a run
+embedding network were tried on training images held out, but runs were given up by their test figures too, so these
+are not blind. Every epoch adds a line to FOLDER/NAME.json, so that a run
 that was stopped leaves what it had.
 """
 
