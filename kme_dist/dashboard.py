@@ -12,6 +12,7 @@ Nothing here is needed for a run to be right: what matters is in the run folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -315,6 +316,26 @@ class TileMeter(WorkerPlugin):  # type: ignore[misc]
         self.meters.stage(name, seconds)
 
 
+class QuietEnd(WorkerPlugin):  # type: ignore[misc]
+    """A worker that is closing says nothing of a heartbeat that found the door shut: it is no fault of anybody's."""
+
+    name = f"{NAME}-quiet-end"
+    idempotent = True
+    loggers = ("distributed.worker", "tornado.application")  # both tell the same exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (QuietEnd, ())
+
+    def setup(self, worker: Any) -> None:
+        for logger in self.loggers:
+            logging.getLogger(logger).addFilter(self.keeps)
+
+    @staticmethod
+    def keeps(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, RuntimeError) and str(error) == "ConnectionPool is closed")
+
+
 def _whole(result: Any, name: str) -> int:
     result = getattr(result, "record", result)  # some results hold their record beside other things
     found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
@@ -332,6 +353,7 @@ def install(client: Any) -> str | None:
     try:
         client.register_plugin(RunBoard())
         client.register_plugin(TileMeter())
+        client.register_plugin(QuietEnd())
     except Exception as error:  # whatever the scheduler could not import or refused, as it was raised there
         return f"no /kme page on this cluster: {type(error).__name__}: {error}"
     return None
@@ -345,6 +367,7 @@ async def dask_setup(server: Any) -> None:
         await board.start(server)
     elif hasattr(server, "plugin_add"):
         await server.plugin_add(plugin=TileMeter(), name=NAME)
+        await server.plugin_add(plugin=QuietEnd(), name=QuietEnd.name)
 
 
 def has_page(dask_scheduler: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -332,6 +333,19 @@ def test_the_page_answers_on_the_schedulers_own_dashboard(client):
     assert get(address_of(client) + "/status")[1].count('href="kme"') == 1
     board = client.cluster.scheduler.extensions["kme"]
     assert board.runs["early", "learn"].status == "succeeded", "what was told before anybody listened"
+
+
+def _told(text):
+    """On a worker: which loggers tell of this error."""
+    error = (RuntimeError, RuntimeError(text), None)
+    record = logging.LogRecord("any", logging.ERROR, "file", 1, "Exception in callback", None, error)
+    return [name for name in ("distributed.worker", "tornado.application") if logging.getLogger(name).filter(record)]
+
+
+def test_closing_workers_do_not_complain_that_they_are_closed(client):
+    install(client)
+    assert list(client.run(_told, "ConnectionPool is closed").values()) == [[]]
+    assert list(client.run(_told, "something else").values()) == [["distributed.worker", "tornado.application"]]
 
 
 def test_a_run_is_followed_from_its_first_step_to_its_last(client):
