@@ -44,6 +44,9 @@ DRIVER = "kme_driver"  # the resource of workers that may run the driver of a su
 DASHBOARD_PORT = 8787
 CONNECT_S = 20.0
 START_S = 600.0  # until the first worker of a queue or an orchestrator is there
+# Dask has its workers give every freed array back to the system, which then clears each page again before the next one
+# gets it. Arrays of tiles and batches are kept instead, up to the first of these in a worker.
+_WORKER_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 64 << 20}
 # Long loops: short logs, patience with workers that die, and hung ones noticed within a minute.
 DASK_SETTINGS = {
     "distributed.admin.log-length": 100,
@@ -52,6 +55,7 @@ DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": 10,
     "distributed.scheduler.worker-ttl": "60s",
     "distributed.comm.retry.count": 3,
+    **{f"distributed.nanny.pre-spawn-environ.{name}": value for name, value in _WORKER_MEMORY.items()},
 }
 
 
@@ -62,7 +66,9 @@ def open_executor(settings: ClusterConfig) -> Iterator[Executor]:
         yield SerialExecutor()
         return
     with open_client(settings) as client:
-        yield DaskExecutor(client, patience_s=settings.patience_s, direct=settings.kind == "local")
+        local = settings.kind == "local"
+        alone = worker_count(settings) if local else 1
+        yield DaskExecutor(client, patience_s=settings.patience_s, direct=local, alone=alone)
 
 
 def backend_of(executor: Executor, wanted: str) -> str:
@@ -269,13 +275,13 @@ def _slurm_cluster(settings: ClusterConfig) -> Any:
         account=settings.account,
         walltime=settings.walltime,
         job_extra_directives=directives,
-        job_script_prologue=[*_ONE_BLAS_THREAD, *settings.prologue],
+        job_script_prologue=[*(f"export {name}={value}" for name, value in _WORKER.items()), *settings.prologue],
         worker_extra_args=worker_arguments,
         scheduler_options={"dashboard_address": _dashboard(settings)},
     )
 
 
-_ONE_BLAS_THREAD = [f"export {name}_NUM_THREADS=1" for name in ("OMP", "OPENBLAS", "MKL")]
+_WORKER = {f"{name}_NUM_THREADS": 1 for name in ("OMP", "OPENBLAS", "MKL")} | _WORKER_MEMORY  # its environment
 
 
 def _kubernetes(settings: ClusterConfig) -> Any:
@@ -300,7 +306,7 @@ def kubernetes_resource(settings: ClusterConfig) -> dict[str, Any]:
         image=settings.image,
         n_workers=settings.workers or 1,
         resources={"limits": limits, "requests": {"cpu": "1", "memory": limits["memory"]}},
-        env={f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")},
+        env={name: str(value) for name, value in _WORKER.items()},
         worker_command=command,
     )
     # The scheduler computes nothing: it gets no GPU.

@@ -56,6 +56,17 @@ def test_serial_means_no_cluster():
         assert isinstance(executor, SerialExecutor)
 
 
+def _environment(name):
+    return os.environ.get(name)
+
+
+def test_workers_keep_the_memory_of_a_tile_for_the_next_one():
+    with open_executor(ClusterConfig(workers=1, dashboard=False)) as executor:
+        (kept,) = executor.map(_environment, [("MALLOC_TRIM_THRESHOLD_",)], name="look")
+        assert int(kept) == 256 << 20
+        assert executor.alone == 1, "threads of a call that has the machine to itself"
+
+
 def test_a_local_cluster_never_has_more_threads_than_there_are_cores():
     assert worker_count(ClusterConfig()) == available_cores()
     assert worker_count(ClusterConfig(workers=1)) == 1
@@ -184,6 +195,7 @@ def test_a_slurm_job_starts_one_worker_on_one_core():
     for line in ("-p gpu", "-A kme", "-t 02:00:00", "--cpus-per-task=1", "--gres=gpu:1", "--constraint=a100"):
         assert f"#SBATCH {line}\n" in script
     assert "export OPENBLAS_NUM_THREADS=1\n" in script
+    assert "export MALLOC_TRIM_THRESHOLD_=268435456\n" in script
     assert script.index("OPENBLAS_NUM_THREADS") < script.index("activate") < script.index("distributed.cli.dask_worker")
     assert "--nthreads 1" in script
     assert "--resources GPU=1" in script
@@ -202,6 +214,7 @@ def test_a_kubernetes_cluster_has_limits_and_no_gpu_for_its_scheduler():
     assert container["resources"]["limits"] == {"cpu": "1", "memory": str(4 * 2**30)}
     assert container["args"][:3] == ["dask-worker", "--nthreads", "1"]
     assert {"name": "OPENBLAS_NUM_THREADS", "value": "1"} in container["env"]
+    assert {"name": "MALLOC_TRIM_THRESHOLD_", "value": "268435456"} in container["env"]
     device = cluster.kubernetes_resource(plain.model_copy(update={"gpus": 1}))
     container = device["spec"]["worker"]["spec"]["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,12 @@ from kme_dist.data.writer import digest
 from kme_dist.errors import ConfigError, CorruptError, DataError
 from kme_dist.run.blocks import Rows, Scratch, Span, opened
 from kme_dist.run.executors import Executor
-from kme_dist.run.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums
+from kme_dist.run.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums, packed, unpacked
 
 STATISTICS_FORMAT = "kme-dist/statistics"
-_TASK_ROWS = 1 << 16  # of one task, in whole chunks
+_TASK_ROWS = 1 << 16  # of one task at most, in whole chunks
+_TASKS = 8  # or a multiple of it, so that few workers end at the same time
 _PARTS = 8  # kept apart; the oldest are joined beyond that
-_STRIPE = 256
 T = TypeVar("T")
 
 
@@ -111,7 +112,7 @@ def sum_chunks(rows: Rows, ref: BasisRef, spans: tuple[Span, ...], name: str) ->
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
-    ref.scratch.save(f"{name}-G", to_host(sums.G))
+    ref.scratch.save(f"{name}-G", packed(to_host(sums.G)))
     ref.scratch.save(f"{name}-B", to_host(sums.B))
     return Summed(name, sums.counts, sums.variance, tuple(ledger), sample)
 
@@ -197,7 +198,7 @@ class Statistics:
     def save(self, path: Any) -> None:
         arrays = {}
         for i, part in enumerate(self.parts):
-            arrays[f"part{i}/G"], arrays[f"part{i}/B"] = _packed(part.sums.G), part.sums.B
+            arrays[f"part{i}/G"], arrays[f"part{i}/B"] = packed(part.sums.G), part.sums.B
             arrays[f"part{i}/counts"] = part.sums.counts
         if isinstance(self.basis, Centres):
             arrays["centres"] = np.asarray(to_host(self.basis.points))
@@ -219,7 +220,7 @@ class Statistics:
             parts = []
             for i, described in enumerate(found["parts"]):
                 B = arrays[f"part{i}/B"]
-                sums = Sums(_unpacked(arrays[f"part{i}/G"], len(B)), B, arrays[f"part{i}/counts"])
+                sums = Sums(unpacked(arrays[f"part{i}/G"], len(B)), B, arrays[f"part{i}/counts"])
                 sums.variance = float(described["variance"])
                 parts.append(Part(sums, [(str(key), int(count)) for key, count in described["ledger"]]))
             sample = None
@@ -253,22 +254,6 @@ def _same_points(one: Basis, other: Basis) -> bool:
     if isinstance(one, Centres) and isinstance(other, Centres):
         return bool(np.array_equal(to_host(one.points), to_host(other.points)))
     return True
-
-
-def _packed(G: np.ndarray) -> np.ndarray:
-    """The lower triangle, in stripes of columns."""
-    stripes = [G[left:, left : left + _STRIPE].ravel(order="F") for left in range(0, len(G), _STRIPE)]
-    return np.concatenate(stripes)
-
-
-def _unpacked(flat: np.ndarray, size: int) -> np.ndarray:
-    G, at = np.zeros((size, size), order="F"), 0
-    for left in range(0, size, _STRIPE):
-        shape = (size - left, min(_STRIPE, size - left))
-        count = shape[0] * shape[1]
-        G[left:, left : left + _STRIPE] = flat[at : at + count].reshape(shape, order="F")
-        at += count
-    return G
 
 
 # --- over an executor -------------------------------------------------------------------------------
@@ -355,10 +340,10 @@ def _sum(rows: Rows, basis: Basis, spans: Sequence[Span], executor: Executor, sc
     for summed in ordered(executor, sum_chunks, calls, name="sum-chunks"):
         G, B = scratch.load(f"{summed.name}-G"), scratch.load(f"{summed.name}-B")
         if total is None:
-            total = Sums(np.array(G, order="F"), np.array(B), summed.counts.copy(), summed.variance)
+            total = Sums(unpacked(G, len(B)), np.array(B), summed.counts.copy(), summed.variance)
             sample = summed.sample
         else:
-            total += Sums(G, B, summed.counts, summed.variance)
+            total.add_packed(G, B, summed.counts, summed.variance)
             sample = sample + summed.sample
         ledger += list(summed.ledger)
         for end in ("G", "B"):
@@ -370,15 +355,13 @@ def _sum(rows: Rows, basis: Basis, spans: Sequence[Span], executor: Executor, sc
 
 
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-    groups: list[list[Span]] = [[]]
-    held = 0
-    for start, stop in spans:
-        if groups[-1] and held + stop - start > _TASK_ROWS:
-            groups.append([])
-            held = 0
-        groups[-1].append((start, stop))
-        held += stop - start
-    return [tuple(group) for group in groups]
+    """Neighbouring spans, in groups of about as many rows each; whoever works on them, the groups are the same."""
+    ends = np.cumsum([stop - start for start, stop in spans])
+    count = min(_TASKS * -(-int(ends[-1]) // (_TASKS * _TASK_ROWS)), len(spans))
+    middles = ends - np.diff(ends, prepend=0) / 2
+    group = (middles * count / ends[-1]).astype(int)
+    cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(spans)]
+    return [tuple(spans[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
 def ordered(executor: Executor, function: Any, calls: Sequence[tuple[Any, ...]], *, name: str) -> Iterator[Any]:

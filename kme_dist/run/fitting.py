@@ -7,8 +7,8 @@
     cholesky    up to about 12,000 rows    n x n, on one worker         leave-one-out (of at most 4,000 rows)
     tiled       up to some 100,000 rows    a few tiles                  the same
     pcg         up to some 100,000 rows    a panel of tiles             the loss on a held-out block of rows
-    nystrom     any number of rows         centres x centres            leave-one-out of a sample of 4,000 rows
-    features    any number of rows         features x features          leave-one-out of a sample of 4,000 rows
+    nystrom     any number of rows         centres x centres            leave-one-out of up to 4,000 rows
+    features    any number of rows         features x features          leave-one-out of up to 4,000 rows
 
 `auto` takes the exact solver that ends within a few minutes, else centres, and says why. What comes out depends on
 data and settings, never on the number of workers.
@@ -38,7 +38,7 @@ from kme_dist.run import solve
 from kme_dist.run.additive import Statistics, gather
 from kme_dist.run.blocks import Found, Rows, Scratch, Task
 from kme_dist.run.executors import Executor, SerialExecutor
-from kme_dist.run.nystrom import Basis, Centres, Features, System
+from kme_dist.run.nystrom import Basis, Centres, Features, System, judged_rows
 from kme_dist.run.pcg import fit_pcg, relative_residual
 from kme_dist.run.pivots import choose_centres
 from kme_dist.run.scaling import Scaling
@@ -46,7 +46,7 @@ from kme_dist.run.tiled import fit_tiled, solve_on_sample
 
 SOLVERS = ("cholesky", "tiled", "pcg", "nystrom", "features")
 _FLOPS, _PATIENCE_S = 2e10, 60.0  # of one worker in double precision; what an exact fit may take under "auto"
-_CENTRE_SAMPLE = (10_000, 6)  # at least so many rows, or so many for each centre
+_CENTRE_SAMPLE = (10_000, 3)  # at least so many rows, or so many for each centre
 
 
 @dataclass(frozen=True)
@@ -262,16 +262,18 @@ def cholesky_on_worker(rows: Rows, kernel: Kernel, lam: float) -> np.ndarray:
 
 def _nystrom(task: Task, centres: int, how: str) -> Found:
     size = min(task.rows.count, max(_CENTRE_SAMPLE[0], _CENTRE_SAMPLE[1] * centres))
-    call = (task.rows, task.kernel, min(centres, task.rows.count), how, size, task.seed)
+    call = (task.rows, task.kernel, min(centres, task.rows.count), how, size, task.seed, task.executor.alone)
     points = task.executor.map(centres_on_worker, [call], name="choose-centres")[0]
     facts = {"centres": len(points), "centre_choice": how, "centre_sample_rows": size}
     return _from_sums(task, Centres(task.kernel, points), facts)
 
 
-def centres_on_worker(rows: Rows, kernel: Kernel, count: int, how: str, size: int, seed: int) -> np.ndarray:
+def centres_on_worker(
+    rows: Rows, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
+) -> np.ndarray:
     # In double: single precision cannot tell what many centres leave of a smooth kernel from rounding.
     X, _ = rows.sample(size, seed)
-    return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed)])
+    return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)])
 
 
 def _feature_basis(task: Task, features: FeatureMap) -> Basis:
@@ -304,8 +306,9 @@ def solve_statistics(
         system = System(total.G, total.B, basis.metric(), total.rows, total.noise)
     lam, loss, leverage = regularization, None, None
     tried: dict[float, float] = {}
-    if retune and len(sample.y):
-        names = _share_system(system, basis, sample, scratch)
+    judged = min(len(sample.y), judged_rows(basis.size))  # the sample has no order, so the first are as good as any
+    if retune and judged:
+        names = _share_system(system, basis, sample.X[:judged], sample.y[:judged], scratch)
         leverages = {}
 
         def evaluate(lams: list[float]) -> list[float]:
@@ -325,8 +328,8 @@ def solve_statistics(
     known = dict(facts or {})
     if leverage is not None:
         known |= {
-            "leave_one_out_rows": len(sample.y),
-            "effective_dimension": leverage / len(sample.y) * system.rows,
+            "leave_one_out_rows": judged,
+            "effective_dimension": leverage / judged * system.rows,
         }
     embedding: Any
     if isinstance(basis, Centres):
@@ -337,11 +340,11 @@ def solve_statistics(
     return Found(embedding, loss, tried, residual, 1, 8 * basis.size**2, known, statistics)
 
 
-def _share_system(system: System, basis: Basis, sample: Any, scratch: Scratch) -> dict[str, str]:
+def _share_system(system: System, basis: Basis, X: Any, y: np.ndarray, scratch: Scratch) -> dict[str, str]:
     """Put what leave-one-out needs where workers find it."""
     token = os.urandom(6).hex()
-    Z = np.asarray(basis.wide.rows(sample.X.astype(np.float64)), dtype=np.float64)
-    arrays = {"G": system.G, "B": system.B, "M": system.M, "Z": Z, "y": sample.y}
+    Z = np.asarray(basis.wide.rows(X.astype(np.float64)), dtype=np.float64)
+    arrays = {"G": system.G, "B": system.B, "M": system.M, "Z": Z, "y": y}
     names = {key: f"system-{token}-{key}" for key, array in arrays.items() if array is not None}
     for key, name in names.items():
         scratch.save(name, arrays[key])

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,8 +44,9 @@ from kme_dist.core.objective import one_hot
 from kme_dist.errors import NumericalError
 from kme_dist.meter import metered
 
-SAMPLE_ROWS = 4_000  # judged by leave-one-out
-_TILE_ROWS = 2_048  # of one product zᵀz: many enough that adding it to the sum costs little
+SAMPLE_ROWS = 4_000  # kept to be judged by leave-one-out
+_JUDGED = (1_000, 2**34)  # at least so many of them, or as many as this number of products allows
+_TILE_ROWS = 4_096  # of one product zᵀz: many enough that adding it to the sum costs little
 _CACHED_ROWS = 256  # of which the exponential is taken while they are in cache
 _STRIPE = 256  # columns added at a time, so that only the lower triangle is touched
 _LEADING, _POWER_STEPS = 64, 3
@@ -183,6 +185,14 @@ class Sums:
     def rows(self) -> int:
         return int(self.counts.sum())
 
+    def add_packed(self, triangle: np.ndarray, B: np.ndarray, counts: np.ndarray, variance: float) -> None:
+        """Add sums of which G comes as `packed` made it."""
+        for part, values in _stripes(self.G, triangle):
+            part += values
+        self.B += B
+        self.counts += counts
+        self.variance += variance
+
     @property
     def noise(self) -> float:
         """Spectral norm of a random symmetric matrix with entries of this variance."""
@@ -201,6 +211,27 @@ class Sums:
         self.counts -= other.counts
         self.variance = max(self.variance - other.variance, 0.0)
         return self
+
+
+def packed(G: np.ndarray) -> np.ndarray:
+    """The lower triangle, in stripes of columns."""
+    return np.concatenate([G[left:, left : left + _STRIPE].ravel(order="F") for left in range(0, len(G), _STRIPE)])
+
+
+def unpacked(triangle: np.ndarray, size: int) -> np.ndarray:
+    G = np.zeros((size, size), order="F")
+    for part, values in _stripes(G, triangle):
+        part[...] = values
+    return G
+
+
+def _stripes(G: np.ndarray, triangle: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Stripes of columns of G beside what `packed` holds of them."""
+    at = 0
+    for left in range(0, len(G), _STRIPE):
+        part = G[left:, left : left + _STRIPE]
+        yield part, triangle[at : at + part.size].reshape(part.shape, order="F")
+        at += part.size
 
 
 class Accumulator:
@@ -255,7 +286,8 @@ class Accumulator:
             rows = X[few].astype(np.float64)
             Z = self._basis.wide.rows(rows, self._room(rows, len(rows), "_wide"))
             parts.append(Z @ self._Q)
-            Z -= parts[-1] @ self._Q.T
+            # Z -= A Qᵀ in place; to Fortran's eyes everything here is transposed
+            blas.dgemm(-1.0, self._Q.T, parts[-1].T, beta=1.0, c=Z.T, trans_a=1, overwrite_c=1)
             rest[few] = Z
         return rest, np.concatenate(parts)
 
@@ -299,6 +331,12 @@ class Accumulator:
 
 
 # --- the p x p system -------------------------------------------------------------------------------
+
+
+def judged_rows(centres: int) -> int:
+    """How many rows leave-one-out looks at: each costs p², and all of them no more than a factorisation or two."""
+    least, products = _JUDGED
+    return int(min(SAMPLE_ROWS, max(least, products // centres**2)))
 
 
 @dataclass

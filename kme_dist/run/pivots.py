@@ -11,6 +11,7 @@ it: the same distribution as one by one, at the speed of matrix products.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -55,33 +56,43 @@ def block_size(rank: int) -> int:
     return int(min(max(rank // 8, 16), 256))
 
 
-def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pivots and factor F (n x rank) with K ≈ F Fᵀ; fewer where the kernel is exhausted before."""
+def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int, threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Pivots and factor F (n x rank) with K ≈ F Fᵀ; fewer where the kernel is exhausted before.
+
+    Tiles of rows go to so many threads; the bits are the same for any number of them.
+    """
     rng = np.random.default_rng([seed, 3])
     n = row_count(X)
     prepared = kernel.prepare(X)
     diagonal = kernel.diag(X)
     dtype, residual = diagonal.dtype, diagonal.astype(np.float64)
     enough = _EXHAUSTED[dtype.name] * residual.sum()
-    F = np.zeros((n, min(rank, n)), dtype=dtype)
+    F = np.empty((n, min(rank, n)), dtype=dtype)
     pivots, done = np.empty(0, np.int64), 0
-    while done < F.shape[1] and residual.sum() > enough:
-        proposed = propose(residual, min(block_size(rank), F.shape[1] - done), rng)
-        rows = _rows(prepared, proposed)
-        H = kernel.evaluate(rows, rows).astype(np.float64) - F[proposed, :done] @ F[proposed, :done].T
-        kept, L = accept(np.asarray(H, dtype=np.float64), rng)
-        chosen = proposed[kept]
-        if not len(chosen):
-            residual[proposed] = 0.0  # nothing is left of them but rounding
-            continue
-        width = slice(done, done + len(chosen))
-        for tile in row_blocks(n, _ROWS):
-            F[tile, width] = columns(kernel, take(prepared, tile), _rows(prepared, chosen), F[tile, :done],
-                                     F[chosen, :done], L)  # fmt: skip
-            residual[tile] -= np.sum(F[tile, width].astype(np.float64) ** 2, axis=1)
-        residual[chosen] = 0.0
-        np.maximum(residual, 0.0, out=residual)
-        pivots, done = np.concatenate([pivots, chosen]), done + len(chosen)
+    with ThreadPoolExecutor(threads) as pool:
+        while done < F.shape[1] and residual.sum() > enough:
+            proposed = propose(residual, min(block_size(rank), F.shape[1] - done), rng)
+            rows, beside = _rows(prepared, proposed), F[proposed, :done]
+            H = kernel.evaluate(rows, rows).astype(np.float64) - beside @ beside.T
+            kept, L = accept(np.asarray(H, dtype=np.float64), rng)
+            chosen = proposed[kept]
+            if not len(chosen):
+                residual[proposed] = 0.0  # nothing is left of them but rounding
+                continue
+            added = slice(done, done + len(chosen))
+            there, beside = _rows(prepared, chosen), beside[kept]
+
+            def extend(tile: slice, old: int = done, new: slice = added, there: Any = there, beside: Any = beside,
+                       L: np.ndarray = L) -> None:  # fmt: skip
+                part = columns(kernel, take(prepared, tile), there, F[tile, :old], beside, L)
+                F[tile, new] = part
+                residual[tile] -= np.einsum("ij,ij->i", part, part, dtype=np.float64)
+
+            for _ in pool.map(extend, row_blocks(n, _ROWS)):
+                pass  # but raise what a tile raised
+            residual[chosen] = 0.0
+            np.maximum(residual, 0.0, out=residual)
+            pivots, done = np.concatenate([pivots, chosen]), added.stop
     return pivots, F[:, :done]
 
 
@@ -99,7 +110,7 @@ def _rows(prepared: Any, numbers: np.ndarray) -> Any:
     return prepared[numbers] if hasattr(prepared, "ndim") else [prepared[i] for i in numbers]
 
 
-def choose_centres(kernel: Kernel, X: Any, count: int, how: str, seed: int) -> np.ndarray:
+def choose_centres(kernel: Kernel, X: Any, count: int, how: str, seed: int, threads: int = 1) -> np.ndarray:
     """Row numbers of (at most) `count` centres among the rows of X, in ascending order."""
     n = row_count(X)
     if how not in CHOICES:
@@ -107,7 +118,7 @@ def choose_centres(kernel: Kernel, X: Any, count: int, how: str, seed: int) -> n
     if count >= n and how == "uniform":
         return np.arange(n)
     if how == "rpcholesky":
-        return np.sort(rpcholesky(kernel, X, min(count, n), seed)[0])
+        return np.sort(rpcholesky(kernel, X, min(count, n), seed, threads)[0])
     rng = np.random.default_rng([seed, 4])
     if how == "uniform":
         return np.sort(rng.choice(n, count, replace=False))

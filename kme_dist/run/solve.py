@@ -24,7 +24,7 @@ from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.learn import length_scale_names, median_length_scale, select
-from kme_dist.run.nystrom import SAMPLE_ROWS, Accumulator, Centres, System
+from kme_dist.run.nystrom import Accumulator, Centres, System, judged_rows
 from kme_dist.run.pivots import choose_centres
 
 # n λ / α² over which λ is sought: from "trust every label" to "average over everything".
@@ -318,7 +318,7 @@ def _fit_nystrom(problem: _Problem, reason: str, centres: int | None) -> Solutio
     lam, loss = problem.regularization, None
     tried: dict[float, float] = {}
     if problem.retune:
-        judged = np.sort(rng.permutation(n)[:SAMPLE_ROWS])
+        judged = np.sort(rng.permutation(n)[: judged_rows(p)])
         rows = select(X, judged)
         Z = basis.wide.rows(astype(rows, "float64") if hasattr(rows, "dtype") else rows)
         Y = one_hot(problem.y[judged], problem.n_classes, Z)

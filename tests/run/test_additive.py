@@ -60,6 +60,16 @@ def close(one, other):
     return np.abs(one - other).max() <= 1e-8
 
 
+@pytest.mark.parametrize(("chunks", "tasks"), [(1, 1), (5, 5), (25, 8), (64, 8), (65, 16), (1000, 128)])
+def test_tasks_are_of_about_one_size_and_few_workers_share_them_evenly(chunks, tasks):
+    spans = [(i * 8192, (i + 1) * 8192) for i in range(chunks)]
+    groups = additive._groups(spans)
+    assert [span for group in groups for span in group] == spans, "every chunk once, in order"
+    assert len(groups) == tasks
+    sizes = [len(group) for group in groups]
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_added_chunks_equal_a_fit_from_scratch(basis, tools, tmp_path):
     first, second = stored(tmp_path / "a.zarr", 320, 1), stored(tmp_path / "b.zarr", 217, 2)
     both = ingest(

@@ -80,3 +80,22 @@ def test_a_seed_decides(how, uneven):
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
     assert len(np.unique(first)) == 20
+
+
+def test_threads_change_no_bit(uneven):
+    many = np.concatenate([uneven + shift for shift in range(12)])
+    alone, shared = (rpcholesky(KERNEL, many, 60, seed=0, threads=threads) for threads in (1, 3))
+    assert len(many) > 2048, "more than one tile"
+    np.testing.assert_array_equal(alone[0], shared[0])
+    np.testing.assert_array_equal(alone[1], shared[1])
+
+
+def test_what_goes_wrong_in_a_thread_is_told(uneven):
+    class Broken(Gaussian):
+        def evaluate(self, X, Y, out=None):
+            if len(X[0] if isinstance(X, tuple) else X) > 64:
+                raise ZeroDivisionError("in a tile")
+            return super().evaluate(X, Y, out=out)
+
+    with pytest.raises(ZeroDivisionError, match="in a tile"):
+        rpcholesky(Broken(length_scale=KERNEL.length_scale), uneven, 10, seed=0, threads=2)
