@@ -1,4 +1,4 @@
-"""What all tests share: the array libraries that the mathematics must run on, and seeded data.
+"""What all tests share: the array libraries that the mathematics must run on, seeded data, and an S3 server.
 
 `arrays` is the heart of it: one fixture, three libraries. A test that takes it makes its arrays with `arrays(...)`,
 looks at results with `arrays.host(...)`, and so states its promise for NumPy, for a GPU (through a stand-in that is
@@ -9,7 +9,10 @@ stricter than a GPU) and for any library that follows the array API standard (on
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import urllib.request
+import uuid
 from pathlib import Path
 
 import array_api_strict
@@ -122,3 +125,35 @@ def shared_data():
             return found["X"], found["y"]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The address of an S3 server that runs in this process."""
+    server_module = pytest.importorskip("moto.server")
+    pytest.importorskip("obstore")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    yield f"http://127.0.0.1:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server, monkeypatch) -> str:
+    """A fresh bucket as s3:// address, with the environment that reaches it."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+        "KME_STORE_RETRIES": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    request = urllib.request.Request(f"{s3_server}/{name}", method="PUT")
+    with urllib.request.urlopen(request) as answer:
+        assert answer.status == 200
+    return f"s3://{name}"

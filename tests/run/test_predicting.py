@@ -92,6 +92,33 @@ def test_every_output_is_what_the_estimator_says(model, data, tmp_path, format):
     found.verify()
 
 
+@pytest.mark.parametrize("format", ["zarr", "parquet"])
+def test_rows_model_and_output_may_lie_in_an_object_store(model, data, bucket, tmp_path, counted, monkeypatch, format):
+    model.save(f"{bucket}/model.zarr")
+    far = ingest(rows(N), f"{bucket}/rows.zarr", chunk_bytes=CHUNK * D * 4)
+    real, calls = predicting.Place.write, []
+
+    def write(place, name, *rest, **more):
+        if len(calls) == 6:
+            raise KeyboardInterrupt  # as a driver that dies in the middle
+        calls.append(name)
+        return real(place, name, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predicting.Place, "write", write)
+        with pytest.raises(KeyboardInterrupt):
+            kme.predict(f"{bucket}/model.zarr", far, f"{bucket}/scores", format=format)
+    begun = len(counted)
+    assert 0 < begun <= 5
+    outcome = kme.predict(f"{bucket}/model.zarr", far, f"{bucket}/scores", format=format)
+    assert outcome.computed < 5, "what was finished is not done again"
+    kme.predict(model.path, data, tmp_path / "near", format=format)
+    near, there = kme.open_predictions(tmp_path / "near"), kme.open_predictions(f"{bucket}/scores")
+    there.verify()
+    np.testing.assert_array_equal(there.read("probability"), near.read("probability"))
+    assert kme.predict(f"{bucket}/model.zarr", far, f"{bucket}/scores", format=format).computed == 0
+
+
 def test_any_zarr_library_reads_the_arrays(model, data, tmp_path):
     kme.predict(model.path, data, tmp_path / "out.zarr", expectations={"a": [0, 1, 2]})
     group = zarr.open_group(str(tmp_path / "out.zarr"), mode="r")
