@@ -40,6 +40,7 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.softmax import SoftmaxTask, learn_softmax
 
 FORMAT = 1
 _WIDE_ROWS = 4_096
@@ -67,11 +68,13 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
     scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
     client : a dask.distributed.Client. Rows of a stored data set are read by the workers; arrays travel with the calls.
+    compare_softmax : where `fit` is given rows to watch, the same network is learned under a softmax layer too, from
+        the same start, by the same batches, rate and dropout; its curve is `softmax_curve_`. Takes as long again.
 
     Attributes
     ----------
     features_ : the learned map.   weights_ : W of the linear head.   regularization_, classes_, history_, bound_.
-    curve_ : one record per epoch where `fit` was given rows to watch.
+    curve_, softmax_curve_ : one record per epoch where `fit` was given rows to watch.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random_state: int | None = 0,
         verbose: bool = False,
         probability_floor: float | None = None,
+        compare_softmax: bool = False,
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -125,6 +129,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
         self.probability_floor = probability_floor
+        self.compare_softmax = compare_softmax
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -209,6 +214,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         features, settings = self._start(), self._settings(source.rows)
         head = self._kernel_head()
         self.curve_: list[Record] = []
+        self.softmax_curve_: list[Record] = []
         self.history_: list[Record] = []
         if head is not None:
             if not isinstance(source, learning.ArraySource):
@@ -247,6 +253,24 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.history_ = found.history
         self.curve_ = [_point(record, per_epoch) for record in found.history if "watched_accuracy" in record]
         self._solve(features, found.parameters, source, settings)
+        if self.compare_softmax and (watch is not None or self.curve_):
+            numbers = {label: number for number, label in enumerate(self.classes_.tolist())}
+            rows = None
+            if watch is not None:
+                codes = [numbers.get(label, -1) for label in np.asarray(watch[1]).tolist()]
+                rows = self._rows(watch[0]), np.array(codes)
+            history = learn_softmax(
+                SoftmaxTask(features, settings, len(self.classes_), self.dropout),
+                source,
+                width=len(self.weights_),
+                per_epoch=per_epoch,
+                watch=rows,
+                executor=self._executor(),
+                batches_per_step=self.batches_per_step,
+                callback=report,
+                checkpoints=None if saved is None else saved.beside("softmax"),
+            )
+            self.softmax_curve_ = [_point(record, per_epoch) for record in history if "watched_accuracy" in record]
 
     def _solve(self, start: Any, parameters: optim.Named, source: learning.Source, settings: LearnSettings) -> None:
         """W on all rows, for the features that `parameters` stand for."""
@@ -294,6 +318,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             alpha=float(self.alpha),
         )
         self.history_, self.features_, self.curve_ = learned.history, learned.features, []
+        self.softmax_curve_ = []
         self._fit_head(source, learned.regularization)
 
     def _learn_kernel(
@@ -497,6 +522,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "bound": None if math.isnan(self.bound_) else self.bound_,
             "history": self.history_,
             "curve": self.curve_,
+            "softmax_curve": self.softmax_curve_,
         }
         store.save_arrays(path, arrays, attributes)
 
@@ -521,6 +547,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         model.probability_floor_ = float(found["probability_floor"])
         model.bound_ = math.nan if found["bound"] is None else float(found["bound"])
         model.history_, model.curve_ = found["history"], found["curve"]
+        model.softmax_curve_ = found["softmax_curve"]
         return model
 
 

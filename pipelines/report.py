@@ -219,15 +219,22 @@ def _spectral(features: Any) -> Any:
 
 
 def _accuracy_curve(model: Any) -> list[Picture]:
-    points = [(int(point["epoch"]), float(point["accuracy"])) for point in getattr(model, "curve_", [])]
-    if len(points) < 2:
+    names = {"embedding network": "curve_", "softmax": "softmax_curve_"}
+    curves = {
+        name: [(int(point["epoch"]), float(point["accuracy"])) for point in getattr(model, curve, [])]
+        for name, curve in names.items()
+    }
+    if len(curves["embedding network"]) < 2:
         return []
+    compared = bool(curves["softmax"])
+    shown = curves if compared else {"": curves["embedding network"]}
     return [
         Picture(
             "Accuracy by epoch",
-            draw.svg(lambda figure: feature_plots.accuracy_curves({"": points}, figure=figure), (10.5, 3.2), "epochs"),
-            "Accuracy on test rows after every pass over the training rows, the weights solved on all of them. It was "
-            "only looked at: no setting and no step was chosen by it.",
+            draw.svg(lambda figure: feature_plots.accuracy_curves(shown, figure=figure), (10.5, 3.2), "epochs"),
+            "Accuracy on test rows after every pass over the training rows, the weights solved on all of them. "
+            + ("The other line is the same network under a softmax layer, from the same start. " if compared else "")
+            + "They were only looked at: no setting and no step was chosen by them.",
             wide=True,
         )
     ]

@@ -311,9 +311,10 @@ class _Stages:
                 self.listener.start(attempt.name)
 
                 def step(record: dict[str, Any], start: str = attempt.name) -> None:
-                    lines.write({"start": start, **record} if start else record)
                     self.listener.step(record)
-                    self.told.step(record)
+                    if record.get("phase") != "softmax":  # what the model is compared with is not the model
+                        lines.write({"start": start, **record} if start else record)
+                        self.told.step(record)
 
                 def checkpoints(objective: str, number: int = number) -> Any:
                     settings = self.config.learn

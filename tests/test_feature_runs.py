@@ -45,8 +45,9 @@ def test_the_shipped_config_goes_from_the_table_to_the_report(tmp_path):
     model = kme_dist.load(summary["model"])
     assert [part.weight.shape[1] for part in model.features_.parts] == [64, 32]
     page = Path(summary["report"]).read_text(encoding="utf-8")
-    for title in ("Learning curves", "Accuracy by epoch", "Confusion matrix", "Mistakes"):
+    for title in ("Learning curves", "Accuracy by epoch", "under a softmax layer", "Confusion matrix", "Mistakes"):
         assert title in page
+    assert len(model.softmax_curve_) == len(model.curve_) == 20
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 61))
     assert summary["accuracy"] == pytest.approx(model.curve_[-1]["accuracy"], abs=0.01)

@@ -130,6 +130,26 @@ def test_the_curve_holds_one_point_for_every_epoch(iris):
     assert model.curve_[-1]["accuracy"] == model.score(X, y)
 
 
+def test_the_softmax_network_starts_where_this_one_does_and_has_a_curve_of_its_own(iris, tmp_path):
+    X, y = iris
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    options = {"hidden": (8,), "steps": 60, "batch_size": 50, "learning_rate": 0.03, "compare_softmax": True}
+    records = []
+    model = CENClassifier(**options).fit(
+        X, names, watch=(X, names), callback=records.append, checkpoints=tmp_path / "c"
+    )
+    plain = CENClassifier(**{**options, "compare_softmax": False}).fit(X, names, watch=(X, names))
+    np.testing.assert_array_equal(model.weights_, plain.weights_)
+    assert plain.softmax_curve_ == []
+    assert [point["epoch"] for point in model.softmax_curve_] == list(range(1, 21))
+    assert model.softmax_curve_[-1]["accuracy"] > 0.9
+    assert [record["phase"] for record in records] == ["rcb"] * 60 + ["softmax"] * 60
+    model.save(tmp_path / "model.zarr")
+    assert kme.load(tmp_path / "model.zarr").softmax_curve_ == model.softmax_curve_
+    again = CENClassifier(**options).fit(X, names, checkpoints=tmp_path / "c")
+    assert again.softmax_curve_ == model.softmax_curve_, "both are found where they were left"
+
+
 # --- over a cluster --------------------------------------------------------------------------------
 
 

@@ -53,6 +53,11 @@ class Checkpoints:
         self.passed_over: list[str] = []  # damaged ones, for those who want to know
         self._last_step, self._last_time = 0, time.monotonic()
 
+    def beside(self, name: str) -> Checkpoints:
+        """A folder for something else that belongs to the same run."""
+        folder = self.folder.with_name(f"{self.folder.name}-{name}")
+        return Checkpoints(folder, every_steps=self.every_steps, every_s=self.every_s, keep=self.keep)
+
     def offer(self, snapshot: Snapshot, identity: Mapping[str, Any]) -> bool:
         """Write the snapshot when enough steps or seconds have passed since the last one."""
         steps, seconds = snapshot.step - self._last_step, time.monotonic() - self._last_time
