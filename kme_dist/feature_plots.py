@@ -10,6 +10,7 @@ caller's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ def accuracy_curves(curves: Mapping[str, Sequence[tuple[int, float]]], *, figure
     if not any(len(points) for points in curves.values()):
         raise ConfigError("accuracy_curves needs at least one point")
     figure = figure or Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = figure.subplots()
+    axes, ends = figure.subplots(), []
     for (name, points), colour in zip(curves.items(), (_ACCENT, *_OTHERS), strict=False):
         if not points:
             continue
@@ -123,11 +124,18 @@ def accuracy_curves(curves: Mapping[str, Sequence[tuple[int, float]]], *, figure
         axes.plot(
             epochs, [100 * value for value in values], style, color=colour, linewidth=1.6, markersize=4, label=name
         )
+        ends.append((100 * values[-1], epochs[-1], colour))
+    low, high = axes.get_ylim()
+    inch_points = 72 * figure.get_size_inches()[1] * 0.75 / (high - low)  # of one per cent, more or less
+    lowest = math.inf
+    for value, epoch, colour in sorted(ends, reverse=True):
+        shift = min(0.0, lowest - 11 - value * inch_points)  # ends that meet are written one below the other
+        lowest = value * inch_points + shift
         axes.annotate(
-            f"{100 * values[-1]:.2f}",
-            (epochs[-1], 100 * values[-1]),
+            f"{value:.2f}",
+            (epoch, value),
             textcoords="offset points",
-            xytext=(6, -3),
+            xytext=(6, -3 + shift),
             fontsize=9,
             color=colour,
         )

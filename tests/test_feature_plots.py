@@ -79,3 +79,11 @@ def test_curves_end_in_their_last_value():
     assert png(figure)
     with pytest.raises(ConfigError, match="at least one point"):
         feature_plots.accuracy_curves({"cen": []})
+
+
+def test_last_values_that_meet_are_written_one_below_the_other():
+    figure = feature_plots.accuracy_curves({"cen": [(1, 0.5), (2, 0.981)], "softmax": [(1, 0.4), (2, 0.98)]})
+    upper, lower = (text.xyann[1] for text in figure.axes[0].texts)
+    assert upper - lower >= 10
+    apart = feature_plots.accuracy_curves({"cen": [(1, 0.5), (2, 0.98)], "softmax": [(1, 0.4), (2, 0.6)]})
+    assert len({text.xyann[1] for text in apart.axes[0].texts}) == 1
