@@ -48,9 +48,10 @@ from kme_dist.core.spectral import (
 from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset
+from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.networks import FORMAT, as_checkpoints, labels_from_json, labels_to_json, plain
-from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.networks import FORMAT
+from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import DaskExecutor, Executor
 from kme_dist.run.features import (
     ArraySource,

@@ -31,16 +31,18 @@ from kme_dist.core import embedding as mce
 from kme_dist.core import features as maps
 from kme_dist.core import kernels, optim
 from kme_dist.core.kernels import Kernel, OnFeatures
+from kme_dist.core.masked import LOSSES
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset
+from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import features as learning
 from kme_dist.run import full, solve
-from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
-from kme_dist.run.softmax import SoftmaxTask, learn_softmax
+from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
 
 FORMAT = 1
 _WIDE_ROWS = 4_096
@@ -61,6 +63,10 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         inside the batch.
     alpha : 1 as published, or "batch": the supremum of |φ(x)| over the batch. (With the supremum the published networks
         collapse.)
+    objective : "rcb": a batch is judged by its own W, as published. "validation": each half of a batch by the W of the
+        other half, which needs no bound to tell learning from memory (and larger batches).
+    loss : "log" of the decision probability of a row's class, as published, or "softmax": cross entropy of the softmax
+        of ten times the decision probabilities, by which networks learn faster.
     risk, complexity_weight : the loss summed or averaged, and τ (None: 4e).
     regularization : where λ starts.   refit_regularization : choose λ again by leave-one-out on the learned features.
     batch_size : rows of a step; None takes all of them: the exact gradient.
@@ -104,6 +110,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         verbose: bool = False,
         probability_floor: float | None = None,
         compare_softmax: bool = False,
+        objective: str = "rcb",
+        loss: str = "log",
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -130,6 +138,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.verbose = verbose
         self.probability_floor = probability_floor
         self.compare_softmax = compare_softmax
+        self.objective = objective
+        self.loss = loss
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -221,7 +231,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise ConfigError("a kernel head is learned from rows in memory")
             self._learn_kernel(OnFeatures(head, features), source, settings, report, saved)
             return
-        task = learning.NetworkTask(
+        task = NetworkTask(
             features,
             settings,
             len(self.classes_),
@@ -229,6 +239,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             dropout=self.dropout,
             independent_masks=self.independent_masks,
             clip_above=not self.independent_masks,
+            halves=self.objective == "validation",
+            loss=self.loss,
         )
         per_epoch = max(1, source.rows // (source.batch * self.batches_per_step))
 
@@ -302,8 +314,11 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         saved: Checkpoints | None,
     ) -> None:
         """The exact gradient of all rows in every step, by three passes over the chunks."""
-        if self.alpha == "batch" or self.dropout:
-            raise ConfigError("exact full gradients have alpha=1 and no dropout; set batch_size to have either")
+        if self.alpha == "batch" or self.dropout or (self.objective, self.loss) != ("rcb", "log"):
+            raise ConfigError(
+                "exact full gradients have alpha=1, no dropout, objective='rcb' and loss='log'; set batch_size to have "
+                "anything else"
+            )
         learned = full.learn_features(
             data,
             self._start(),
@@ -333,7 +348,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         lam = np.asarray(self.regularization, np.float64)
         with devices.blas_threads(1 if source.batch <= _WIDE_ROWS else None):
             found = learning.learn_task(
-                learning.KernelTask(start, settings, len(self.classes_)),
+                KernelTask(start, settings, len(self.classes_)),
                 source,
                 optim.to_log({**start.parameters, "regularization": lam}),
                 settings,
@@ -384,6 +399,11 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose 'constant' or 'cosine'")
         if self.dtype not in ("float32", "float64"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown; choose 'float32' or 'float64'")
+        for name, known in (("objective", ("rcb", "validation")), ("loss", LOSSES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(map(repr, known))}")
+        if self._kernel_head() is not None and (self.objective, self.loss) != ("rcb", "log"):
+            raise ConfigError("objective='validation' and loss='softmax' go with head='linear'")
         if self.independent_masks and not self.dropout:
             raise ConfigError("independent_masks needs dropout above 0: there is nothing to mask")
         if self._kernel_head() is not None and (self.dropout or self.alpha == "batch"):
@@ -549,37 +569,6 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         model.history_, model.curve_ = found["history"], found["curve"]
         model.softmax_curve_ = found["softmax_curve"]
         return model
-
-
-# --- storing, shared with the other estimators of features -------------------------------------------
-
-
-def labels_to_json(classes: np.ndarray) -> dict[str, Any]:
-    labels = classes.tolist()
-    if not all(isinstance(label, str | int | float | bool) for label in labels):
-        raise DataError(f"labels of type {type(labels[0]).__name__} cannot be stored; use strings or numbers")
-    return {"classes": labels, "classes_dtype": classes.dtype.str}
-
-
-def labels_from_json(found: Mapping[str, Any]) -> np.ndarray:
-    dtype = np.dtype(found["classes_dtype"])
-    if dtype.kind not in "biufUO":
-        raise DataError(f"labels of type {dtype} do not belong in a model")
-    return np.array(found["classes"], dtype=dtype)
-
-
-def as_checkpoints(place: str | Path | Checkpoints | None) -> Checkpoints | None:
-    """A folder becomes checkpoints by the clock: steps of features take milliseconds or minutes."""
-    if place is None or not isinstance(place, str | Path):
-        return place
-    return Checkpoints(place, every_steps=None, every_s=30.0)
-
-
-def plain(value: Any) -> Any:
-    """A setting as JSON holds it."""
-    if isinstance(value, np.generic):
-        return value.item()
-    return [plain(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 def _point(record: Record, per_epoch: int) -> Record:

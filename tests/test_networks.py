@@ -15,6 +15,9 @@ from kme_dist.core.objective import feature_objective, rcb_objective
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.networks import CENClassifier
+from kme_dist.run.features import start_of
+from kme_dist.run.learn import LearnSettings
+from kme_dist.run.tasks import NetworkTask
 
 EXPLICIT = CENClassifier(hidden=(16,), steps=60, regularization=0.001)
 IMPLICIT = CENClassifier(hidden=(8,), head="gaussian", steps=15)
@@ -121,6 +124,48 @@ def test_retuning_finds_the_leave_one_out_optimum_of_the_weights(iris):
 
     assert left_out(model.regularization_) < 0.7 * left_out(1.0)
     assert left_out(model.regularization_) < 1.05 * left_out(model.regularization_ / 10)
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout": 0.3}, {"dropout": 0.3, "independent_masks": True}])
+@pytest.mark.parametrize("loss", ["log", "softmax"])
+def test_halves_of_a_batch_are_judged_by_each_other(iris, loss, dropout):
+    """The slope of the whole task, by finite differences in a weight of the network."""
+    X, y = iris
+    rows, features = X[::5].astype(float), maps.dense_network(4, (7, 5), "tanh", seed=2)
+    settings = LearnSettings(risk="mean", complexity_weight=0.5, seed=3)
+    task = NetworkTask(features, settings, 3, halves=True, loss=loss, **dropout)
+    start = {name: np.asarray(value, np.float64) for name, value in start_of(features, 0.1).items()}
+    out = task.judge(start, rows, y[::5], number=4)
+    for name, place in (("features.0.weight", (1, 2)), ("features.1.bias", (3,)), ("regularization", ())):
+        values = []
+        for sign in (1, -1):
+            moved = np.array(start[name])
+            moved[place] += sign * 1e-6
+            values.append(task.judge({**start, name: moved}, rows, y[::5], number=4).value)
+        assert out.gradient[name][place] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8), name
+
+
+def test_halves_are_the_mean_of_both_ways_round(iris):
+    X, y = iris
+    features = maps.dense_network(4, (5,), seed=2)
+    task = NetworkTask(features, LearnSettings(risk="mean", complexity_weight=0.0), 3, halves=True)
+    order = np.random.default_rng(0).permutation(150)
+    rows, labels = X[order], y[order]
+    found = task.judge(start_of(features, 0.1), rows, labels, number=0).value
+    Z, Y = features.forward(rows), np.eye(3)[labels]
+    both = []
+    for solve, judge in ((slice(0, 75), slice(75, None)), (slice(75, None), slice(0, 75))):
+        W = np.linalg.solve(Z[solve].T @ Z[solve] + 75 * 0.1 * np.eye(5), Z[solve].T @ Y[solve])
+        both.append(-np.log(np.clip((Z[judge] @ W)[np.arange(75), labels[judge]], 1e-15, 1)).mean())
+    assert found == pytest.approx(np.mean(both), rel=1e-6)
+
+
+def test_a_network_learns_by_validation(iris):
+    X, y = iris
+    options = {"hidden": (16, 8), "steps": 100, "batch_size": 60, "learning_rate": 0.02, "risk": "mean"}
+    model = CENClassifier(objective="validation", loss="softmax", complexity_weight=0.0, regularization=0.1, **options)
+    assert model.fit(X, y).score(X, y) > 0.95
+    assert model.history_[-1]["risk"] < 0.5 * model.history_[0]["risk"]
 
 
 def test_the_curve_holds_one_point_for_every_epoch(iris):

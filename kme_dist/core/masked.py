@@ -1,14 +1,19 @@
-"""Algorithm 2 with two views of the features: the weights solved under one, the loss judged under the other.
+"""Algorithm 2 with two views: the weights solved under one, the loss judged under the other.
 
     out = masked_objective(Z * mask, Z * other, y, regularization=1.0, n_classes=10)
     Z_bar = out.feature_gradient[0] * mask + out.feature_gradient[1] * other
+    out = masked_objective(Z[:half], Z[half:], y[:half], y[half:], loss="softmax", ...)      # other rows
 
 With dropout drawn twice this is how the published convolutional network was learned: in truth a validation inside the
 batch, since the loss is never judged on the very features that W was fitted to. With equal views it is
-`feature_objective`.
+`feature_objective`. The views may be of different rows too: a validation by any name.
 
-    G = Z₁ᵀZ₁ + nλI,  W = G⁻¹ Z₁ᵀY,  P = Z₂ W,  r = α |W|_F,  U = G⁻¹ (Z₂ᵀS + τ α W / |W|_F)
-    dq/dZ₂ = S Wᵀ,    dq/dZ₁ = (Y - Z₁W) Uᵀ - Z₁U Wᵀ,        dq/dλ = -n Σ U W
+    G = Z₁ᵀZ₁ + nλI,  W = G⁻¹ Z₁ᵀY₁,  P = Z₂ W,  r = α |W|_F,  U = G⁻¹ (Z₂ᵀS + τ α W / |W|_F),  S = d risk / dP
+    dq/dZ₂ = S Wᵀ,    dq/dZ₁ = (Y₁ - Z₁W) Uᵀ - Z₁U Wᵀ,        dq/dλ = -n Σ U W
+
+The loss of a row is -log P_y, as published, or with loss="softmax" the cross entropy of softmax(10 P), which goes on
+telling the classes apart where P_y is large already: networks learn faster by it. It is a way to learn features, no
+estimate of log loss: P itself is what the embedding means by a probability.
 """
 
 from __future__ import annotations
@@ -22,11 +27,15 @@ from kme_dist.backend import Array, astype, cholesky, diagonal, like, namespace_
 from kme_dist.core.objective import COMPLEXITY_WEIGHT, LOSS_FLOOR, Objective, generalisation_bound, one_hot
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
+LOSSES = ("log", "softmax")
+SHARPNESS = 10.0  # P lies between 0 and 1, where a softmax hardly tells anything apart
+
 
 def masked_objective(
     Z_solve: Array,
     Z_judge: Array,
     y: Any,
+    y_judge: Any = None,
     *,
     regularization: float,
     n_classes: int,
@@ -35,19 +44,27 @@ def masked_objective(
     loss_floor: float = LOSS_FLOOR,
     alpha: float | None = 1.0,
     clip_above: bool = False,
+    loss: str = "log",
 ) -> Objective:
     """q = risk of Z₂W + τ α |W|_F with W solved from Z₁; `feature_gradient` is the pair (dq/dZ₁, dq/dZ₂).
 
-    `clip_above=False`, as published, lets a probability beyond one count as better still; True is the loss of
-    `feature_objective`. `alpha=None` takes max_i |z_i| over the rows of Z₁.
+    `y_judge` are the labels of Z₂ where it is not of the same rows. `clip_above=False`, as published, lets a
+    probability beyond one count as better still; True is the loss of `feature_objective`. `alpha=None` takes
+    max_i |z_i| over the rows of Z₁.
     """
-    if Z_solve.shape != Z_judge.shape or not Z_solve.shape[0]:
+    same = y_judge is None
+    compared = 0 if same else 1
+    if not (Z_solve.shape[0] and Z_judge.shape[0]) or Z_solve.shape[compared:] != Z_judge.shape[compared:]:
         raise DataError(f"two views of the same rows are needed, got {Z_solve.shape} and {Z_judge.shape}")
+    if loss not in LOSSES:
+        raise ConfigError(f"loss={loss!r} is unknown; choose one of {', '.join(LOSSES)}")
     if risk not in ("sum", "mean"):
         raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
     if not 0 < regularization < math.inf:
         raise ConfigError(f"regularization={regularization!r}: needs a positive number")
-    options = (y, float(regularization), n_classes, risk, float(complexity_weight), loss_floor, alpha, clip_above)
+    labels = (y, y if same else y_judge)
+    options = (*labels, float(regularization), n_classes, risk, float(complexity_weight), loss_floor, alpha, clip_above,
+               loss)  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         try:
             return _judge(Z_solve, Z_judge, *options)
@@ -60,7 +77,8 @@ def masked_objective(
 def _judge(
     Z1: Array,
     Z2: Array,
-    y: Any,
+    y1: Any,
+    y2: Any,
     lam: float,
     n_classes: int,
     risk: str,
@@ -68,43 +86,62 @@ def _judge(
     floor: float,
     alpha: float | None,
     clip_above: bool,
+    loss: str,
 ) -> Objective:
-    xp, n = namespace_of(Z1), Z1.shape[0]
-    Y = one_hot(y, n_classes, Z1)
-    if Y.shape[0] != n:
-        raise DataError(f"{n} rows came with {Y.shape[0]} labels; one label per row is needed")
+    xp, n, judged = namespace_of(Z1), Z1.shape[0], Z2.shape[0]
+    Y1, Y2 = (one_hot(y, n_classes, Z1) for y in (y1, y2))
+    for Y, rows in ((Y1, n), (Y2, judged)):
+        if Y.shape[0] != rows:
+            raise DataError(f"{rows} rows came with {Y.shape[0]} labels; one label per row is needed")
     G = Z1.T @ Z1
     G = np.asfortranarray(G) if isinstance(G, np.ndarray) else G
     set_diagonal(G, diagonal(G) + n * lam)
     factor = cholesky(G)
-    W = factor.solve(Z1.T @ Y)
+    W = factor.solve(Z1.T @ Y1)
     P = Z2 @ W
-    own = xp.sum(Y * P, axis=1, keepdims=True)
-    inside = (own > floor) & (own < 1) if clip_above else own > floor
-    safe = xp.where(inside, own, own * 0 + 1)
-    losses = xp.where(own > floor, -xp.log(safe), own * 0 - math.log(floor))
-    weight = 1.0 if risk == "sum" else 1.0 / n
-    S = xp.where(inside, -weight / safe, own * 0) * Y
+    weight = 1.0 if risk == "sum" else 1.0 / judged
+    losses, S = _softmax(Y2, P) if loss == "softmax" else _log(Y2, P, floor, clip_above)
+    S = S * weight
     size = xp.sqrt(xp.sum(W * W))
     squares = xp.sum(Z1 * Z1, axis=1)
     row = int(xp.argmax(squares)) if alpha is None else None
     sup = xp.sqrt(squares[row]) if row is not None else like(alpha, Z1)
     U = factor.solve(Z2.T @ S + tau * sup * W / xp.where(size > 0, size, size * 0 + 1))
-    solve_bar = (Y - Z1 @ W) @ U.T - (Z1 @ U) @ W.T
+    solve_bar = (Y1 - Z1 @ W) @ U.T - (Z1 @ U) @ W.T
     if row is not None:
         solve_bar[row, :] = solve_bar[row, :] + tau * size / xp.where(sup > 0, sup, sup * 0 + 1) * Z1[row, :]
+    own = xp.sum(Y2 * P, axis=1, keepdims=True)
     hits = xp.sum(astype(own >= xp.max(P, axis=1, keepdims=True), precision(P)))
     scalars = [xp.sum(losses), sup * size, hits, -n * lam * xp.sum(U * W)]
-    loss, r, right, by_log_lam = (float(v) for v in to_host(xp.stack([astype(v, "float64") for v in scalars])))
-    if not all(math.isfinite(value) for value in (loss, r, by_log_lam)):
+    total, r, right, by_log_lam = (float(v) for v in to_host(xp.stack([astype(v, "float64") for v in scalars])))
+    if not all(math.isfinite(value) for value in (total, r, by_log_lam)):
         raise NumericalError("the objective or its gradient left the range of numbers")
     return Objective(
-        value=weight * loss + tau * r,
-        risk=weight * loss,
+        value=weight * total + tau * r,
+        risk=weight * total,
         complexity=r,
-        bound=generalisation_bound(loss / n, r, n),
+        bound=generalisation_bound(total / judged, r, n),
         gradient={"regularization": np.asarray(by_log_lam)},
-        accuracy=right / n,
+        accuracy=right / judged,
         dtype=precision(Z1),
         feature_gradient=(solve_bar, S @ W.T),
     )
+
+
+def _log(Y: Array, P: Array, floor: float, clip_above: bool) -> tuple[Array, Array]:
+    """-log of the probability of each row's own class, and its slope by P."""
+    xp = namespace_of(P)
+    own = xp.sum(Y * P, axis=1, keepdims=True)
+    inside = (own > floor) & (own < 1) if clip_above else own > floor
+    safe = xp.where(inside, own, own * 0 + 1)
+    losses = xp.where(own > floor, -xp.log(safe), own * 0 - math.log(floor))
+    return losses, xp.where(inside, -1.0 / safe, own * 0) * Y
+
+
+def _softmax(Y: Array, P: Array) -> tuple[Array, Array]:
+    """Cross entropy of softmax(10 P), and its slope by P."""
+    xp = namespace_of(P)
+    scores = SHARPNESS * (P - xp.max(P, axis=1, keepdims=True))
+    total = xp.sum(xp.exp(scores), axis=1, keepdims=True)
+    losses = xp.log(total) - xp.sum(Y * scores, axis=1, keepdims=True)
+    return losses, SHARPNESS * (xp.exp(scores) / total - Y)

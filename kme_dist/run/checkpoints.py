@@ -170,3 +170,10 @@ def _difference(stored: Any, wanted: Any, where: str = "") -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def as_checkpoints(place: str | Path | Checkpoints | None) -> Checkpoints | None:
+    """A folder becomes checkpoints by the clock: steps of features take milliseconds or minutes."""
+    if place is None or not isinstance(place, str | Path):
+        return place
+    return Checkpoints(place, every_steps=None, every_s=30.0)

@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +34,6 @@ from kme_dist.backend import (
     cholesky,
     like,
     namespace_of,
-    precision,
     resolve,
     to_device,
     to_host,
@@ -42,10 +41,8 @@ from kme_dist.backend import (
 from kme_dist.core import features as maps
 from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding, log_loss
-from kme_dist.core.features import dropout_mask
-from kme_dist.core.kernels.base import Kernel, row_blocks
-from kme_dist.core.masked import masked_objective
-from kme_dist.core.objective import LOSS_FLOOR, Objective, Workspace, feature_objective, one_hot
+from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.objective import Objective, one_hot
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.plan import BatchPlan
@@ -56,8 +53,6 @@ from kme_dist.run.learn import (
     LearnSettings,
     PlateauWatch,
     Record,
-    assemble,
-    batch_objective,
     batch_rows,
     select,
     step_record,
@@ -87,63 +82,6 @@ def start_of(features: Any, regularization: float | None = None) -> optim.Named:
 def with_parameters(features: Any, parameters: optim.Named) -> Any:
     """The map with the values that a loop has reached."""
     return features.replace(**{n.removeprefix(PREFIX): v for n, v in parameters.items() if n.startswith(PREFIX)})
-
-
-@dataclass(frozen=True)
-class NetworkTask:
-    """Algorithm 2 on the features of a batch.   [HNR]
-
-    `dropout` leaves out features of the last layer; with `independent_masks` W is solved under one mask and judged
-    under another. `alpha` 1 is the published choice, None the supremum over the batch.
-    """
-
-    features: Any
-    settings: LearnSettings
-    n_classes: int
-    alpha: float | None = 1.0
-    dropout: float = 0.0
-    independent_masks: bool = False
-    clip_above: bool = True
-    loss_floor: float = LOSS_FLOOR
-
-    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
-        features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
-        key = (self.settings.seed, number)
-        Z, pull = features.sampled((*key, 2)).linearise(X)
-        options: dict[str, Any] = {
-            "regularization": lam,
-            "n_classes": self.n_classes,
-            "risk": self.settings.risk,
-            "complexity_weight": self.settings.tau,
-            "loss_floor": self.loss_floor,
-            "alpha": self.alpha,
-        }
-        mask = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None
-        if mask is not None and self.independent_masks:
-            other = dropout_mask(self.dropout, (*key, 4), Z)
-            out = masked_objective(Z * mask, Z * other, y, clip_above=self.clip_above, **options)
-            first, second = (astype(bar, precision(Z)) for bar in out.feature_gradient)
-            Z_bar = first * mask + second * other
-        else:
-            out = feature_objective(Z if mask is None else Z * mask, y, **options)
-            Z_bar = astype(out.feature_gradient, precision(Z))
-            Z_bar = Z_bar if mask is None else Z_bar * mask
-        inner = pull(Z_bar)[0]
-        gradient = {PREFIX + name: to_host(value) for name, value in inner.items()}
-        return replace(out, gradient={**gradient, **out.gradient}, feature_gradient=None)
-
-
-@dataclass(frozen=True)
-class KernelTask:
-    """Algorithm 1 with any kernel, one that stands on features above all.   [HNR]"""
-
-    kernel: Kernel
-    settings: LearnSettings
-    n_classes: int
-
-    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
-        kernel, lam = assemble(self.kernel, parameters)
-        return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, Workspace())
 
 
 # --- where batches come from ------------------------------------------------------------------------
@@ -389,10 +327,10 @@ def _judge_step(
         outs = [function(*call) for call in arguments]
     else:
         outs = executor.map(function, arguments, name="feature-gradient")
-    return outs[0] if batches == 1 else _mean(outs)
+    return outs[0] if batches == 1 else mean_of(outs)
 
 
-def _mean(outs: list[Objective]) -> Objective:
+def mean_of(outs: list[Objective]) -> Objective:
     """The mean over batches, added up in order by a fixed tree."""
     names = ("value", "risk", "complexity", "bound", "accuracy")
     numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)

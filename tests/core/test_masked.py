@@ -58,6 +58,38 @@ def test_gradients_match_finite_differences(views, rng, alpha, clip_above):
     np.testing.assert_allclose(out.gradient["regularization"], (moved[0] - moved[1]) / (2 * step), rtol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["log", "softmax"])
+@pytest.mark.parametrize("risk", ["sum", "mean"])
+def test_rows_may_be_judged_that_were_not_solved_on(views, arrays, rng, loss, risk):
+    Z, _, y = views
+    rows = (Z[:25], Z[25:])
+
+    def value(Z1, Z2, lam=0.03):
+        options = {"regularization": lam, "n_classes": CLASSES, "risk": risk, "complexity_weight": 0.7, "loss": loss}
+        return masked_objective(arrays(Z1), arrays(Z2), y[:25], y[25:], **options)
+
+    out, step = value(*rows), 1e-6
+    assert out.accuracy > 0.8
+    for view in (0, 1):
+        direction = rng.normal(size=rows[view].shape)
+        moved = [
+            value(*(Z + s * step * direction if i == view else Z for i, Z in enumerate(rows))).value for s in (1, -1)
+        ]
+        found = np.sum(arrays.host(out.feature_gradient[view]) * direction)
+        np.testing.assert_allclose(found, (moved[0] - moved[1]) / (2 * step), rtol=1e-5)
+    moved = [value(*rows, 0.03 * np.exp(s * step)).value for s in (1, -1)]
+    np.testing.assert_allclose(out.gradient["regularization"], (moved[0] - moved[1]) / (2 * step), rtol=1e-5)
+
+
+def test_the_softmax_loss_is_the_cross_entropy_of_sharpened_values(views):
+    Z, _, y = views
+    options = {"regularization": 0.03, "n_classes": CLASSES, "complexity_weight": 0.0}
+    P = Z @ np.linalg.solve(Z.T @ Z + 40 * 0.03 * np.eye(6), Z.T @ np.eye(CLASSES)[y])
+    softmax = np.exp(10 * P) / np.exp(10 * P).sum(axis=1, keepdims=True)
+    found = masked_objective(Z, Z, y, loss="softmax", **options)
+    assert found.risk == pytest.approx(-np.log(softmax[np.arange(40), y]).mean())
+
+
 def test_a_probability_beyond_one_counts_only_where_it_is_let(rng):
     Z, y = np.eye(2), np.array([0, 1])
     options = {"regularization": 1e-3, "n_classes": 2, "complexity_weight": 0.0}
@@ -71,6 +103,12 @@ def test_wrong_input_is_refused(views):
         masked_objective(Z1, Z2[:5], y, regularization=1.0, n_classes=CLASSES)
     with pytest.raises(DataError, match="40 rows came with 39"):
         masked_objective(Z1, Z2, y[1:], regularization=1.0, n_classes=CLASSES)
+    with pytest.raises(DataError, match="two views"):
+        masked_objective(Z1, Z2[:5, :4], y, y[:5], regularization=1.0, n_classes=CLASSES)
+    with pytest.raises(DataError, match="5 rows came with 4"):
+        masked_objective(Z1, Z2[:5], y, y[:4], regularization=1.0, n_classes=CLASSES)
+    with pytest.raises(ConfigError, match="loss='hinge' is unknown"):
+        masked_objective(Z1, Z2, y, regularization=1.0, n_classes=CLASSES, loss="hinge")
     with pytest.raises(ConfigError, match="risk"):
         masked_objective(Z1, Z2, y, regularization=1.0, n_classes=CLASSES, risk="median")
     with pytest.raises(ConfigError, match="regularization"):

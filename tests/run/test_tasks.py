@@ -1,4 +1,4 @@
-"""The softmax layer that embedding networks are compared with: its gradient, and that it learns."""
+"""What a batch is worth: the softmax layer that embedding networks are compared with, its slope, and that it learns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from kme_dist.core import features as maps
 from kme_dist.run.features import ArraySource
 from kme_dist.run.learn import LearnSettings
-from kme_dist.run.softmax import SoftmaxTask, learn_softmax
+from kme_dist.run.tasks import SoftmaxTask, learn_softmax
 
 
 @pytest.fixture
