@@ -124,7 +124,13 @@ def cen(arguments):
     way = (
         {"complexity_weight": 0.1, "regularization": 2.0}
         if arguments.published
-        else {"complexity_weight": 0.0, "regularization": 0.1, "objective": "validation", "loss": "softmax"}
+        else {
+            "complexity_weight": 0.0,
+            "regularization": 0.1,
+            "objective": "validation",
+            "loss": "softmax",
+            "average": 0.98,
+        }
     )
     options = {
         **way,

@@ -72,6 +72,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     batch_size : rows of a step; None takes all of them: the exact gradient.
     batches_per_step : batches averaged in a step; what a cluster does side by side.
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
+    average : what is kept is the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
     scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
     client : a dask.distributed.Client. Rows of a stored data set are read by the workers; arrays travel with the calls.
     compare_softmax : where `fit` is given rows to watch, the same network is learned under a softmax layer too, from
@@ -112,6 +113,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         compare_softmax: bool = False,
         objective: str = "rcb",
         loss: str = "log",
+        average: float = 0.0,
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -140,6 +142,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.compare_softmax = compare_softmax
         self.objective = objective
         self.loss = loss
+        self.average = average
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -261,6 +264,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             batches_per_step=self.batches_per_step,
             callback=after_step,
             checkpoints=saved,
+            average=self.average,
         )
         self.history_ = found.history
         self.curve_ = [_point(record, per_epoch) for record in found.history if "watched_accuracy" in record]
@@ -314,10 +318,10 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         saved: Checkpoints | None,
     ) -> None:
         """The exact gradient of all rows in every step, by three passes over the chunks."""
-        if self.alpha == "batch" or self.dropout or (self.objective, self.loss) != ("rcb", "log"):
+        if self.alpha == "batch" or self.dropout or (self.objective, self.loss, self.average) != ("rcb", "log", 0):
             raise ConfigError(
-                "exact full gradients have alpha=1, no dropout, objective='rcb' and loss='log'; set batch_size to have "
-                "anything else"
+                "exact full gradients have alpha=1, no dropout, objective='rcb', loss='log' and no average; set "
+                "batch_size to have anything else"
             )
         learned = full.learn_features(
             data,
@@ -379,10 +383,10 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     # --- settings --------------------------------------------------------------------------------
 
     def _check_settings(self) -> None:
-        for name, most in (("dropout", 1.0),):
+        for name in ("dropout", "average"):
             value = getattr(self, name)
-            if not isinstance(value, int | float | np.number) or not 0 <= value < most:
-                raise ConfigError(f"{name}={value!r}: needs a number from 0 to below {most:g}")
+            if not isinstance(value, int | float | np.number) or not 0 <= value < 1:
+                raise ConfigError(f"{name}={value!r}: needs a number from 0 to below 1")
         for name in ("regularization", "learning_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
@@ -402,8 +406,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         for name, known in (("objective", ("rcb", "validation")), ("loss", LOSSES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; choose {' or '.join(map(repr, known))}")
-        if self._kernel_head() is not None and (self.objective, self.loss) != ("rcb", "log"):
-            raise ConfigError("objective='validation' and loss='softmax' go with head='linear'")
+        if self._kernel_head() is not None and (self.objective, self.loss, self.average) != ("rcb", "log", 0):
+            raise ConfigError("objective='validation', loss='softmax' and average go with head='linear'")
         if self.independent_masks and not self.dropout:
             raise ConfigError("independent_masks needs dropout above 0: there is nothing to mask")
         if self._kernel_head() is not None and (self.dropout or self.alpha == "batch"):

@@ -168,6 +168,32 @@ def test_a_network_learns_by_validation(iris):
     assert model.history_[-1]["risk"] < 0.5 * model.history_[0]["risk"]
 
 
+def test_the_average_of_the_last_steps_is_kept(iris, tmp_path):
+    X, y = iris
+    options = {"hidden": (6,), "steps": 12, "batch_size": 40, "learning_rate": 0.05}
+    seen = []
+
+    def remember(record):
+        seen.append(record["step"])
+        if record["step"] == 7 and len(seen) == 7:
+            raise KeyboardInterrupt
+
+    whole = CENClassifier(average=0.6, **options).fit(X, y)
+    weights = [CENClassifier(**{**options, "steps": k}).fit(X, y).features_.parts[0].weight for k in range(13)]
+    mean = weights[0]
+    for step, value in enumerate(weights[1:]):
+        kept = min(0.6, (1 + step) / (10 + step))
+        mean = kept * mean + (1 - kept) * value
+    np.testing.assert_allclose(whole.features_.parts[0].weight, mean, rtol=1e-5)
+    with pytest.raises(KeyboardInterrupt):
+        CENClassifier(average=0.6, **options).fit(X, y, callback=remember, checkpoints=tmp_path)
+    again = CENClassifier(average=0.6, **options).fit(X, y, callback=remember, checkpoints=tmp_path)
+    assert len(seen) < 19, "it went on where it was"
+    np.testing.assert_array_equal(again.weights_, whole.weights_)
+    with pytest.raises(ConfigError, match="average"):
+        CENClassifier(average=0.9, **options).fit(X, y, checkpoints=tmp_path)
+
+
 def test_the_curve_holds_one_point_for_every_epoch(iris):
     X, y = iris
     model = CENClassifier(hidden=(8,), steps=9, batch_size=50).fit(X, y, watch=(X, y))

@@ -62,6 +62,7 @@ from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization
 
 PREFIX = "features."
+_MEAN = "averaged"  # beside the slots of the optimiser
 _CHUNK_ROWS = 4_096
 _LOO_ROWS = 20_000
 _ONE_THREAD_ROWS = 4_000
@@ -222,13 +223,15 @@ def learn_task(
     after: Callable[[optim.Named, float], optim.Named] | None = None,
     phase: str = "rcb",
     checkpoints: Checkpoints | None = None,
+    average: float = 0.0,
 ) -> Outcome:
     """Step after step: batches judged where the executor works, gradients averaged in order, one update here.
 
     `start` holds parameters as they are learned (λ as a logarithm). `after` is applied to the parameters after every
     update, with the rate of the step: a proximal operator. `callback` receives the record of every step and the
     parameters after it. Without an executor everything happens in this process. `checkpoints` is where to save, and to
-    resume from when settings and data agree: a run that was killed gives the bits of one that was not.
+    resume from when settings and data agree: a run that was killed gives the bits of one that was not. With `average`
+    above 0 what comes out, and what `callback` sees, is the mean of the parameters over about 1/(1 - average) steps.
     """
     if batches_per_step < 1:
         raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
@@ -237,8 +240,11 @@ def learn_task(
     optimizer = optim.optimizer_by_name(settings.optimizer)
     rate = (settings.schedule or (lambda rate, steps: optim.constant(rate)))(settings.learning_rate, settings.steps)
     watch = PlateauWatch(settings.patience)
-    now = Snapshot(0, parameters, optimizer.init({name: parameters[name] for name in names}), _plain(watch, False))
+    state = optimizer.init({name: parameters[name] for name in names})
+    now = Snapshot(0, parameters, {**state, _MEAN: parameters} if average else state, _plain(watch, False))
     identity = {} if checkpoints is None else _identity(task, source, start, settings, batches_per_step)
+    if average:
+        identity = {**identity, "average": average}
     if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
         now = found
         watch.restore(now.watch)
@@ -246,7 +252,8 @@ def learn_task(
     try:
         with blas_threads(1 if executor is None and source.batch <= _ONE_THREAD_ROWS else None):
             while now.step < settings.steps and not now.watch["stopped"]:
-                step, parameters, state = now.step, now.parameters, now.optimizer
+                step, parameters, state = now.step, now.parameters, dict(now.optimizer)
+                mean = state.pop(_MEAN, None)
                 out = _judge_step(task, source, parameters, step, batches_per_step, executor)
                 gradient = {name: _finite(out.gradient[name]) for name in names}
                 lam = float(np.exp(parameters["regularization"])) if "regularization" in parameters else 0.0
@@ -260,8 +267,12 @@ def learn_task(
                     parameters = {n: value + delta[n] if n in delta else value for n, value in parameters.items()}
                     if after is not None:
                         parameters = after(parameters, rate(step))
+                if mean is not None:
+                    kept = min(average, (1 + step) / (10 + step))  # the first steps go far: soon forgotten
+                    mean = {name: kept * mean[name] + (1 - kept) * value for name, value in parameters.items()}
+                    state[_MEAN] = mean
                 if callback is not None:
-                    callback(record, parameters)
+                    callback(record, parameters if mean is None else mean)
                 history.append(record)
                 now = Snapshot(step + 1, parameters, state, _plain(watch, stopped), seconds, history)
                 if checkpoints is not None:
@@ -273,7 +284,8 @@ def learn_task(
         raise
     if checkpoints is not None and now.step > first:
         checkpoints.save(now, identity)
-    return Outcome(now.parameters if settings.patience is None else watch.best_parameters(now.parameters), history)
+    last = now.optimizer[_MEAN] if average else now.parameters
+    return Outcome(last if settings.patience is None else watch.best_parameters(last), history)
 
 
 def _plain(watch: PlateauWatch, stopped: bool) -> dict[str, Any]:
