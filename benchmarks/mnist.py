@@ -8,11 +8,13 @@
 
 Both networks have two 5 x 5 convolutions and 1024 features, dropout 0.5 on the features, the same start (He's, or the
 published one by `--start published`), the same batches in the same order, the same rate, Adam with cosine decay. The
-embedding network is judged with W solved on all 60 000 training images, the softmax network as it is. `cen` learns by
-validation within the batch and a softmax loss; `cen --published` by the published objective, with the settings that go
-with it. Loss, halves, dropout, rate and regularisation of the former were chosen on the last 10 000 training images, the
-batch is the published one, the average was put in after a look at test curves; those of the latter were not blind to
-test figures. Every epoch adds a line to FOLDER/NAME.json, so that a run that was stopped leaves what it had.
+embedding network is judged with W solved on all 60 000 training images, the softmax network as it is.
+
+`cen` learns by validation within the batch and a softmax loss; `cen --published` by the published objective, with the
+settings that go with it. Loss, halves, dropout, rate and regularisation of the former were chosen on the last 10 000
+training images, the batch is the published one, the average was put in after a look at test curves; the settings of the
+latter were not blind to test figures. Every epoch adds a line to FOLDER/NAME.json, so that a run that was stopped
+leaves what it had.
 """
 
 from __future__ import annotations
