@@ -185,6 +185,9 @@ def _start(settings: ClusterConfig) -> Any:
             return _gateway(settings)
     from distributed import LocalCluster
 
+    # What Dask's own setting left in the environment of a process that had another cluster before would outweigh ours.
+    if os.environ.get("MALLOC_TRIM_THRESHOLD_") == "65536":
+        del os.environ["MALLOC_TRIM_THRESHOLD_"]
     with warnings.catch_warnings():
         # Another dashboard has the usual port: ours takes a free one, and its address is printed anyway.
         warnings.filterwarnings("ignore", message="Port .* is already in use")

@@ -267,7 +267,7 @@ def _model(task: Task, fit: Fit) -> Any:
     model.scaling_, model.regularization_ = fit.scaling, fit.regularization
     model.classes_, model.n_features_in_ = np.asarray(task.data.classes), task.data.features
     model.probability_floor_ = task.recipe.floor(fit.rows, len(task.data.classes))
-    model.bound_, model.history_, model.curve_ = math.nan, [], []
+    model.bound_, model.history_, model.curve_, model.softmax_curve_ = math.nan, [], [], []
     return model
 
 

@@ -311,9 +311,11 @@ class _Stages:
                 self.listener.start(attempt.name)
 
                 def step(record: dict[str, Any], start: str = attempt.name) -> None:
-                    self.listener.step(record)
-                    if record.get("phase") != "softmax":  # what the model is compared with is not the model
+                    own = record.get("phase") != "softmax"  # what the model is compared with is not the model
+                    if own:
                         lines.write({"start": start, **record} if start else record)
+                    self.listener.step(record)
+                    if own:
                         self.told.step(record)
 
                 def checkpoints(objective: str, number: int = number) -> Any:

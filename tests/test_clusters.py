@@ -60,7 +60,8 @@ def _environment(name):
     return os.environ.get(name)
 
 
-def test_workers_keep_the_memory_of_a_tile_for_the_next_one():
+def test_workers_keep_the_memory_of_a_tile_for_the_next_one(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")  # as any other cluster of this process leaves it
     with open_executor(ClusterConfig(workers=1, dashboard=False)) as executor:
         (kept,) = executor.map(_environment, [("MALLOC_TRIM_THRESHOLD_",)], name="look")
         assert int(kept) == 256 << 20
