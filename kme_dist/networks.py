@@ -571,7 +571,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         model.probability_floor_ = float(found["probability_floor"])
         model.bound_ = math.nan if found["bound"] is None else float(found["bound"])
         model.history_, model.curve_ = found["history"], found["curve"]
-        model.softmax_curve_ = found["softmax_curve"]
+        model.softmax_curve_ = found.get("softmax_curve", [])  # older models have none
         return model
 
 

@@ -24,7 +24,7 @@ from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.features import PREFIX, Source, learn_task, mean_of, start_of, with_parameters
-from kme_dist.run.learn import LearnSettings, Record, assemble, batch_objective
+from kme_dist.run.learn import LearnSettings, Record, assemble, batch_objective, select
 
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
@@ -53,6 +53,9 @@ class NetworkTask:
     def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
         features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
         key = (self.settings.seed, number)
+        if self.halves:  # of rows that may lie in the order of their classes
+            order = np.random.default_rng([*key, 1]).permutation(len(y))
+            X, y = select(X, order), y[order]
         Z, pull = features.sampled((*key, 2)).linearise(X)
         options: dict[str, Any] = {
             "regularization": lam,
