@@ -15,6 +15,7 @@ that to run the mathematics on a strict implementation of the standard.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -319,14 +320,25 @@ def _not_positive_definite(n: int, dtype: Any) -> NumericalError:
 
 @contextlib.contextmanager
 def blas_threads(count: int | None) -> Iterator[None]:
-    """Hold BLAS to `count` threads inside the block (None leaves it alone)."""
+    """Hold BLAS to `count` threads inside the block (None leaves it alone).
+
+    Everything that decides what is learned runs on one: the bits do not depend on the number of cores, factorisations
+    of a batch gain nothing from a second thread, and OpenBLAS stalls when one of its threads has to wait for a core.
+    """
     if count is None:
         yield
         return
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(limits=count, user_api="blas"):
+    with _blas().limit(limits=count, user_api="blas"):
         yield
+
+
+@functools.cache
+def _blas() -> Any:
+    """The BLAS libraries of this process: looked for once, since the search takes longer than a small step."""
+    import scipy.linalg  # noqa: F401  its own copy must be loaded to be found
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
 
 
 def gpu_report() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import math
 import os
@@ -19,33 +21,23 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
 from kme_dist.core.calibration import Calibration
+from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.data import store
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import Dataset
-from kme_dist.data.ingest import ingest
+from kme_dist.data.dataset import Dataset, RowSource, generated_names
+from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
-from kme_dist.run import learn as learning
-from kme_dist.run import solve
-from kme_dist.run.executors import DaskExecutor
-from kme_dist.run.features import features_of, restore_features, with_features
-from kme_dist.run.fitting import fit_arrays
-from kme_dist.run.learn import Record
+from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
+from kme_dist.run.features import FeatureEmbedding, as_features, features_of, restore_features, with_features
+from kme_dist.run.learn import OBJECTIVES, Record
 from kme_dist.run.refining import Refinable
 from kme_dist.run.scaling import Scaling
-from kme_dist.run.train import (
-    SELECTED,
-    Recipe,
-    Trained,
-    cross_validate,
-    fit_candidates,
-    learn_candidates,
-    with_length_scale,
-)
+from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 
 _FORMAT = 1
-_ONE_THREAD_ROWS = 4_000
 _SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration
 
 
@@ -70,15 +62,17 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None chooses by the number of rows.
     scaling : {"unit", "standard", None}; learned inside the model and applied to queries too.
     solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with so many centres.
-    backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". Raw rows (scaling=None) so far from the origin
-        that float32 cannot tell them apart are learned in float64 all the same.
+    backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it carries three digits;
+        solves that need more, and raw rows (scaling=None) that it cannot tell apart, are done in float64 all the same.
     random_state : whole number; decides batches, splits and centres.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot prove anything rarer; 0 is the published clip-normalisation.
     calibration : {"none", "temperature", "isotonic"}
         A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see `calibrate`,
         too. Labels do not depend on it.
-    features : a feature map (or its config) that scaled rows are taken through first; the kernel stands on it.
+    features : a feature map (or its config) that scaled rows are taken through first; the kernel stands on it. With
+        solver="features", or a linear kernel, the fit solves for the weights of the features themselves: p x p
+        equations instead of n x n. A number stands for so many random features of the learned kernel.
 
     Attributes
     ----------
@@ -147,39 +141,57 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
 
         X is a table of numbers with y its labels, or an open `Dataset` (its "train" split where it has one), which
         brings its own labels. `callback` receives the record of every learning step (see `history_`).
+
+        Here and over a `client` the same work is done in the same order: what comes out has the same bits.
         """
         self._check_settings()
         report = callback or (_print_record if self.verbose else None)
-        if self.client is not None:
-            return self._fit_over_client(X, y, report)
+        records: list[Record] = []
+
+        def step(record: Record) -> None:
+            records.append(record)
+            if report is not None:
+                report(record)
+
+        with contextlib.ExitStack() as stack:
+            data, executor, scratch = self._source(X, y, stack)
+            recipe = self.recipe(data)
+            candidates = learn_candidates(data, recipe, executor=executor, callback=step)
+            trained = fit_candidates(data, recipe, candidates, executor=executor, scratch=scratch)
+            self.adopt(data, recipe, trained)
+        self.history_ = records
+        return self
+
+    def _source(
+        self, X: Any, y: Any, stack: contextlib.ExitStack
+    ) -> tuple[RowSource, Executor, str | Path | Place | None]:
+        """The rows, who works on them, and where tasks leave arrays for each other."""
+        executor: Executor = SerialExecutor() if self.client is None else DaskExecutor(self.client)
         if isinstance(X, Dataset):
-            X, y = _read_dataset(X, y)
+            if y is not None:
+                raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
+            if self.client is None:
+                return X, executor, None
+            # Workers elsewhere reach the data set, but not a folder of this machine.
+            place = X.place.sibling(f".{X.place.name}.fit-{os.getpid()}")
+            stack.callback(place.delete_all)
+            return X, executor, place
         X, y = (in_memory(part) for part in (X, y))
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
         check_classification_targets(y)
-        self.classes_, codes = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise DataError(
-                f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
-            )
-        seed = self._seed()
-        self.scaling_ = with_features(Scaling.learn(X, self.scaling), self.features, seed)
-        rows = devices.to_device(self.scaling_.apply(X, self._working_dtype(X)), self._device())
-        self.probability_floor_ = self._floor(len(X))
-        start = kernels.from_config(self.kernel, n_features=rows.shape[1])
-        choose = {"cv": self._fit_cv, "median": self._fit_median}.get(self.objective, self._fit_learned)
-        # Small factorisations gain nothing from a second BLAS thread and stall when the other core is busy.
-        with devices.blas_threads(1 if len(rows) <= _ONE_THREAD_ROWS else None):
-            choose(start, rows, codes, seed, report)
-        self.kernel_ = self.embedding_.kernel
-        self.regularization_ = self.embedding_.regularization
-        self.bound_ = self._bound(rows, codes)
-        self.calibration_ = self._leave_one_out_calibration(rows, codes, seed)
-        return self
+        classes, codes = np.unique(y, return_inverse=True)
+        if len(classes) < 2:
+            raise DataError(f"y holds one class only ({classes[0]!r}); a classifier needs rows of at least two classes")
+        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
+        if self.client is None:
+            return data, executor, None
+        _check_one_machine(self.client)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-dist-"))
+        return data.spill(folder), executor, folder
 
     def _check_settings(self) -> None:
         Calibration(self.calibration)
-        known = ("auto", *learning.OBJECTIVES, "cv", "median")
+        known = ("auto", *OBJECTIVES, "cv", "median")
         if self.objective not in known:
             raise ConfigError(f"objective={self.objective!r} is unknown; choose one of {', '.join(known)}")
         if self.dtype not in ("float32", "float64"):
@@ -194,20 +206,29 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r}: needs a positive number")
+        self._check_features()
 
-    def _working_dtype(self, X: np.ndarray) -> str:
-        """The precision to learn in: double where single cannot tell the rows apart.
-
-        Squared distances come from |x|² + |x'|² - 2 x·x', whose rounding error is that of |x|². Scaled rows lie near
-        the origin; rows taken as they are may be far from it (years, coordinates).
-        """
-        if self.scaling is None and self.dtype == "float32":
-            variance = X.var(axis=0, dtype=np.float64)
-            varying = variance[variance > 0]
-            far = float(np.sum(X.mean(axis=0, dtype=np.float64) ** 2))
-            if varying.size and far * np.finfo(np.float32).eps > 1e-3 * float(varying.min()):
-                return "float64"
-        return self.dtype
+    def _check_features(self) -> None:
+        count = isinstance(self.features, int | np.integer)
+        if count and (isinstance(self.features, bool) or self.features < 1):
+            raise ConfigError(f"features={self.features!r}: must be a feature map or an integer >= 1")
+        if count and self.solver not in ("auto", "features"):
+            raise ConfigError(
+                f"features={self.features} random features are solved for by solver='features', not {self.solver!r}; "
+                "leave one of them out"
+            )
+        if self.solver != "features":
+            return
+        if self.features is None and self.kernel != "linear":
+            raise ConfigError(
+                "solver='features' needs explicit features: give `features` (a feature map, or how many random "
+                "features of the kernel), or kernel='linear'"
+            )
+        if not count and self.kernel not in ("gaussian", "linear"):  # the default stands for no choice
+            raise ConfigError(
+                f"solver='features' solves for weights of the features themselves, and kernel={self.kernel!r} on top "
+                "of them has none; leave the kernel out, or use another solver"
+            )
 
     def _floor(self, n: int) -> float:
         if self.probability_floor is None:
@@ -226,8 +247,13 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
     def _device(self) -> str:
         return devices.resolve(self.backend)
 
-    def _recipe(self, start: Kernel, seed: int) -> Recipe:
-        """The same settings, for whoever learns and fits with them."""
+    def recipe(self, data: RowSource) -> Recipe:
+        """The settings for whoever learns and fits with them."""
+        width, seed = data.features, self._seed()
+        if self.features is not None and not isinstance(self.features, int | np.integer):
+            width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
+        linear = self.solver == "features" and not isinstance(self.features, int | np.integer)
+        start = kernels.from_config("linear" if linear else self.kernel, n_features=width)
         return Recipe(
             kernel=start,
             objective=self.objective,
@@ -245,39 +271,19 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             dtype=self.dtype,
             seed=seed,
             probability_floor=None if self.probability_floor is None else self._floor(0),
+            features=int(self.features) if isinstance(self.features, np.integer) else self.features,
+            backend=self._device(),
         )
 
-    def _fit_over_client(self, X: Any, y: Any, report: Callable[[Record], None] | None) -> Self:
-        """Learn and fit on the workers of `client`; rows that are not stored yet are stored for them first."""
-        if self.features is not None:
-            raise ConfigError("features with a client: learn over a cluster with CENClassifier(network=features)")
-        executor = DaskExecutor(self.client)
-        with tempfile.TemporaryDirectory(prefix="kme-dist-") as scratch:
-            if isinstance(X, Dataset):
-                if y is not None:
-                    raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
-                data = X
-            else:
-                _check_one_machine(self.client)
-                data = ingest((X, y), Path(scratch) / "rows.zarr", task="classification", dtype="float64")
-            seed = self._seed()
-            start = kernels.from_config(self.kernel, n_features=data.features)
-            recipe = self._recipe(start, seed)
-            # Workers elsewhere reach the data set, but not a folder of this machine.
-            place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}") if X is data else Path(scratch) / "fit"
-            candidates = learn_candidates(data, recipe, executor=executor, callback=report)
-            trained = fit_candidates(data, recipe, candidates, executor=executor, scratch=place)
-            return self.adopt(data, recipe, trained)
-
-    def adopt(self, data: Dataset, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
-        """Become the model that was trained on (a split of) `data` elsewhere."""
+    def adopt(self, data: RowSource, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
+        """Become the model that was trained on (a split of) `data`."""
         assert data.classes is not None
-        split = ("train" if "train" in data.splits else None) if split == "auto" else split
-        fit = trained.fit
+        split, fit = data.training_split(split), trained.fit
         self.classes_ = np.asarray(data.classes)
         self.n_features_in_ = data.features
-        self.columns_ = list(data.feature_names)
-        self.scaling_, self.embedding_ = fit.scaling, fit.embedding
+        if data.named:
+            self.feature_names_in_ = np.asarray(data.feature_names, dtype=object)
+        self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
         self.probability_floor_ = recipe.floor(fit.rows, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
         self.history_ = [record for candidate in trained.candidates for record in candidate.history]
@@ -286,98 +292,30 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         sample = plan_batches(data, batch_size=min(_SAMPLE_ROWS, fit.rows), seed=recipe.seed, split=split)
         batch = read_batch(data, sample, 0)
         rows = devices.to_device(self.scaling_.apply(batch.X, devices.precision(fit.embedding.weights)), self._device())
-        self.bound_ = self._bound(rows, batch.y, fit.rows)
-        self.calibration_ = self._leave_one_out_calibration(rows, batch.y, recipe.seed, fit.rows)
+        with devices.blas_threads(1):
+            self.bound_ = self._bound(rows, np.asarray(batch.y), fit.rows)
+            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(batch.y), recipe.seed, fit.rows)
         return self
 
-    def _fit_learned(
-        self, start: Kernel, rows: Any, codes: np.ndarray, seed: int, report: Callable[[Record], None] | None
-    ) -> None:
-        if self.steps == 0:
-            candidates = {"given": learning.Learned(start, float(self.regularization), [])}
-        else:
-            names: tuple[str, ...] = (self.objective,)
-            recipe, lam = self._recipe(start, seed), float(self.regularization)
-            if self.objective == "auto":
-                names = SELECTED
-                start, lam = solve.scale_to_data(
-                    start, rows, codes, len(self.classes_), floor=self.probability_floor_, seed=seed
-                )
-            settings = {name: recipe.settings(name, len(rows)) for name in names}
-            m = len(self.classes_)
-            candidates = {name: learning.learn(start, lam, rows, codes, m, settings[name], report) for name in names}
-        retune = self.steps > 0 and (self.refit_regularization or len(candidates) > 1)
-        solutions = {
-            name: self._solve(learned.kernel, learned.regularization, rows, codes, seed, retune)
-            for name, learned in candidates.items()
-        }
-        losses = {name: solution.loo_log_loss for name, solution in solutions.items()}
-        best = min(losses, key=lambda name: math.inf if (loss := losses[name]) is None else loss)
-        if not self.refit_regularization and retune:
-            learned = candidates[best]
-            solutions[best] = self._solve(learned.kernel, learned.regularization, rows, codes, seed, retune=False)
-        self.history_ = [record for learned in candidates.values() for record in learned.history]
-        self._keep(best, solutions[best], losses)
+    def _on_device(self, embedding: Any) -> Any:
+        device = self._device()
+        if isinstance(embedding, FeatureEmbedding):
+            return dataclasses.replace(embedding, weights=devices.to_device(embedding.weights, device))
+        moved = {name: devices.to_device(getattr(embedding, name), device) for name in ("centres", "weights")}
+        return dataclasses.replace(embedding, **moved)
 
-    def _keep(self, objective: str, solution: solve.Solution, losses: Mapping[str, float | None]) -> None:
-        self.objective_ = objective
-        self.solver_ = solution.solver
-        self.solver_reason_ = solution.reason
-        self.loo_log_loss_ = {name: loss for name, loss in losses.items() if loss is not None}
-        self.embedding_ = solution.embedding
-
-    def _solve(
-        self, kernel: Kernel, lam: float, rows: Any, codes: np.ndarray, seed: int, retune: bool
-    ) -> solve.Solution:
-        dtype = devices.precision(rows)
-        solver, reason = solve.choose_solver(self.solver, len(rows), self.centres, dtype, self._device())
-        if solver in ("tiled", "pcg"):
-            return fit_arrays(
-                kernel, devices.to_host(rows), codes, regularization=lam, retune=retune, solver=solver,
-                floor=self.probability_floor_, seed=seed,
-            )  # fmt: skip
-        return solve.fit(
-            kernel,
-            rows,
-            codes,
-            len(self.classes_),
-            regularization=lam,
-            retune=retune,
-            solver=solver,
-            reason=reason,
-            centres=self.centres,
-            floor=self.probability_floor_,
-            seed=seed,
-        )
-
-    def _fit_median(
-        self, start: Kernel, rows: Any, codes: np.ndarray, seed: int, report: Callable[[Record], None] | None
-    ) -> None:
-        width = learning.median_length_scale(devices.to_host(rows), seed)
-        kernel = with_length_scale(start, width)
-        solution = self._solve(
-            kernel, float(self.regularization), rows, codes, seed, retune=bool(self.refit_regularization)
-        )
-        self.history_ = []
-        self._keep("median", solution, {"median": solution.loo_log_loss})
-
-    def _fit_cv(
-        self, start: Kernel, rows: Any, codes: np.ndarray, seed: int, report: Callable[[Record], None] | None
-    ) -> None:
-        width = learning.median_length_scale(devices.to_host(rows), seed)
-        kernel, lam = cross_validate(start, rows, codes, len(self.classes_), width, seed)
-        self.history_ = []
-        self._keep("cv", self._solve(kernel, lam, rows, codes, seed, retune=False), {})
-
-    def _bound(self, rows: Any, codes: np.ndarray, total: int | None = None) -> float:
+    def _bound(self, rows: Any, codes: np.ndarray, total: int) -> float:
         """The right-hand side of the generalisation bound at (a sample of) the training rows."""
-        sample = slice(0, 20_000)
-        P = devices.to_host(self.embedding_.decision(rows[sample])).astype(np.float64)
-        own = np.clip(P[np.arange(len(P)), codes[sample]], 1e-15, 1)
+        P = devices.to_host(self.embedding_.decision(rows)).astype(np.float64)
+        own = np.clip(P[np.arange(len(P)), codes], 1e-15, 1)
         V = devices.to_host(self.embedding_.weights).astype(np.float64)
-        centres = devices.to_host(self.embedding_.decision(self.embedding_.centres)).astype(np.float64)
-        complexity = self.embedding_.kernel.alpha(rows[sample]) * np.sqrt(max(float((V * centres).sum()), 0.0))
-        return generalisation_bound(float(-np.log(own).mean()), complexity, total or len(codes))
+        if isinstance(self.embedding_, FeatureEmbedding):
+            alpha, norm = float(np.sqrt(np.max(np.sum(devices.to_host(rows).astype(np.float64) ** 2, axis=1)))), V
+        else:
+            norm = devices.to_host(self.embedding_.decision(self.embedding_.centres)).astype(np.float64)
+            alpha = self.embedding_.kernel.alpha(rows)
+        complexity = alpha * np.sqrt(max(float((V * norm).sum()), 0.0))
+        return generalisation_bound(float(-np.log(own).mean()), complexity, total)
 
     # --- predicting ------------------------------------------------------------------------------
 
@@ -432,8 +370,9 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         map_arrays, map_config = features_of(self.scaling_)
         if isinstance(settings["kernel"], Kernel):
             settings["kernel"] = settings["kernel"].to_config()
+        explicit = isinstance(self.embedding_, FeatureEmbedding)
         arrays = {
-            "centres": devices.to_host(self.embedding_.centres),
+            **({} if explicit else {"centres": devices.to_host(self.embedding_.centres)}),
             "weights": devices.to_host(self.embedding_.weights),
             "scaling/shift": self.scaling_.shift,
             "scaling/factor": self.scaling_.factor,
@@ -449,12 +388,12 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             "kernel": self.kernel_.to_config(),
             "feature_map": map_config,
             "regularization": self.regularization_,
+            "embedding_regularization": self.embedding_.regularization,
             "probability_floor": self.probability_floor_,
             "classes": labels,
             "classes_dtype": self.classes_.dtype.str,
             "features": self.n_features_in_,
             "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
-            "columns": getattr(self, "columns_", []),
             "objective": self.objective_,
             "solver": self.solver_,
             "solver_reason": self.solver_reason_,
@@ -476,25 +415,25 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         model = cls(**settings)
         kernel = kernels.from_config(found["kernel"], own=own)
         device = model._device()
-        model.embedding_ = mce.Embedding(
-            kernel,
-            devices.to_device(arrays["centres"], device),
-            devices.to_device(arrays["weights"], device),
-            float(found["regularization"]),
-        )
+        weights = devices.to_device(arrays["weights"], device)
+        lam = float(found.get("embedding_regularization", found["regularization"]))
+        if "centres" in arrays:
+            model.embedding_ = mce.Embedding(kernel, devices.to_device(arrays["centres"], device), weights, lam)
+        else:
+            model.embedding_ = FeatureEmbedding(Identity(), weights, regularization=lam)
         model.kernel_, model.regularization_ = kernel, float(found["regularization"])
         model.probability_floor_ = float(found["probability_floor"])
         stored = restore_features(found["feature_map"], arrays, own) if found.get("feature_map") else None
-        model.scaling_ = with_features(Scaling(arrays["scaling/shift"], arrays["scaling/factor"]), stored)
+        plain = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
+        model.scaling_ = with_features(plain, stored, after=arrays.get("scaling/after"))
         dtype = np.dtype(found["classes_dtype"])
         if dtype.kind not in "biufUO":
             raise CorruptError(f"labels of type {dtype} do not belong in a model")
         model.classes_ = np.array(found["classes"], dtype=dtype)
         model.n_features_in_ = int(found["features"])
-        if found["feature_names"]:
-            model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
-        if found.get("columns"):
-            model.columns_ = [str(name) for name in found["columns"]]
+        names = found["feature_names"] or found.get("columns")  # older models from `run` have the latter
+        if names and not generated_names(list(names)):
+            model.feature_names_in_ = np.array(names, dtype=object)
         model.objective_, model.bound_ = found["objective"], found["bound"]
         model.solver_, model.solver_reason_ = found["solver"], found["solver_reason"]
         model.loo_log_loss_, model.history_ = found["loo_log_loss"], found["history"]
@@ -540,29 +479,14 @@ def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: M
         raise CorruptError(f"{path} is not a complete model: {error!r}; save it again") from error
 
 
-def _read_dataset(data: Dataset, y: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and labels of a data set that fits in memory, the labels under their own names."""
-    if y is not None:
-        raise DataError(f"{data.path} brings its own labels; call fit(dataset) without y")
-    if data.classes is None:
-        raise DataError(f"{data.path} has no class labels; ingest it again with the column named by `label`")
-    split = "train" if "train" in data.splits else None
-    needed, available = data.split_rows(split) * data.features * 8, devices.free_bytes("numpy")
-    if needed > 0.5 * available:
-        raise DataError(
-            f"{data.path} takes {needed / 1e9:.1f} GB in memory, {available / 1e9:.1f} GB are free; pass a client"
-        )
-    X, codes = data.read(split)
-    return X.reshape(len(X), -1).astype(np.float64), np.asarray(data.classes)[codes]
-
-
 def in_memory(part: Any) -> Any:
     """A Dask array or data frame, gathered; anything else as it is."""
     return part.compute() if hasattr(part, "dask") and hasattr(part, "compute") else part
 
 
 def _check_one_machine(client: Any) -> None:
-    hosts = {worker["host"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()}
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    hosts = {worker["host"] for address, worker in workers.items() if not address.startswith("inproc://")}
     if not hosts <= {"127.0.0.1", "::1", "localhost"}:
         raise DataError(
             f"fit: rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "

@@ -109,7 +109,7 @@ def predict(
     spec = _Spec.of(outputs, expectations, top_k, fitted.classes_)
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'zarr' or 'parquet'")
-    names = getattr(fitted, "feature_names_in_", getattr(fitted, "columns_", None))
+    names = getattr(fitted, "feature_names_in_", None)
     source = open_input(
         data,
         features=int(fitted.n_features_in_),

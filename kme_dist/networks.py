@@ -45,7 +45,6 @@ from kme_dist.run.scaling import Scaling
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
 
 FORMAT = 1
-_WIDE_ROWS = 4_096
 
 
 class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -350,7 +349,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Algorithm 1 with a kernel on the features."""
         lam = np.asarray(self.regularization, np.float64)
-        with devices.blas_threads(1 if source.batch <= _WIDE_ROWS else None):
+        with devices.blas_threads(1):
             found = learning.learn_task(
                 KernelTask(start, settings, len(self.classes_)),
                 source,

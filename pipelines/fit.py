@@ -42,7 +42,6 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.features import FeatureEmbedding
 from kme_dist.run.fitting import Fit, fit_on_dataset, refit
 from kme_dist.run.nystrom import Centres, Features
-from kme_dist.run.rounds import data_digest
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.train import Candidate, Recipe, Trained
 from kme_dist.telemetry import performance_report, telemetry
@@ -76,9 +75,9 @@ def prepare(config: Config, folder: Path) -> Task:
     start = kernels.from_config(model.kernel, n_features=data.features)
     candidate = Candidate("given", start, float(model.regularization))
     scaling = Scaling.of(data.split_statistics(split), model.scaling)
-    seed, chosen = model._seed(), None
+    recipe, chosen = model.recipe(data), None
     if config.model.features is not None:
-        chosen = features.from_config(config.model.features, n_features=data.features, seed=seed)
+        chosen = features.from_config(config.model.features, n_features=data.features, seed=recipe.seed)
     if (folder / "learned.zarr").exists():
         candidate, scaling, chosen = _learned(folder / "learned.zarr", data, candidate)
     wanted = {key: getattr(config.fit, key) for key in ("centre_choice", "tolerance", "tile_rows")}
@@ -88,7 +87,7 @@ def prepare(config: Config, folder: Path) -> Task:
             further["memory"] = parse_bytes(config.fit.memory)
         except ValueError:
             raise ConfigError(f"fit.memory is {config.fit.memory!r}; give bytes such as 2GiB") from None
-    return Task(data, split, settings, model._recipe(start, seed), candidate, scaling, chosen, further)
+    return Task(data, split, settings, recipe, candidate, scaling, chosen, further)
 
 
 def _learned(path: Path, data: Dataset, given: Candidate) -> tuple[Candidate, Scaling, Any]:
@@ -147,7 +146,7 @@ def run(
         if update:
             return _updated(task, folder, executor, remove, merge)
         inputs = {
-            "data": data_digest(task.data),
+            "data": task.data.digest,
             "split": task.split,
             "kernel": task.candidate.kernel.to_config() if task.features is None else repr(task.features),
             "regularization": task.candidate.regularization,

@@ -69,8 +69,13 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         turns = -(-per_step // workers)  # batches that one worker goes through in a step
         round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
         rounds_s = steps * turns * batch_s + facts["rounds"] * round_s
-        facts |= {"seconds_per_batch": round(batch_s, 4), "estimated_seconds": round(rounds_s, 1)}
+        facts |= {"seconds_per_batch": round(batch_s, 4), "estimated_seconds": _short(rounds_s)}
     return facts
+
+
+def _short(seconds: float) -> float:
+    """To three digits: short runs have an estimate, too."""
+    return float(f"{seconds:.3g}")
 
 
 def worker_bytes(job: Job, task: Task) -> int:
@@ -127,7 +132,7 @@ def _full(task: Task, workers: int, limit: int | None, calibrate: bool) -> dict[
         "data": task.data.path,
         "rows": rows,
         "features": width,
-        "classes": len(task.data.classes or ()),
+        "classes": task.data.n_classes,
         "mode": task.mode,
         "steps": task.settings.steps,
         "tasks": 3 * chunks * task.settings.steps,
@@ -137,7 +142,7 @@ def _full(task: Task, workers: int, limit: int | None, calibrate: bool) -> dict[
         "features_cached": bool(task.cache_bytes >= rows * width * 8 / workers),
     }
     if calibrate:
-        facts["estimated_seconds"] = round(task.settings.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S), 1)
+        facts["estimated_seconds"] = _short(task.settings.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S))
     return facts
 
 

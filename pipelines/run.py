@@ -39,7 +39,6 @@ from kme_dist.pipelines import evaluate, features, learn, predict, report, table
 from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, digest, to_json, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.rounds import data_digest
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates, learn_candidates
 from kme_dist.telemetry import Telemetry, performance_report, telemetry
 
@@ -259,7 +258,7 @@ class _Stages:
         assert data.classes is not None
         facts = {
             "path": data.path,
-            "digest": data_digest(data),
+            "digest": data.digest,
             "train_rows": data.split_rows("train"),
             "test_rows": data.split_rows("test"),
             "features": data.features,
@@ -280,12 +279,11 @@ class _Stages:
     def recipe(self, settings: Mapping[str, Any]) -> Recipe:
         """What the estimator would do with these settings, and what a config adds to them."""
         model = MCEClassifier(**settings)
-        start = kernels.from_config(model.kernel, n_features=self.data.features)
         learn, fit = self.config.learn, self.config.fit
         further = {key: getattr(fit, key) for key in ("centre_choice", "tolerance", "tile_rows") if hasattr(fit, key)}
         memory = getattr(fit, "memory", None)
         return replace(
-            model._recipe(start, model._seed()),
+            model.recipe(self.data),
             batches_per_step=learn.batches_per_step,
             local_steps=learn.local_steps if learn.mode == "local" else None,
             schedule=cosine_decay if learn.schedule == "cosine" else None,
@@ -478,10 +476,10 @@ class _Stages:
         measured = self.folder.stages["evaluate"]["result"]["metrics"]
         for attempt in self.job.attempts:
             place = self.folder.path / attempt.folder
-            attempt.model = load(place / "model.zarr")
+            attempt.model = _unnamed(load(place / "model.zarr"))
             attempt.metrics = measured["predictions.zarr"]
             if attempt.folder:
-                attempt.given = load(place / "given.zarr")
+                attempt.given = _unnamed(load(place / "given.zarr"))
                 attempt.metrics = measured[f"{attempt.folder}/model-predictions.zarr"]
                 attempt.metrics_given = measured[f"{attempt.folder}/given-predictions.zarr"]
         best = self.job.attempts[self.best]
@@ -530,8 +528,11 @@ class _Stages:
         }
 
 
-def _stored(candidate: Candidate) -> dict[str, Any]:
-    return {"name": candidate.name, "kernel": candidate.kernel.to_config(), "lam": candidate.regularization}
+def _unnamed(model: Any) -> Any:
+    """For the rows of a run, which are arrays with the columns in the order of the data set."""
+    if hasattr(model, "feature_names_in_"):
+        del model.feature_names_in_
+    return model
 
 
 def _facts(trained: Trained) -> dict[str, Any]:

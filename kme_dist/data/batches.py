@@ -5,8 +5,8 @@
         for batch in batches:                # batch.step, batch.X, batch.y
             ...
 
-`plan_batches` chooses the mode by how the data are stored: contiguous reads where rows were shuffled at ingest, blocks
-where they were not, single rows where so few chunks exist that a batch meets them all anyway.
+`plan_batches` chooses the mode by the size of the rows: exact random rows where all of them fit the cache of an open
+data set; beyond that contiguous reads where rows were shuffled at ingest, and blocks where they were not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.dataset import CACHE_BYTES, RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.data.prefetch import Prefetched
 from kme_dist.errors import ConfigError
@@ -33,7 +33,7 @@ class Batch:
 
 
 def plan_batches(
-    data: Dataset,
+    data: RowSource,
     *,
     batch_size: int,
     seed: int = 0,
@@ -50,12 +50,13 @@ def plan_batches(
     """
     ranges = data.ranges(split)
     if mode == "auto":
-        chunks = sum(-(-(stop - start) // data.chunk_rows) for start, stop in ranges)
-        mode = "contiguous" if data.shuffled is not None else "rows" if chunks <= blocks else "blocks"
+        # In double precision whatever the stored one is: the same rows make the same batches however they are kept.
+        cached = 8 * data.features * data.split_rows(split) <= CACHE_BYTES
+        mode = "rows" if cached else "contiguous" if data.shuffled is not None else "blocks"
     return BatchPlan(ranges, batch_size, seed, mode, order, data.chunk_rows, blocks)
 
 
-def read_batch(data: Dataset, plan: BatchPlan, step: int) -> Batch:
+def read_batch(data: RowSource, plan: BatchPlan, step: int) -> Batch:
     """Batch `step` of a plan, now."""
     ref = plan.batch(step)
     if ref.rows is not None:
@@ -66,12 +67,12 @@ def read_batch(data: Dataset, plan: BatchPlan, step: int) -> Batch:
     parts = [data.read_rows(start, stop) for start, stop in ref.spans]
     if len(parts) == 1:
         return Batch(step, *parts[0])
-    X = np.concatenate([X for X, _ in parts])
-    return Batch(step, X, None if data.y is None else np.concatenate([y for _, y in parts if y is not None]))
+    labels = [y for _, y in parts if y is not None]
+    return Batch(step, np.concatenate([X for X, _ in parts]), np.concatenate(labels) if labels else None)
 
 
 def read_batches(
-    data: Dataset,
+    data: RowSource,
     plan: BatchPlan,
     steps: Iterable[int],
     *,

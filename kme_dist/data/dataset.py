@@ -1,4 +1,4 @@
-"""A data set on disk or in an object store: open it, look at it, read rows, check it.
+"""Where rows are read from: data sets on disk or in an object store, and the interface that arrays share with them.
 
     data = open_dataset("covtype.zarr")
     X, y = data.read_rows(0, 2000)
@@ -13,6 +13,9 @@ codes 0, 1, 2, ... into `classes`.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +53,70 @@ class _DigestCheck:
         return number < len(self.digests) and digest(chunk[:used]) == self.digests[number]
 
 
-class Dataset:
+class RowSource:
+    """Rows with labels that can be planned, read and learned from, wherever they are: see `Dataset` and `ArrayRows`.
+
+    What is learned from a source depends on its rows, their order and its splits alone. Two sources that hold the same
+    rows are interchangeable: a plan, a sample or a sum over rows made from either has the same bits.
+    """
+
+    path: str  # where the rows are, for messages
+    rows: int
+    features: int
+    feature_names: list[str]
+    named: bool  # whether the names are the user's own, or numbers that stand for none
+    classes: Any  # a sequence of labels, or None
+    chunk_rows: int
+    shuffled: int | None
+    splits: dict[str, tuple[tuple[int, int], ...]]
+    statistics: Statistics
+
+    def ranges(self, split: str | None = None) -> tuple[tuple[int, int], ...]:
+        """The row ranges of a split; of everything when None."""
+        if split is None:
+            return ((0, self.rows),)
+        if split not in self.splits:
+            known = ", ".join(self.splits) or "none; ingest with a split to have some"
+            raise ConfigError(f"{self.path}: there is no split {split!r}; there are {known}.")
+        return self.splits[split]
+
+    def training_split(self, split: str | None = "auto") -> str | None:
+        """What a split stands for: "auto" is "train" where there is one, else all rows (None)."""
+        if split == "auto":
+            return "train" if "train" in self.splits else None
+        self.ranges(split)
+        return split
+
+    @property
+    def n_classes(self) -> int:
+        return 0 if self.classes is None else len(self.classes)
+
+    def split_rows(self, split: str | None = None) -> int:
+        return sum(stop - start for start, stop in self.ranges(split))
+
+    def split_statistics(self, split: str | None = None) -> Statistics:
+        """Ranges and moments of the features over one split (over everything when None)."""
+        raise ConfigError(f"{type(self).__name__} must define split_statistics(split)")
+
+    def read_rows(self, start: int, stop: int) -> tuple[Any, np.ndarray | None]:
+        """X and y of rows [start, stop)."""
+        raise ConfigError(f"{type(self).__name__} must define read_rows(start, stop)")
+
+    def take(self, rows: np.ndarray) -> tuple[Any, np.ndarray | None]:
+        """X and y of exactly these rows, in this order."""
+        raise ConfigError(f"{type(self).__name__} must define take(rows)")
+
+    def span_digests(self, start: int, stop: int) -> tuple[str, str]:
+        """Digests of X and y in rows [start, stop)."""
+        raise ConfigError(f"{type(self).__name__} must define span_digests(start, stop)")
+
+    @property
+    def digest(self) -> str:
+        """One digest for the rows, their labels, their names and their order."""
+        raise ConfigError(f"{type(self).__name__} must define digest")
+
+
+class Dataset(RowSource):
     """An open data set. Threads may share it; it pickles as its address, and opens again where it arrives."""
 
     def __init__(self, place: Place, *, verify: bool = False, cache_bytes: int = CACHE_BYTES) -> None:
@@ -71,10 +137,11 @@ class Dataset:
         self.rows = int(a["rows"])
         self.feature_names: list[str] = list(a["feature_names"])
         self.features = len(self.feature_names)
+        self.named = not generated_names(self.feature_names)
         self.sample_shape: tuple[int, ...] = tuple(a["sample_shape"])
         self.task: str = a["task"]
         self.label: str | None = a["schema"]["label"]
-        self.classes: list[Any] | None = a["classes"]
+        self.classes = a["classes"]
         self.class_counts: list[int] | None = a["class_counts"]
         self.chunk_rows, self.shard_rows = int(a["chunk_rows"]), int(a["shard_rows"])
         self.shuffled: int | None = a["shuffled"]
@@ -127,7 +194,7 @@ class Dataset:
         yield from (array for array in (self.X, self.y, self.row) if array is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (self.place, self.verify_reads, self._cache_bytes))
+        return (_reopen, (self.place, self.verify_reads, self._cache_bytes, self.digest))
 
     def __len__(self) -> int:
         return self.rows
@@ -137,24 +204,25 @@ class Dataset:
         return f"Dataset({self.path!r}, {self.rows} rows, {self.features} features {self.dtype}{labels})"
 
     @property
-    def path(self) -> str:
+    def path(self) -> str:  # type: ignore[override]
         return self.place.address
+
+    @functools.cached_property
+    def digest(self) -> str:
+        names = ("digests", "rows", "classes", "feature_names")
+        known = json.dumps({name: self.attributes[name] for name in names}, sort_keys=True, default=str)
+        return hashlib.sha256(known.encode()).hexdigest()
+
+    def span_digests(self, start: int, stop: int) -> tuple[str, str]:
+        number, begun = divmod(start, self.chunk_rows)
+        if not begun and stop == min(start + self.chunk_rows, self.rows):  # a whole chunk: known since it was written
+            return self.attributes["digests"]["X"][number], self.attributes["digests"]["y"][number]
+        X, y = self.read_rows(start, stop)
+        return digest(X), digest(np.asarray(y))
 
     @property
     def class_names(self) -> list[str] | None:
         return None if self.classes is None else [str(value) for value in self.classes]
-
-    def ranges(self, split: str | None = None) -> tuple[tuple[int, int], ...]:
-        """The row ranges of a split; of everything when None."""
-        if split is None:
-            return ((0, self.rows),)
-        if split not in self.splits:
-            known = ", ".join(self.splits) or "none; ingest with a split to have some"
-            raise ConfigError(f"{self.path}: there is no split {split!r}; there are {known}.")
-        return self.splits[split]
-
-    def split_rows(self, split: str | None = None) -> int:
-        return sum(stop - start for start, stop in self.ranges(split))
 
     def split_statistics(self, split: str | None = None) -> Statistics:
         """Ranges and moments of the features over one split (over everything when None)."""
@@ -210,8 +278,18 @@ class Dataset:
         return append(self.path, source, **options)
 
 
-def _reopen(place: Place, verify: bool, cache_bytes: int) -> Dataset:
+@functools.lru_cache(maxsize=2)
+def _reopen(place: Place, verify: bool, cache_bytes: int, content: str) -> Dataset:
+    """Opened once in a process, however many tasks bring it along: its cache serves all of them.
+
+    `content` is the digest of what is expected there, so that a data set which has changed is opened anew.
+    """
     return Dataset(place, verify=verify, cache_bytes=cache_bytes)
+
+
+def generated_names(names: list[str]) -> bool:
+    """Whether these are the names that sources without any get: x0, x1, ..."""
+    return all(name == f"x{i}" for i, name in enumerate(names))
 
 
 def read_dataset_attributes(place: Place) -> dict[str, Any]:

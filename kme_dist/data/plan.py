@@ -103,6 +103,8 @@ class BatchPlan:
             stop = start + self.rows_per_batch
             wrapped = self._spans(0, stop - self.rows)
             return BatchRef(step, self._spans(start, min(stop, self.rows)) + wrapped)
+        if self.rows_per_batch == self.rows:
+            return BatchRef(step, self._spans(0, self.rows))  # every row: in order, in one read
         virtual = self._from_blocks(step) if self._has_blocks else self._from_everywhere(step)
         return BatchRef(step, (), self._absolute(virtual))
 

@@ -28,9 +28,8 @@ from kme_dist.backend import resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.data.store import load_arrays, save_arrays
-from kme_dist.data.writer import digest
 from kme_dist.errors import ConfigError, CorruptError, DataError
-from kme_dist.run.blocks import Rows, Scratch, Span, opened
+from kme_dist.run.blocks import Rows, Scratch, Span
 from kme_dist.run.executors import Executor
 from kme_dist.run.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums, packed, unpacked
 
@@ -119,15 +118,8 @@ def sum_chunks(rows: Rows, ref: BasisRef, spans: tuple[Span, ...], name: str) ->
 
 def chunk_key(rows: Rows, start: int, stop: int) -> str:
     """A name for the content of a span: the data set's own digests where it is a whole chunk, else made from rows."""
-    data = opened(rows)
     ((low, high),) = rows.stored(start, stop)
-    number, size = divmod(low, data.chunk_rows)[0], data.chunk_rows
-    whole = low == number * size and high == min(low + size, data.rows)
-    if whole:
-        found = tuple(data.attributes["digests"][name][number] for name in ("X", "y"))
-    else:
-        X, y = data.read_rows(low, high)
-        found = (digest(X), digest(np.asarray(y)))
+    found = rows.source.span_digests(low, high)
     return hashlib.sha256("".join(found).encode()).hexdigest()[:32]
 
 
@@ -347,8 +339,8 @@ def _sum(rows: Rows, basis: Basis, spans: Sequence[Span], executor: Executor, sc
             sample = sample + summed.sample
         ledger += list(summed.ledger)
         for end in ("G", "B"):
-            scratch.place.delete(f"{summed.name}-{end}.npy")
-    scratch.place.delete(f"centres-{ref.token}.npy")
+            scratch.delete(f"{summed.name}-{end}")
+    scratch.delete(f"centres-{ref.token}")
     assert total is not None
     assert sample is not None
     return Part(total, ledger), sample

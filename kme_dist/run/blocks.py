@@ -8,17 +8,15 @@
 
 Rows are counted within the split, from 0 to `rows.count`, whatever lies between its ranges. Only the address of the
 data set travels; a worker opens it once. Arrays in the scratch place are written under a name that says what they are,
-so a task that runs twice writes the same bytes twice, and one that died leaves nothing that counts.
+so a task that runs twice writes the same bytes twice, and one that died leaves nothing that counts. Where all tasks run
+in this process, the scratch place is a dictionary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import io
 import itertools
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ import numpy as np
 
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.data.batches import plan_batches
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.dataset import RowSource
 from kme_dist.data.places import Place
 from kme_dist.errors import DataError
 from kme_dist.meter import metered
@@ -36,7 +34,7 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.scaling import Scaling
 
 Span = tuple[int, int]
-_SAMPLED_CHUNKS = 64  # of rows that were not shuffled at ingest
+_SAMPLED_CHUNKS = 64  # of rows that are neither in order at random nor few enough for the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +42,7 @@ class Rows:
     """The rows of one split, scaled: what every task of a fit reads from."""
 
     token: str  # tells a worker whether it has met these rows before
-    path: str
+    source: RowSource
     ranges: tuple[Span, ...]
     scale: Scaling
     dtype: str
@@ -58,16 +56,20 @@ class Rows:
         return isinstance(other, Rows) and other.token == self.token
 
     @classmethod
-    def of(cls, dataset: Dataset, *, split: str | None, scaling: Scaling | str | None, dtype: str) -> Self:
+    def of(cls, dataset: RowSource, *, split: str | None, scaling: Scaling | str | None, dtype: str) -> Self:
         """`split` "auto" stands for "train" where the data set has it, None for all rows."""
         if dataset.classes is None:
             raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
-        split = resolve_split(dataset, split)
+        split = dataset.training_split(split)
         ranges = tuple(span for span in dataset.ranges(split) if span[0] < span[1])
         if not ranges:
             raise DataError(f"{dataset.path}: there are no rows to fit; the split {split!r} is empty")
         scale = scaling if isinstance(scaling, Scaling) else Scaling.of(dataset.split_statistics(split), scaling)
-        return cls(os.urandom(8).hex(), dataset.path, ranges, scale, dtype, len(dataset.classes))
+        return cls(os.urandom(8).hex(), dataset, ranges, scale, dtype, len(dataset.classes))
+
+    @property
+    def path(self) -> str:
+        return self.source.path
 
     @property
     def count(self) -> int:
@@ -76,7 +78,7 @@ class Rows:
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Scaled rows [start, stop) of the split, and their labels."""
         with metered("read"):
-            parts = [opened(self).read_rows(low, high) for low, high in self.stored(start, stop)]
+            parts = [self.source.read_rows(low, high) for low, high in self.stored(start, stop)]
         X = parts[0][0] if len(parts) == 1 else np.concatenate([X for X, _ in parts])
         labels = [y for _, y in parts if y is not None]
         return self._scaled(X), np.concatenate(labels) if labels else np.zeros(len(X), np.int64)
@@ -89,13 +91,12 @@ class Rows:
         edges = np.cumsum([0] + [high - low for low, high in self.ranges])
         part = np.searchsorted(edges, numbers, side="right") - 1
         starts = np.array([low for low, _ in self.ranges])
-        X, _ = opened(self).take(numbers - edges[part] + starts[part])
+        X, _ = self.source.take(numbers - edges[part] + starts[part])
         return self._scaled(X)
 
     def digest(self) -> str:
         """Of the stored rows and labels, whatever split is taken of them."""
-        known = {name: opened(self).attributes[name] for name in ("digests", "rows")}
-        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        return self.source.digest
 
     def in_precision(self, dtype: str) -> Rows:
         return self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, token=f"{self.token}-{dtype}")
@@ -112,7 +113,7 @@ class Rows:
 
     def chunks(self) -> list[Span]:
         """The split cut where the data set is cut, so that a span never reaches over two chunks."""
-        size, spans, before = opened(self).chunk_rows, [], 0
+        size, spans, before = self.source.chunk_rows, [], 0
         for low, high in self.ranges:
             cuts = [low, *range((low // size + 1) * size, high, size), high]
             spans += [(before + a - low, before + b - low) for a, b in itertools.pairwise(cuts)]
@@ -130,70 +131,86 @@ class Rows:
         """
         if size >= self.count:
             return self.read(0, self.count)
-        data = opened(self)
-        chunks = sum(-(-high // data.chunk_rows) - low // data.chunk_rows for low, high in self.ranges)
-        blocks = min(_SAMPLED_CHUNKS, chunks)
-        mode = "contiguous" if data.shuffled is not None else "rows" if chunks <= blocks else "blocks"
-        plan = plan_batches(data, batch_size=size, seed=seed, mode=mode, order="sampling", blocks=blocks)
+        plan = plan_batches(self.source, batch_size=size, seed=seed, order="sampling", blocks=_SAMPLED_CHUNKS)
         batch = dataclasses.replace(plan, ranges=self.ranges).batch(0)
         if batch.rows is not None:
-            X, y = data.take(np.sort(batch.rows))
+            X, y = self.source.take(np.sort(batch.rows))
         else:
-            parts = [data.read_rows(*span) for span in batch.spans]
+            parts = [self.source.read_rows(*span) for span in batch.spans]
             X, y = np.concatenate([X for X, _ in parts]), np.concatenate([y for _, y in parts if y is not None])
         return self.scale.apply(X, self.dtype), np.asarray(y)
 
 
-def resolve_split(dataset: Dataset, split: str | None) -> str | None:
-    if split == "auto":
-        return "train" if "train" in dataset.splits else None
-    return split
-
-
-@functools.lru_cache(maxsize=2)
-def opened(rows: Rows) -> Dataset:
-    return open_dataset(rows.path)
-
-
-@dataclass(frozen=True)
 class Scratch:
-    """Arrays by name in a folder (or object store) that the driver and all workers reach."""
+    """Arrays by name in a folder (or object store) that the driver and all workers reach; in memory without one."""
 
-    place: Place
+    def __init__(self, place: Place | None = None) -> None:
+        self._place, self._held = place, {}  # type: tuple[Place | None, dict[str, np.ndarray]]
 
     @classmethod
     def at(cls, path: Any) -> Scratch:
-        return path if isinstance(path, Scratch) else cls(Place.of(path))
+        """In a folder; in the memory of this process where `path` is None."""
+        if isinstance(path, Scratch):
+            return path
+        return cls() if path is None else cls(Place.of(path))
+
+    @property
+    def place(self) -> Place:
+        if self._place is None:
+            raise DataError("arrays in the memory of one process have no address; give the fit a scratch folder")
+        return self._place
+
+    @property
+    def in_memory(self) -> bool:
+        return self._place is None
 
     def child(self, name: str) -> Scratch:
-        return Scratch(self.place.child(name))
+        return Scratch() if self._place is None else Scratch(self._place.child(name))
 
     def save(self, name: str, array: np.ndarray) -> None:
+        if self._place is None:
+            self._held[name] = np.array(array)  # a copy, as a file would be
+            return
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             array = np.ascontiguousarray(array)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
         flat = array.reshape(-1, order="A")  # a view: the bytes as they lie
         with metered("write"):
-            self.place.write(f"{name}.npy", [header.getvalue(), flat.view(np.uint8).data], sync=False)
+            self._place.write(f"{name}.npy", [header.getvalue(), flat.view(np.uint8).data], sync=False)
 
     def load(self, name: str) -> np.ndarray:
-        if self.place.is_local:
-            mapped: np.ndarray = np.load(self.place.path / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        if self._place is None:
+            return self._held[name]
+        if self._place.is_local:
+            mapped: np.ndarray = np.load(self._place.path / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             return mapped
-        read: np.ndarray = np.load(io.BytesIO(self.place.read(f"{name}.npy")), allow_pickle=False)
+        read: np.ndarray = np.load(io.BytesIO(self._place.read(f"{name}.npy")), allow_pickle=False)
         return read
 
     def has(self, name: str) -> bool:
-        if self.place.is_local:
-            return (self.place.path / f"{name}.npy").is_file()
-        return bool(self.place.sizes(f"{name}.npy"))
+        if self._place is None:
+            return name in self._held
+        if self._place.is_local:
+            return (self._place.path / f"{name}.npy").is_file()
+        return bool(self._place.sizes(f"{name}.npy"))
+
+    def delete(self, name: str) -> None:
+        if self._place is None:
+            self._held.pop(name, None)
+        else:
+            self._place.delete(f"{name}.npy")
 
     def bytes(self) -> int:
-        return sum(self.place.sizes().values()) if not self.place.is_local or self.place.path.exists() else 0
+        if self._place is None:
+            return sum(array.nbytes for array in self._held.values())
+        return sum(self._place.sizes().values()) if not self._place.is_local or self._place.path.exists() else 0
 
     def clear(self) -> None:
-        self.place.delete_all()
+        if self._place is None:
+            self._held.clear()
+        else:
+            self._place.delete_all()
 
 
 # --- what a solver is asked, and what it brings back ------------------------------------------------
@@ -215,6 +232,7 @@ class Task:
     tile_rows: int | None
     memory: int
     say: Callable[[str], None]
+    backend: str = "numpy"  # where a whole Gram matrix is factorised
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from kme_dist.backend import Factor, blas_threads, cholesky, free_bytes
 from kme_dist.core import optim
 from kme_dist.core.conditional import ConditionalEmbedding, Delta, Explicit, Weights, held_out_objective
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, NumericalError
@@ -366,7 +366,7 @@ class Inverse:
             place = home.sibling(f".{home.name}.embedding-{token}")  # where workers reach it too
             scale = self.pairs.scale
             assert scale is not None
-            rows = Rows(token, sample.path, sample.ranges, scale, "float64", 0, self.pairs.inputs)
+            rows = Rows(token, open_dataset(sample.path), sample.ranges, scale, "float64", 0, self.pairs.inputs)
         else:
             if not isinstance(sample.memory, np.ndarray):
                 raise ConfigError(
@@ -376,7 +376,7 @@ class Inverse:
             place = Place.of(folder)
             data = ingest(sample.memory, folder / "rows.zarr", dtype="float64")
             plain = Scaling(np.zeros(data.features), np.ones(data.features))
-            rows = Rows(token, data.path, tuple(data.ranges(None)), plain, "float64", 0)
+            rows = Rows(token, data, tuple(data.ranges(None)), plain, "float64", 0)
         weakref.finalize(self, Place.delete_all, place)
         return rows, Scratch(place)
 

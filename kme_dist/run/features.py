@@ -19,10 +19,11 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +58,6 @@ from kme_dist.run.learn import (
     select,
     step_record,
 )
-from kme_dist.run.rounds import data_digest
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization
 
@@ -65,7 +65,6 @@ PREFIX = "features."
 _MEAN = "averaged"  # beside the slots of the optimiser
 _CHUNK_ROWS = 4_096
 _LOO_ROWS = 20_000
-_ONE_THREAD_ROWS = 4_000
 
 
 class Task(Protocol):
@@ -173,7 +172,7 @@ class StoredSource:
     def digest(self) -> str:
         """Of the rows, their labels and the plan that cuts them into batches."""
         plan = {**self.plan.to_json(), "scaling": [self.scale.shift.tolist(), self.scale.factor.tolist()]}
-        return hashlib.sha256((data_digest(self.dataset) + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
+        return hashlib.sha256((self.dataset.digest + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
 
     def call(
         self, task: Task, number: int, parameters: optim.Named
@@ -250,7 +249,7 @@ def learn_task(
         watch.restore(now.watch)
     history, began, first = list(now.history), time.perf_counter() - now.seconds, now.step
     try:
-        with blas_threads(1 if executor is None and source.batch <= _ONE_THREAD_ROWS else None):
+        with blas_threads(1):
             while now.step < settings.steps and not now.watch["stopped"]:
                 step, parameters, state = now.step, now.parameters, dict(now.optimizer)
                 mean = state.pop(_MEAN, None)
@@ -462,6 +461,7 @@ class FeatureEmbedding:
     features: Any
     weights: Array
     on_features: Embedding | None = None
+    regularization: float = math.nan
 
     def decision(self, X: Array) -> Array:
         """Decision probabilities (or scores) at the rows of X, chunk by chunk."""
@@ -508,20 +508,26 @@ class FeatureScaling(Scaling):
     """Rows scaled, then taken through a fixed feature map: for a kernel that stands on features."""
 
     features: Any = None
+    after: np.ndarray | None = None  # factors of the features
 
     def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        return np.asarray(to_host(self.features.forward(super().apply(X, dtype))), dtype)
+        Z = to_host(self.features.forward(super().apply(X, dtype)))
+        return np.asarray(Z if self.after is None else Z * self.after, dtype)
+
+    def weighted(self, weights: np.ndarray) -> Scaling:
+        return replace(self, after=weights if self.after is None else self.after * weights)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        return {f"features/{name}": value for name, value in self.features.arrays.items()}
+        own = {f"features/{name}": value for name, value in self.features.arrays.items()}
+        return own if self.after is None else {**own, "scaling/after": self.after}
 
 
-def with_features(scaling: Scaling, features: Any, seed: int = 0) -> Scaling:
+def with_features(scaling: Scaling, features: Any, seed: int = 0, after: np.ndarray | None = None) -> Scaling:
     """`scaling` followed by a feature map; alone where there is none."""
     if features is None:
         return scaling
-    return FeatureScaling(scaling.shift, scaling.factor, as_features(features, scaling.shift.size, seed))
+    return FeatureScaling(scaling.shift, scaling.factor, as_features(features, scaling.shift.size, seed), after)
 
 
 def features_of(scaling: Scaling) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:

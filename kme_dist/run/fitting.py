@@ -17,7 +17,6 @@ data and settings, never on the number of workers.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,18 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import blas_threads, free_bytes
+from kme_dist.backend import blas_threads, free_bytes, to_device, to_host
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.objective import one_hot
-from kme_dist.data.dataset import Dataset
-from kme_dist.data.ingest import ingest
+from kme_dist.data.dataset import RowSource
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError
 from kme_dist.run import solve
 from kme_dist.run.additive import Statistics, gather
 from kme_dist.run.blocks import Found, Rows, Scratch, Task
-from kme_dist.run.executors import Executor, SerialExecutor
+from kme_dist.run.executors import Executor
+from kme_dist.run.features import FeatureEmbedding
 from kme_dist.run.nystrom import Basis, Centres, Features, System, judged_rows
 from kme_dist.run.pcg import fit_pcg, relative_residual
 from kme_dist.run.pivots import choose_centres
@@ -69,25 +68,13 @@ class Fit:
     statistics: Statistics | None = None  # of additive solvers
 
 
-@dataclass(frozen=True)
-class FeatureEmbedding:
-    """f(x) = Wᵀ φ(x)."""
-
-    features: FeatureMap
-    weights: np.ndarray
-    regularization: float
-
-    def decision(self, X: Any) -> Any:
-        return self.features.forward(X) @ self.weights
-
-
 def fit_on_dataset(
-    dataset: Dataset,
+    dataset: RowSource,
     kernel: Kernel,
     regularization: float,
     *,
     executor: Executor,
-    scratch: str | Path | Place,
+    scratch: str | Path | Place | None = None,
     split: str | None = "auto",
     scaling: str | Scaling | None = "unit",
     dtype: str = "float32",
@@ -101,6 +88,7 @@ def fit_on_dataset(
     tile_rows: int | None = None,
     memory: int | None = None,
     features: FeatureMap | None = None,
+    backend: str = "numpy",
     report: Callable[[str], None] | None = None,
 ) -> Fit:
     """Solve for the embedding on all rows of a split.
@@ -111,12 +99,14 @@ def fit_on_dataset(
     kernel, regularization : as learned, for scaled rows; with `retune` λ is chosen again on all rows
     executor : SerialExecutor() or DaskExecutor(client)
     scratch : a folder or address that driver and workers reach; what the fit puts there is removed at its end, but for
-        the tiles of a `tiled` fit that was interrupted, which the next one finds
+        the tiles of a `tiled` fit that was interrupted, which the next one finds. None: the memory of this process,
+        where a SerialExecutor works
     solver, centres, centre_choice : see the table above; `centres` says how many
     floor : the probability floor that the losses are measured with
     tolerance : of `pcg`, relative residual
     tile_rows, memory : rows of a tile; bytes that one worker may use (None: its share of what is free)
     features : an explicit feature map for solver "features"
+    backend : "numpy" or "cupy", where `cholesky` factorises
     report : told, in a line, what goes on
     """
     began, say = time.perf_counter(), report or (lambda line: None)
@@ -126,7 +116,7 @@ def fit_on_dataset(
     say(f"fit: {solver} on {rows.count} rows ({reason})")
     place = Scratch.at(scratch)
     task = Task(
-        rows, kernel, regularization, retune, floor, seed, tolerance, executor, place, tile_rows, room, say
+        rows, kernel, regularization, retune, floor, seed, tolerance, executor, place, tile_rows, room, say, backend
     )  # fmt: skip
     found = _solve(task, solver, centres or solve.NYSTROM_CENTRES, centre_choice, features)
     return _finished(found, solver, reason, rows.count, rows.scale, began)
@@ -169,27 +159,6 @@ def _finished(found: Found, solver: str, reason: str, rows: int, scaling: Scalin
         facts=found.facts,
         statistics=found.statistics,
     )
-
-
-def fit_arrays(
-    kernel: Kernel,
-    X: np.ndarray,
-    y: np.ndarray,
-    *,
-    regularization: float,
-    retune: bool,
-    solver: str,
-    floor: float,
-    seed: int,
-) -> solve.Solution:
-    """The solvers of data sets for scaled rows in memory: they go to a temporary folder and are fitted from there."""
-    with tempfile.TemporaryDirectory(prefix="kme-dist-") as folder:
-        kept = ingest((X, y), Path(folder) / "rows.zarr", task="classification", dtype=str(X.dtype))
-        fit = fit_on_dataset(
-            kept, kernel, regularization, executor=SerialExecutor(), scratch=Path(folder) / "scratch", scaling=None,
-            dtype=str(X.dtype), solver=solver, retune=retune, floor=floor, seed=seed,
-        )  # fmt: skip
-    return solve.Solution(fit.embedding, solver, fit.reason, fit.loss, fit.tried)
 
 
 def _solve(task: Task, solver: str, centres: int, centre_choice: str, features: FeatureMap | None) -> Found:
@@ -242,7 +211,8 @@ def choose(
 
 def _cholesky(task: Task) -> Found:
     lam, loss, tried = solve_on_sample(task)
-    V = task.executor.map(cholesky_on_worker, [(task.rows, task.kernel, lam)], name="fit-cholesky")[0]
+    call = (task.rows, task.kernel, lam, task.backend)
+    V = task.executor.map(cholesky_on_worker, [call], name="fit-cholesky", gpu=task.backend == "cupy")[0]
     X, _ = task.rows.read(0, task.rows.count)
     residual = relative_residual(task, V.astype(np.float64), lam)
     facts = {"leave_one_out_rows": min(task.rows.count, solve.LOO_ROWS)} if tried else {}
@@ -250,11 +220,11 @@ def _cholesky(task: Task) -> Found:
     return Found(Embedding(task.kernel, X, V, lam), loss, tried, residual, 1, size, facts)
 
 
-def cholesky_on_worker(rows: Rows, kernel: Kernel, lam: float) -> np.ndarray:
+def cholesky_on_worker(rows: Rows, kernel: Kernel, lam: float, backend: str = "numpy") -> np.ndarray:
     """The exact weights, in one factorisation."""
     X, y = rows.read(0, rows.count)
-    found = solve.fit(kernel, X, y, rows.n_classes, regularization=lam, retune=False)
-    return np.asarray(found.embedding.weights)
+    found = solve.fit(kernel, to_device(X, backend), y, rows.n_classes, regularization=lam, retune=False)
+    return to_host(found.embedding.weights)
 
 
 # --- sums over rows: nystrom and features -----------------------------------------------------------
@@ -321,7 +291,7 @@ def solve_statistics(
         lam, loss, tried = solve.search_regularization(evaluate, scale=variance / system.rows, start=regularization)
         leverage = leverages[lam]
         for name in names.values():
-            scratch.place.delete(f"{name}.npy")
+            scratch.delete(name)
     with blas_threads(1):
         V = system.solve(lam)
         residual = system.residual(lam, V)
@@ -336,7 +306,7 @@ def solve_statistics(
         embedding = Embedding(basis.kernel, basis.points, V, lam)
     else:
         assert isinstance(basis, Features)
-        embedding = FeatureEmbedding(basis.features, V, lam)
+        embedding = FeatureEmbedding(basis.features, V, regularization=lam)
     return Found(embedding, loss, tried, residual, 1, 8 * basis.size**2, known, statistics)
 
 

@@ -38,7 +38,7 @@ from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.jobs import Job, job_basis, opened
+from kme_dist.run.jobs import Job, job_basis
 from kme_dist.run.learn import LearnSettings, Record
 from kme_dist.run.rounds import Loop, Round, run_identity
 
@@ -94,8 +94,8 @@ def _chunk(job: _ChunkJob, number: int, version: _Version) -> tuple[np.ndarray, 
     key = f"{job.token}/{version.name}"
     if (held := _remembered.get(key, number)) is not None:
         return held  # type: ignore[return-value]
-    X, y = opened(job).data.read_rows(*job.spans[number])
-    rows = job.scale.apply(X, job.dtype)
+    X, y = job.source.read_rows(*job.spans[number])
+    rows = X if job.scale is None else job.scale.apply(X, job.dtype)
     found = rows, np.asarray(y), np.asarray(version.features.forward(rows), dtype=np.float64)
     _remembered.put(key, number, found, job.cache_bytes)
     return found
@@ -181,7 +181,7 @@ def _judge(
     sums = executor.map_reduce(_moments, fixed, _add, name="feature-moments", sticky=True)
     n = float(sums["n"])
     if not n:
-        raise DataError(f"{job.path}: there are no rows to learn from; the split is empty")
+        raise DataError(f"{job.source.path}: there are no rows to learn from; the split is empty")
     with blas_threads(1):
         factor = cholesky(np.asfortranarray(sums["G"] + n * lam * np.eye(len(sums["G"]))))
         W = np.ascontiguousarray(factor.solve(sums["B"]))

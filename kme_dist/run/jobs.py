@@ -26,7 +26,7 @@ from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import Objective, Workspace
 from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
@@ -35,6 +35,7 @@ from kme_dist.run.learn import LearnSettings, LengthScalePrior, assemble, batch_
 from kme_dist.run.scaling import Scaling
 
 BATCH_ROWS = 1000  # where the settings leave the batch size open
+KEPT_BYTES = 64 << 20  # rows that are kept from step to step where every batch holds all of them
 Rows = tuple[np.ndarray, np.ndarray, float]  # X, y and the seconds that reading took
 
 
@@ -43,8 +44,8 @@ class Job:
     """What every call of a run has in common."""
 
     token: str
-    path: str
-    scale: Scaling
+    source: RowSource
+    scale: Scaling | None  # None: rows are taken as they are
     dtype: str
     n_classes: int
 
@@ -67,11 +68,11 @@ class BatchJob(Job):
 
 @dataclass
 class Opened:
-    """A job on a worker: the data set open, memory for the Gram matrix at hand."""
+    """A job on a worker: memory for the Gram matrix at hand, and the rows where every batch holds all of them."""
 
     job: Any
-    data: Dataset
     workspace: Workspace
+    all_rows: Rows | None = None
 
 
 _here = threading.local()
@@ -82,24 +83,25 @@ def opened(job: Job) -> Opened:
     held: Opened | None = getattr(_here, "opened", None)
     if held is None or held.job != job:
         _here.opened = None  # its matrix is given back before a new one is asked for
-        held = _here.opened = Opened(job, open_dataset(job.path), Workspace())
+        held = _here.opened = Opened(job, Workspace())
     return held
 
 
 def job_basis(
-    dataset: Dataset, split: str | None, scaling: str | None, dtype: str
+    dataset: RowSource, split: str | None, scaling: str | Scaling | None, dtype: str
 ) -> tuple[dict[str, Any], str | None]:
     """The fields of a `Job` and the split that "auto" stands for; refuses what cannot be learned from."""
     if dataset.classes is None:
         raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
     if dtype not in ("float32", "float64"):
         raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
-    if split == "auto":
-        split = "train" if "train" in dataset.splits else None
+    split = dataset.training_split(split)
+    if not isinstance(scaling, Scaling):
+        scaling = Scaling.of(dataset.split_statistics(split), scaling) if dataset.features else None
     basis = {
         "token": os.urandom(8).hex(),
-        "path": dataset.path,
-        "scale": Scaling.of(dataset.split_statistics(split), scaling),
+        "source": dataset,
+        "scale": scaling,
         "dtype": dtype,
         "n_classes": len(dataset.classes),
     }
@@ -107,19 +109,21 @@ def job_basis(
 
 
 def make_job(
-    dataset: Dataset,
+    dataset: RowSource,
     kernel: Kernel,
     settings: LearnSettings,
     *,
     split: str | None,
-    scaling: str | None,
+    scaling: str | Scaling | None,
     dtype: str,
     backend: str = "numpy",
+    plan: BatchPlan | None = None,
 ) -> BatchJob:
     """Plan the batches and check that they can be learned from."""
     basis, split = job_basis(dataset, split, scaling, dtype)
-    batch = min(settings.batch_size or BATCH_ROWS, dataset.split_rows(split))
-    plan = plan_batches(dataset, batch_size=max(batch, 1), seed=settings.seed, split=split)
+    if plan is None:
+        batch = min(settings.batch_size or BATCH_ROWS, dataset.split_rows(split))
+        plan = plan_batches(dataset, batch_size=max(batch, 1), seed=settings.seed, split=split)
     return BatchJob(**basis, plan=plan, settings=travelling(settings), kernel=kernel, backend=backend)
 
 
@@ -144,10 +148,14 @@ class BatchRecord:
 
 def read_rows(job: BatchJob, number: int) -> Rows:
     """Batch `number`, scaled, on the host: a call of its own where those who read are not those who compute."""
-    began = time.perf_counter()
+    began, here = time.perf_counter(), opened(job)
+    if here.all_rows is not None:
+        return here.all_rows
     with metered("read"):
-        batch = read_batch(opened(job).data, job.plan, number)
-        X, y = job.scale.apply(batch.X, job.dtype), np.asarray(batch.y)
+        batch = read_batch(job.source, job.plan, number)
+        X, y = batch.X if job.scale is None else job.scale.apply(batch.X, job.dtype), np.asarray(batch.y)
+    if job.plan.rows_per_batch == job.plan.rows and hasattr(X, "nbytes") and X.nbytes <= KEPT_BYTES:
+        here.all_rows = X, y, 0.0
     return X, y, time.perf_counter() - began
 
 
@@ -157,7 +165,7 @@ def batch_gradient(job: BatchJob, number: int, parameters: optim.Named, rows: Ro
     began = time.perf_counter()
     here = opened(job)
     kernel, lam = assemble(here.job.kernel, parameters)
-    on_device: Array = to_device(X, job.backend)
+    on_device: Array = to_device(X, job.backend) if hasattr(X, "dtype") else X
     out = batch_objective(job.settings, kernel, lam, on_device, y, job.n_classes, number, here.workspace)
     return BatchRecord(out, len(X), read_s, time.perf_counter() - began, _who())
 

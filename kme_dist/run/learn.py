@@ -1,21 +1,20 @@
-"""Learning the kernel and the regularisation: plan a batch, take its gradient, make a step.
+"""The pieces of learning: settings, the objective of one batch, the prior, the stopping rule, records.
 
-`learn` is the whole algorithm in one loop. The batch of step t is a function of the seed and t alone, so a run can be
-repeated, split and resumed; the parameters are logarithms; every step leaves a record.
+The loop that puts them together is in `rounds`. The batch of step t is a function of the seed and t alone, so a run can
+be repeated, split and resumed; the parameters are logarithms; every step leaves a record.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, like
+from kme_dist.backend import like
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import (
@@ -129,49 +128,6 @@ def batch_objective(
 def select(X: Any, rows: np.ndarray) -> Any:
     """Rows of an array on any device, or of a list."""
     return X[like(rows, X, dtype=np.int64)] if hasattr(X, "dtype") else [X[i] for i in rows]
-
-
-def learn(
-    kernel: Kernel,
-    regularization: float,
-    X: Array,
-    y: np.ndarray,
-    n_classes: int,
-    settings: LearnSettings,
-    callback: Callable[[Record], None] | None = None,
-    batches: Callable[[int], np.ndarray | None] | None = None,
-) -> Learned:
-    """Stochastic gradient descent on log θ and log λ.   [HNR, algorithm 1]
-
-    `batches` gives the rows of step t where they are not to come from `batch_rows`.
-    """
-    batches = batches or (lambda step: batch_rows(len(X), settings.batch_size, step, settings.seed))
-    parameters = optim.to_log({**kernel.parameters, "regularization": np.asarray(regularization, dtype=np.float64)})
-    names = optim.learnable(parameters, settings.frozen)
-    optimizer = optim.optimizer_by_name(settings.optimizer)
-    state = optimizer.init({name: parameters[name] for name in names})
-    rate = (settings.schedule or (lambda rate, steps: optim.constant(rate)))(settings.learning_rate, settings.steps)
-    watch = PlateauWatch(settings.patience)
-    prior = LengthScalePrior(kernel, parameters, settings, len(X))
-    workspace, history, began = Workspace(), [], time.perf_counter()
-    for step in range(settings.steps):
-        rows = batches(step)
-        X_b, y_b = (X, y) if rows is None else (select(X, rows), y[rows])
-        kernel, lam = assemble(kernel, parameters)
-        out = batch_objective(settings, kernel, lam, X_b, y_b, n_classes, step, workspace)
-        gradient = prior.add_to({name: out.gradient[name] for name in names}, parameters, len(X_b))
-        record = step_record(settings, step, out, lam, optim.norm(gradient), len(X_b), time.perf_counter() - began)
-        history.append(record)
-        if callback:
-            callback(record)
-        if watch.should_stop(out.value + prior.value(parameters, len(X_b)), parameters):
-            break
-        delta, state = optimizer.update(optim.clip(gradient, settings.clip_norm), state, rate(step))
-        parameters = {name: parameters[name] + delta.get(name, 0.0) for name in parameters}
-    if settings.patience is not None:
-        parameters = watch.best_parameters(parameters)
-    kernel, lam = assemble(kernel, parameters)
-    return Learned(kernel, lam, history, stopped_early=len(history) < settings.steps)
 
 
 def assemble(kernel: Kernel, log_parameters: dict[str, np.ndarray]) -> tuple[Kernel, float]:

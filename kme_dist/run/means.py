@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import free_bytes
-from kme_dist.core.features import SAMPLERS, sample_frequencies
+from kme_dist.core.features import SAMPLERS, Spectral, sample_frequencies
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.means import (
     ESTIMATORS,
@@ -300,6 +300,12 @@ def spectrum_sample(kernel: Kernel, n_features: int, count: int, seed: int) -> n
     nu = float(getattr(kernel, "nu", 1.5))
     width = getattr(kernel, "length_scale", 1.0)
     return sample_frequencies(n_features, count, kernel.name, width, nu, rng=np.random.default_rng([seed, 5]))
+
+
+def random_features(kernel: Kernel, n_features: int, count: int, seed: int) -> Spectral:
+    """φ with φ(x)·φ(x') near k(x, x'), from `count` random frequencies of the kernel."""
+    frequencies = spectrum_sample(kernel, n_features, count, seed)
+    return Spectral(frequencies)
 
 
 # --- the four estimators, for any number of rows ------------------------------------------------------------

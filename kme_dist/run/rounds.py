@@ -23,19 +23,22 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kme_dist.backend import is_cupy, precision, to_host
 from kme_dist.core import optim
-from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.objective import Objective
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, KMEError
 from kme_dist.run import jobs
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
-from kme_dist.run.executors import Executor
+from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.jobs import (
     BatchJob,
     BatchRecord,
@@ -48,13 +51,14 @@ from kme_dist.run.jobs import (
     read_rows,
 )
 from kme_dist.run.learn import Learned, LearnSettings, LengthScalePrior, PlateauWatch, Record, assemble, step_record
+from kme_dist.run.scaling import Scaling
 
 __all__ = [
     "BatchRecord",
     "Loop",
     "Round",
     "batch_gradient",
-    "data_digest",
+    "learn",
     "learn_on_dataset",
     "make_job",
     "mean_objective",
@@ -66,7 +70,7 @@ GRADIENT, READ, REPLICA = "rcb-gradient", "read-batch", "local-steps"  # as the 
 
 
 def learn_on_dataset(
-    dataset: Dataset,
+    dataset: RowSource,
     kernel: Kernel,
     regularization: float,
     settings: LearnSettings,
@@ -77,9 +81,10 @@ def learn_on_dataset(
     checkpoints: Checkpoints | None = None,
     callback: Callable[[Record], None] | None = None,
     split: str | None = "auto",
-    scaling: str | None = "unit",
+    scaling: str | Scaling | None = "unit",
     dtype: str = "float32",
     backend: str = "numpy",
+    plan: BatchPlan | None = None,
 ) -> Learned:
     """Stochastic gradient descent on log θ and log λ over the batches of a stored data set.   [HNR, algorithm 1]
 
@@ -92,7 +97,9 @@ def learn_on_dataset(
     executor : SerialExecutor() or DaskExecutor(client)
     checkpoints : where to save, and to resume from when settings and data agree
     callback : receives the record of every round; `history` keeps the last ones only
+    scaling : "unit", "standard", None, or one that is known already
     backend : "numpy" or "cupy", where the workers compute
+    plan : the batches, where they are not to come from the settings
 
     Returns
     -------
@@ -105,11 +112,19 @@ def learn_on_dataset(
             f"local_steps={local_steps}: needs a whole number from 1 of which steps={settings.steps} is a multiple, "
             "since averages are taken after whole rounds"
         )
-    job = make_job(dataset, kernel, settings, split=split, scaling=scaling, dtype=dtype, backend=backend)
-    model = {"kernel": kernel.to_config(), "regularization": float(regularization), "dtype": dtype, "scaling": scaling}
-    identity = run_identity(dataset, settings, job.plan, model, batches_per_step)
-    if local_steps is not None:
-        identity["learn"] |= {"mode": "local", "local_steps": local_steps}
+    job = make_job(dataset, kernel, settings, split=split, scaling=scaling, dtype=dtype, backend=backend, plan=plan)
+    identity: dict[str, Any] = {}
+    if checkpoints is not None:
+        given = scaling if not isinstance(scaling, Scaling) else [scaling.shift.tolist(), scaling.factor.tolist()]
+        model = {
+            "kernel": kernel.to_config(),
+            "regularization": float(regularization),
+            "dtype": dtype,
+            "scaling": given,
+        }
+        identity = run_identity(dataset, settings, job.plan, model, batches_per_step)
+        if local_steps is not None:
+            identity["learn"] |= {"mode": "local", "local_steps": local_steps}
     loop = Loop(kernel, regularization, settings, job.plan.rows)
     if local_steps is None:
         play = _synchronous(job, batches_per_step, executor)
@@ -118,6 +133,39 @@ def learn_on_dataset(
     history = loop.run(play, identity, checkpoints, callback)
     learned_kernel, lam = assemble(kernel, loop.result())
     return Learned(learned_kernel, lam, history, stopped_early=loop.stopped)
+
+
+def learn(
+    kernel: Kernel,
+    regularization: float,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    settings: LearnSettings,
+    callback: Callable[[Record], None] | None = None,
+    plan: BatchPlan | None = None,
+) -> Learned:
+    """The same for rows in memory (an array, or a list of whatever the kernel takes), as they are, in this process."""
+    records: list[Record] = []
+
+    def step(record: Record) -> None:
+        records.append(record)
+        if callback is not None:
+            callback(record)
+
+    learned = learn_on_dataset(
+        ArrayRows(to_host(X) if hasattr(X, "dtype") else X, np.asarray(y), range(n_classes)),
+        kernel,
+        regularization,
+        replace(settings, batch_size=settings.batch_size or row_count(X)),
+        executor=SerialExecutor(),
+        callback=step,
+        scaling=None,
+        dtype=precision(X) if hasattr(X, "dtype") else "float64",
+        backend="cupy" if is_cupy(X) else "numpy",
+        plan=plan,
+    )
+    return replace(learned, history=records)
 
 
 def _synchronous(job: BatchJob, batches: int, executor: Executor) -> Play:
@@ -294,7 +342,7 @@ def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
 
 
 def run_identity(
-    dataset: Dataset, settings: LearnSettings, plan: BatchPlan, model: dict[str, Any], batches_per_step: int
+    dataset: RowSource, settings: LearnSettings, plan: BatchPlan, model: dict[str, Any], batches_per_step: int
 ) -> dict[str, Any]:
     """What a checkpoint must agree with to be continued: plain data, named as the configuration names it."""
     chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
@@ -305,17 +353,11 @@ def run_identity(
     tree = {
         "learn": {**chosen, "batch_size": plan.batch_size, "batches_per_step": batches_per_step},
         "model": model,
-        "data": data_digest(dataset),
+        "data": dataset.digest,
         "plan": _digest(plan.to_json()),
     }
     plain: dict[str, Any] = json.loads(json.dumps(tree))
     return plain
-
-
-def data_digest(dataset: Dataset) -> str:
-    """One digest for the rows, their labels and their order."""
-    names = ("digests", "rows", "classes", "feature_names")
-    return _digest({name: dataset.attributes[name] for name in names})
 
 
 def _digest(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,11 @@ class Scaling:
             factor = np.where(width > 0, 1.0 / width, 0.0)
         return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
 
+    def weighted(self, weights: np.ndarray) -> Scaling:
+        """Followed by a factor for each of the columns that come out."""
+        return replace(self, factor=self.factor * weights)
+
     def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype)
+        # Row by row in memory however X lies there: products of another layout would round otherwise.
+        scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype, order="C")
         return scaled

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kme_dist.backend import Factor, cholesky
+from kme_dist.backend import Factor, cholesky, to_device
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
@@ -115,7 +115,7 @@ def _check_room(task: Task, n: int, size: int, dtype: str) -> int:
             f"tiles of {size} rows need {held / 1e9:.1f} GB in a worker that has {task.memory / 1e9:.1f} GB; "
             "set `tile_rows` lower"
         )
-    if task.scratch.place.is_local:
+    if not task.scratch.in_memory and task.scratch.place.is_local:
         task.scratch.place.path.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(task.scratch.place.path).free
         if needed > free:
@@ -215,13 +215,15 @@ def solve_on_sample(task: Task) -> tuple[float, float | None, dict[float, float]
     variance = task.kernel.alpha(few) ** 2 or 1.0
 
     def evaluate(lams: list[float]) -> list[float]:
-        calls = [(task.rows, task.kernel, lam, variance, task.floor, task.seed) for lam in lams]
-        return task.executor.map(judge_regularization, calls, name="leave-one-out")
+        calls = [(task.rows, task.kernel, lam, variance, task.floor, task.seed, task.backend) for lam in lams]
+        return task.executor.map(judge_regularization, calls, name="leave-one-out", gpu=task.backend == "cupy")
 
     return solve.search_regularization(evaluate, scale=variance / n, start=lam)
 
 
-def judge_regularization(rows: Rows, kernel: Kernel, lam: float, variance: float, floor: float, seed: int) -> float:
+def judge_regularization(
+    rows: Rows, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
+) -> float:
     """Leave-one-out log loss of (a sample of) the rows at one λ."""
     X, y = rows.sample(solve.LOO_ROWS, seed)
-    return solve.leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.count, variance, floor)
+    return solve.leave_one_out_loss(kernel, to_device(X, backend), y, rows.n_classes, lam, rows.count, variance, floor)

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kme_dist.core import optim
+from kme_dist.core.features import Identity
+from kme_dist.core.kernels import Linear
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.places import Place
+from kme_dist.data.dataset import RowSource
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import solve
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
+from kme_dist.run.features import with_features
 from kme_dist.run.fitting import Fit, fit_on_dataset
 from kme_dist.run.learn import LearnSettings, Record, length_scale_names, median_length_scale
+from kme_dist.run.means import random_features
 from kme_dist.run.rounds import learn_on_dataset
 from kme_dist.run.scaling import Scaling
 
@@ -56,7 +59,8 @@ class Recipe:
     dtype: str = "float32"
     seed: int = 0
     probability_floor: float | None = None
-    # What only a cluster has:
+    features: Any = None  # a map that scaled rows are taken through, or a number of random features for the fit
+    # What only a config has:
     batches_per_step: int = 1
     local_steps: int | None = None
     schedule: Callable[[float, int], optim.Schedule] | None = None
@@ -85,6 +89,25 @@ class Recipe:
             seed=self.seed,
         )
 
+    def scaling_of(self, source: RowSource, split: str | None) -> Scaling:
+        """What rows go through before the kernel sees them."""
+        scaling = Scaling.of(source.split_statistics(split), self.scaling)
+        return scaling if isinstance(self.features, int) else with_features(scaling, self.features, self.seed)
+
+    def precision_for(self, source: RowSource, split: str | None) -> str:
+        """The precision of scaled rows: double where single cannot tell them apart.
+
+        Scaling subtracts in double. Rows that are taken as they are may lie so far from the origin (years, coordinates)
+        that single precision, with a spacing of 1.2e-7 |x|, rounds their differences away.
+        """
+        found = source.split_statistics(split)
+        if self.scaling is None and self.dtype == "float32" and found.count:
+            spread = np.sqrt(found.variance)
+            largest = np.maximum(np.abs(found.minimum), np.abs(found.maximum))
+            if bool(np.any((spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread))):
+                return "float64"
+        return self.dtype
+
     def floor(self, rows: int, n_classes: int) -> float:
         """The probability below which no label falls: n rows cannot prove anything rarer than 1/(n + m)."""
         return 1.0 / (rows + n_classes) if self.probability_floor is None else float(self.probability_floor)
@@ -105,13 +128,13 @@ class Trained:
     """The candidate that was kept and its fit; the losses of all of them, where they were judged."""
 
     best: Candidate
-    fit: Fit
+    fit: Fit  # its λ is that of the kernel, whatever features it was solved for
     losses: dict[str, float]
     candidates: list[Candidate] = field(repr=False)
 
 
 def learn_candidates(
-    dataset: Dataset,
+    dataset: RowSource,
     recipe: Recipe,
     *,
     executor: Executor,
@@ -133,6 +156,7 @@ def learn_candidates(
     if recipe.objective in ("median", "cv"):
         return [Candidate(recipe.objective, kernel, lam)]
     found = []
+    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
     for name in SELECTED if recipe.objective == "auto" else (recipe.objective,):
         learned = learn_on_dataset(
             dataset,
@@ -145,8 +169,8 @@ def learn_candidates(
             checkpoints=None if checkpoints is None else checkpoints(name),
             callback=callback,
             split=split,
-            scaling=recipe.scaling,
-            dtype=recipe.dtype,
+            scaling=scaling,
+            dtype=dtype,
             backend=recipe.backend,
         )
         found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
@@ -154,39 +178,47 @@ def learn_candidates(
 
 
 def fit_candidates(
-    dataset: Dataset,
+    dataset: RowSource,
     recipe: Recipe,
     candidates: list[Candidate],
     *,
     executor: Executor,
-    scratch: Any,
+    scratch: Any = None,
     split: str | None = "auto",
     report: Callable[[str], None] | None = None,
 ) -> Trained:
-    """Fit every candidate on all rows and keep the one with the least loss on rows it was not fitted to."""
+    """Fit every candidate on all rows and keep the one with the least loss on rows it was not fitted to.
+
+    `scratch` is a folder that the workers reach; None where the executor works in this process.
+    """
     assert dataset.classes is not None
     split = _resolved(dataset, split)
+    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
 
     def fitted(candidate: Candidate, retune: bool) -> Fit:
-        return fit_on_dataset(
+        form = _explicit(recipe, candidate.kernel, scaling, dataset, dtype)
+        fit = fit_on_dataset(
             dataset,
             candidate.kernel,
-            candidate.regularization,
+            candidate.regularization / form.variance,
             executor=executor,
-            scratch=Place.of(scratch),
+            scratch=scratch,
             split=split,
-            scaling=recipe.scaling,
-            dtype=recipe.dtype,
+            scaling=form.scaling,
+            dtype=dtype,
+            backend=recipe.backend,
             solver=recipe.solver,
             centres=recipe.centres,
+            features=form.features,
             retune=retune,
-            floor=recipe.floor(dataset.split_rows(split), len(dataset.classes or ())),
+            floor=recipe.floor(dataset.split_rows(split), dataset.n_classes),
             seed=recipe.seed,
             report=report,
             **recipe.fit,
         )
+        return replace(fit, regularization=fit.regularization * form.variance)
 
-    as_given = recipe.steps == 0 or recipe.objective == "cv"
+    as_given = recipe.objective == "cv" or (recipe.steps == 0 and recipe.objective != "median")
     retune = not as_given and (recipe.refit_regularization or len(candidates) > 1)
     fits = [fitted(candidate, retune) for candidate in candidates]
     order = sorted(range(len(fits)), key=lambda i: math.inf if (loss := fits[i].loss) is None else loss)
@@ -197,9 +229,33 @@ def fit_candidates(
     return Trained(best, fit, losses, candidates)
 
 
-def _resolved(dataset: Dataset, split: str | None) -> str | None:
-    if split == "auto":
-        split = "train" if "train" in dataset.splits else None
+@dataclass(frozen=True)
+class _Form:
+    """What the fit solves for: weights of rows or centres (no features), or of the features that rows are scaled to."""
+
+    scaling: Scaling
+    features: Any = None
+    variance: float = 1.0  # k(x, x') = variance φ(x)·φ(x'), so that λ for the features is λ / variance
+
+
+def _explicit(recipe: Recipe, kernel: Kernel, scaling: Scaling, source: RowSource, dtype: str) -> _Form:
+    """Explicit features where they are given (a map, or a number of random ones), or where the kernel is linear and
+    has fewer features than there are rows: then p x p equations say the same as n x n."""
+    if recipe.solver not in ("auto", "features"):
+        return _Form(scaling)
+    if isinstance(recipe.features, int):
+        drawn = random_features(kernel, source.features, recipe.features, recipe.seed)
+        return _Form(with_features(scaling, drawn), Identity(), float(kernel.parameters["scale"]) ** 2)
+    if isinstance(kernel, Linear) and recipe.centres is None:
+        width = scaling.apply(source.read_rows(0, 1)[0], dtype).shape[1]
+        if recipe.solver == "features" or width < source.rows:
+            shrunk = scaling if kernel.length_scale is None else scaling.weighted(1 / kernel.length_scale)
+            return _Form(shrunk, Identity(), float(kernel.scale) ** 2)
+    return _Form(scaling)
+
+
+def _resolved(dataset: RowSource, split: str | None) -> str | None:
+    split = dataset.training_split(split)
     if dataset.classes is None:
         raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
     if dataset.split_rows(split) < 2:
@@ -212,28 +268,34 @@ def _resolved(dataset: Dataset, split: str | None) -> str | None:
 # --- a place to start from --------------------------------------------------------------------------
 
 
-def _start(dataset: Dataset, recipe: Recipe, split: str | None, rows: int, executor: Executor) -> tuple[Kernel, float]:
+def _start(
+    dataset: RowSource, recipe: Recipe, split: str | None, rows: int, executor: Executor
+) -> tuple[Kernel, float]:
     """Where learning starts, found on a sample of rows by one of the workers."""
     assert dataset.classes is not None
     floor = recipe.floor(rows, len(dataset.classes))
-    call = (dataset.path, split, recipe, len(dataset.classes), floor, min(SAMPLE_ROWS, rows))
+    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+    call = (dataset, split, without_functions(recipe), scaling, dtype, floor, min(SAMPLE_ROWS, rows))
     return executor.map(start_on_sample, [call], name="starting-point")[0]
 
 
 def start_on_sample(
-    path: str, split: str | None, recipe: Recipe, n_classes: int, floor: float, sample: int
+    source: RowSource, split: str | None, recipe: Recipe, scaling: Scaling, dtype: str, floor: float, sample: int
 ) -> tuple[Kernel, float]:
     """The function that a worker runs: kernel and λ that suit a random sample of rows."""
-    data = open_dataset(path)
-    batch = read_batch(data, plan_batches(data, batch_size=sample, seed=recipe.seed, split=split, mode="auto"), 0)
-    X = Scaling.of(data.split_statistics(split), recipe.scaling).apply(batch.X, recipe.dtype)
-    y = np.asarray(batch.y)
+    batch = read_batch(source, plan_batches(source, batch_size=sample, seed=recipe.seed, split=split), 0)
+    X, y, n_classes = scaling.apply(batch.X, dtype), np.asarray(batch.y), source.n_classes
     if recipe.objective == "auto":
         return solve.scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed)
     width = median_length_scale(X, recipe.seed)
     if recipe.objective == "median":
         return with_length_scale(recipe.kernel, width), float(recipe.regularization)
     return cross_validate(recipe.kernel, X, y, n_classes, width, recipe.seed)
+
+
+def without_functions(recipe: Recipe) -> Recipe:
+    """As it travels: the schedule is a function, and the driver's business."""
+    return replace(recipe, schedule=None, features=None)
 
 
 def with_length_scale(kernel: Kernel, width: float) -> Kernel:

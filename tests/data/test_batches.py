@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.batches import plan_batches, read_batch, read_batches
 from kme_dist.data.ingest import ingest
 from kme_dist.data.plan import MODES, ORDERS, BatchPlan, permuted
@@ -133,11 +134,16 @@ def test_batches_hold_the_rows_of_the_plan(data, mode):
     assert batches.items == 30
 
 
-def test_the_mode_follows_from_how_the_data_lie(data, tmp_path):
-    assert plan_batches(data, batch_size=100).mode == "blocks"
+def test_the_mode_follows_from_the_size_of_the_rows_and_their_order(data, tmp_path, monkeypatch):
     X = np.zeros((3000, 2), np.float32)
-    assert plan_batches(ingest(X, tmp_path / "a.zarr", shuffle=0), batch_size=100).mode == "contiguous"
-    assert plan_batches(ingest(X, tmp_path / "b.zarr"), batch_size=100).mode == "rows", "one chunk: nothing to save"
+    shuffled, ordered = ingest(X, tmp_path / "a.zarr", shuffle=0), ingest(X, tmp_path / "b.zarr")
+    for kept in (shuffled, ordered, ArrayRows(X, None), data):
+        assert plan_batches(kept, batch_size=100).mode == "rows", "the cache holds all of them"
+    monkeypatch.setattr("kme_dist.data.batches.CACHE_BYTES", 3000 * 2 * 8 - 1)
+    assert plan_batches(shuffled, batch_size=100).mode == "contiguous"
+    for kept in (ordered, ArrayRows(X, None)):
+        assert plan_batches(kept, batch_size=100).mode == "blocks"
+    assert plan_batches(ordered, batch_size=100) == plan_batches(ordered, batch_size=100, mode="blocks")
     with pytest.raises(ConfigError, match="no split 'dev'; there are train, test"):
         plan_batches(data, batch_size=100, split="dev")
 

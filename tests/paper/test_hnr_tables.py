@@ -17,8 +17,10 @@ import pytest
 from sklearn.model_selection import KFold
 
 from kme_dist import MCEClassifier, backend, kernels
+from kme_dist.data.plan import BatchRef
 from kme_dist.run import solve
-from kme_dist.run.learn import LearnSettings, learn
+from kme_dist.run.learn import LearnSettings
+from kme_dist.run.rounds import learn
 
 pytestmark = [pytest.mark.paper, pytest.mark.shared_data, pytest.mark.timeout(4 * 3600)]
 
@@ -49,14 +51,15 @@ class PublishedBatches:
     """The rows of step t as the published experiments drew them."""
 
     def __init__(self, rows, size, state):
-        self.rows, self.size, self.state = rows, size, state
+        self.rows, self.rows_per_batch, self.state = rows, size, state
         self.epoch, self.order = 0, state.permutation(rows)
 
-    def __call__(self, step):
-        if step * self.size // self.rows > self.epoch:
+    def batch(self, step):
+        size = self.rows_per_batch
+        if step * size // self.rows > self.epoch:
             self.epoch += 1
             self.order = self.state.permutation(self.rows)
-        return self.order[np.arange(step * self.size, (step + 1) * self.size) % self.rows]
+        return BatchRef(step, (), self.order[np.arange(step * size, (step + 1) * size) % self.rows])
 
 
 def ten_folds_in_published_order(X, y):
@@ -71,7 +74,7 @@ def ten_folds_in_published_order(X, y):
             size = len(train) // 10
             settings = LearnSettings(objective="rcb", steps=10_000, batch_size=size)
             batches = PublishedBatches(len(train), size, state)
-            learned = learn(start, 1.0, X[train], codes[train], classes, settings, batches=batches)
+            learned = learn(start, 1.0, X[train], codes[train], classes, settings, plan=batches)
             fitted = solve.fit(
                 learned.kernel, X[train], codes[train], classes, regularization=learned.regularization, retune=False
             )

@@ -20,9 +20,9 @@ from kme_dist.run.learn import (
     PlateauWatch,
     batch_objective,
     batch_rows,
-    learn,
     median_length_scale,
 )
+from kme_dist.run.rounds import learn
 
 M = 3
 

@@ -16,14 +16,14 @@ from distributed import Client, LocalCluster, get_task_stream
 
 from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
-from kme_dist.data.batches import plan_batches
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import executors, jobs, rounds
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.jobs import BatchRecord, batch_gradient, make_job
-from kme_dist.run.learn import LearnSettings, learn
+from kme_dist.run.learn import LearnSettings
 from kme_dist.run.rounds import learn_on_dataset
 from kme_dist.run.scaling import Scaling
 
@@ -71,20 +71,12 @@ def expected(data):
 
 
 @pytest.mark.parametrize("objective", ["rcb", "validation"])
-def test_one_batch_a_step_is_the_loop_in_memory(data, objective):
+@pytest.mark.parametrize("scaling", ["unit", "standard", None])
+def test_rows_in_memory_and_rows_on_disk_teach_the_same_bits(data, objective, scaling):
     settings = LearnSettings(objective=objective, steps=8, batch_size=150, seed=4, prior_width=1.0)
     X, y = data.read("train")
-    rows = Scaling.learn(X.astype(np.float64), "unit").apply(X, "float32")
-    plan = plan_batches(data, batch_size=150, seed=4, split="train")
-    order = np.concatenate([np.arange(*span) for span in data.ranges("train")])
-    where = {int(row): i for i, row in enumerate(order)}
-
-    def batches(step):
-        spans = plan.batch(step).spans
-        return np.array([where[row] for span in spans for row in range(*span)])
-
-    in_memory = learn(KERNEL, 0.1, rows, y, 3, settings, batches=batches)
-    assert bits(run(data, settings=settings, batches_per_step=1)) == bits(in_memory)
+    in_memory = run(ArrayRows(X, y, data.classes), settings=settings, batches_per_step=1, scaling=scaling)
+    assert bits(run(data, settings=settings, batches_per_step=1, scaling=scaling)) == bits(in_memory)
 
 
 def test_a_step_takes_the_mean_gradient_of_its_batches(data):
@@ -117,8 +109,7 @@ def test_every_batch_of_the_plan_has_its_turn_and_only_training_rows_are_looked_
 
     def spy(dataset, plan, number):
         numbers.append(number)
-        for span in plan.batch(number).spans:
-            seen.update(range(*span))
+        seen.update(plan.batch(number).rows.tolist())
         return real(dataset, plan, number)
 
     monkeypatch.setattr(jobs, "read_batch", spy)

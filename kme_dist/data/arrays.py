@@ -1,0 +1,120 @@
+"""Rows in memory as a source of rows: what a data set is on disk, without the disk.
+
+    rows = ArrayRows(X, codes, classes=["cat", "dog"])
+    rows.read_rows(0, 100); rows.take(np.array([5, 3])); rows.split_statistics()
+    rows.spill(folder)                   # then it pickles as two files that workers of this machine map into memory
+
+Everything that decides a result (where chunks end, ranges and moments, batches) is the same as for a data set that
+`ingest` makes of the same rows in double precision, so that a model does not depend on where its rows were.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist.data.dataset import RowSource, generated_names
+from kme_dist.data.statistics import Statistics
+from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest
+from kme_dist.errors import DataError
+
+
+class ArrayRows(RowSource):
+    """Rows and labels in memory. X is a matrix, or a list of whatever a kernel takes; y holds codes into `classes`."""
+
+    def __init__(
+        self,
+        X: Any,
+        y: np.ndarray | None,
+        classes: Sequence[Any] | np.ndarray | None = None,
+        feature_names: Sequence[str] | None = None,
+    ) -> None:
+        # Row by row in memory, as a data set gives them: sums over another layout would round otherwise.
+        self._X, self._y = np.ascontiguousarray(X) if isinstance(X, np.ndarray) else X, y
+        self.path, self.splits, self.shuffled = "the rows in memory", {}, None
+        self.rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
+        self.features = int(np.prod(X.shape[1:])) if hasattr(X, "shape") else 0
+        given = range(self.features) if feature_names is None else feature_names
+        self.feature_names = [f"x{name}" if feature_names is None else str(name) for name in given]
+        self.named = not generated_names(self.feature_names)
+        # Of an array the type is kept: the labels of a model are of the type that its user gave.
+        self.classes = classes if classes is None or isinstance(classes, np.ndarray) else list(classes)
+        layout = ChunkLayout.choose(8 * max(1, self.features), CHUNK_BYTES, SHARD_BYTES, "none")
+        self.chunk_rows, self._shard_rows = layout.chunk_rows, layout.shard_rows
+        self._files: tuple[str, ...] = ()
+        if y is not None and len(y) != self.rows:
+            raise DataError(f"{self.rows} rows came with {len(y)} labels; one label per row is needed")
+
+    def __repr__(self) -> str:
+        return f"ArrayRows({self.rows} rows, {self.features} features)"
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        about = (self.classes, self.feature_names)
+        if not self._files:
+            return (ArrayRows, (self._X, self._y, *about))
+        return (_mapped, (self._files, *about))
+
+    def spill(self, folder: str | Path) -> ArrayRows:
+        """Write the arrays to `folder`; from then on it travels as their names. Returns itself."""
+        if not isinstance(self._X, np.ndarray) or self._y is None:
+            raise DataError("only matrices of numbers with labels can be shared with workers; ingest other rows first")
+        files = [os.path.join(folder, f"{name}.npy") for name in ("X", "y")]
+        for file, array in zip(files, (self._X, self._y), strict=True):
+            np.save(file, array, allow_pickle=False)
+        self._files = tuple(files)
+        return self
+
+    @functools.cached_property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        if not isinstance(self._X, np.ndarray):
+            return Statistics.empty(self.features)
+        X, total = self._X.reshape(self.rows, -1), Statistics.empty(self.features)
+        for start in range(0, self.rows, self._shard_rows):  # as ingest measures them, shard by shard
+            total = total + Statistics.of(X[start : start + self._shard_rows])
+        return Statistics.from_json(total.to_json(), self.features)  # which divides and multiplies by the count
+
+    def split_statistics(self, split: str | None = None) -> Statistics:
+        self.ranges(split)
+        return self.statistics
+
+    def read_rows(self, start: int, stop: int) -> tuple[Any, np.ndarray | None]:
+        if not 0 <= start <= stop <= self.rows:
+            raise DataError(f"rows {start} to {stop} were asked for; there are {self.rows}")
+        return self._X[start:stop], None if self._y is None else self._y[start:stop]
+
+    def take(self, rows: np.ndarray) -> tuple[Any, np.ndarray | None]:
+        X = self._X[rows] if hasattr(self._X, "shape") else [self._X[i] for i in rows.tolist()]
+        return X, None if self._y is None else self._y[rows]
+
+    def span_digests(self, start: int, stop: int) -> tuple[str, str]:
+        X, y = self.read_rows(start, stop)
+        return digest(np.asarray(X, np.float64)), digest(np.asarray(y))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        sha = hashlib.sha256(
+            repr((self.rows, None if self.classes is None else list(self.classes), self.feature_names)).encode()
+        )
+        sha.update(np.ascontiguousarray(self._X).data if isinstance(self._X, np.ndarray) else repr(self._X).encode())
+        if self._y is not None:
+            sha.update(np.ascontiguousarray(self._y).data)
+        return sha.hexdigest()
+
+
+@functools.lru_cache(maxsize=2)
+def _mapped_arrays(files: tuple[str, ...]) -> tuple[np.ndarray, ...]:
+    return tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files)
+
+
+def _mapped(files: tuple[str, ...], classes: Any, feature_names: list[str]) -> ArrayRows:
+    X, y = _mapped_arrays(files)
+    return ArrayRows(X, y, classes, feature_names)
