@@ -51,7 +51,7 @@ class Decision:
         self._none = weights[:0, :]
         self._on_host = isinstance(weights, np.ndarray)
         self._rows, columns = HOST_TILE if self._on_host else DEVICE_TILE
-        prepared = self.kernel.prepare(centres)
+        self._prepared = prepared = self.kernel.prepare(centres)
         self._blocks = [(take(prepared, block), weights[block, :]) for block in row_blocks(row_count(centres), columns)]
 
     def __call__(self, X: Any) -> Array:
@@ -68,7 +68,7 @@ class Decision:
         return max(int(V.shape[0]) for _, V in self._blocks)
 
     def _decide(self, X: Any, tile: np.ndarray | None) -> Array:
-        queries, q = self.kernel.prepare(X), row_count(X)
+        queries, q = self.kernel.prepare_beside(X, self._prepared), row_count(X)
         total: Array = None
         for centres, V in self._blocks:
             c = int(V.shape[0])

@@ -198,12 +198,12 @@ def _alpha_term(kernel: Kernel, X: Any, alpha: float | None, reference: Array) -
     return namespace_of(supremum).sqrt(supremum), row
 
 
-def _alpha_pullback(kernel: Kernel, X: Any, row: int | None, alpha: Array, alpha_bar: Array) -> Gradients:
+def _alpha_pullback(kernel: Kernel, prepared: Any, row: int | None, alpha: Array, alpha_bar: Array) -> Gradients:
     """The direct part of the gradient: q depends on α, and α = sqrt(k(x*, x*)) on the parameters."""
     if row is None:
         return {}
-    prepared = kernel.prepare(take(X, slice(row, row + 1)))
-    return kernel.pullback(prepared, prepared, None, _over(alpha_bar, 2 * alpha)[None, None] + 0)
+    there = take(prepared, slice(row, row + 1))
+    return kernel.pullback(there, there, None, _over(alpha_bar, 2 * alpha)[None, None] + 0)
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ def rcb_objective(
         H = S + c * V - U
         gradients = _rank_pullback(kernel, solved, H)
         if weights.tau:
-            add_gradients(gradients, _alpha_pullback(kernel, X, row, sup, sup_bar))
+            add_gradients(gradients, _alpha_pullback(kernel, solved.prepared, row, sup, sup_bar))
         by_log_lam = -n * lam * xp.sum(U * V)
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, P)}
         return _assemble(n, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
@@ -441,7 +441,7 @@ def validation_objective(
         solved = _solve_batch(kernel, train, diag, Y_T, shift, space)
         factor, V, prepared = solved.factor, solved.V, solved.prepared
         xp = namespace_of(V)
-        prepared_held = kernel.prepare(held)
+        prepared_held = kernel.prepare_beside(held, prepared)
         cross = kernel.evaluate(prepared_held, prepared)  # K_DT
         P_D, P_T = cross @ V, Y_T - shift * V
         loss, S = clipped_loss(Y_D, P_D, weights.floor)
@@ -453,7 +453,7 @@ def validation_objective(
         gradients = _rank_pullback(kernel, solved, c * V - U)
         add_gradients(gradients, kernel.pullback(prepared_held, prepared, cross, S @ V.T))
         if weights.tau:
-            add_gradients(gradients, _alpha_pullback(kernel, train, row, sup, sup_bar))
+            add_gradients(gradients, _alpha_pullback(kernel, prepared, row, sup, sup_bar))
         by_log_lam = -n_T * lam * xp.sum(U * V)
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y_D, P_D)}
         return _assemble(n_D, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
@@ -507,7 +507,7 @@ def loo_objective(
         by_log_lam = n * lam * xp.sum(diagonal(A_bar))
         gradients = kernel.pullback(prepared, prepared, None, A_bar + c * (V @ V.T))
         if weights.tau:
-            add_gradients(gradients, _alpha_pullback(kernel, X, row, sup, sup_bar))
+            add_gradients(gradients, _alpha_pullback(kernel, prepared, row, sup, sup_bar))
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, loo)}
         return _assemble(n, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
 

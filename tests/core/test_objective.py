@@ -374,13 +374,14 @@ def test_rows_are_left_alone():
 
 
 def test_one_transfer_and_few_waits_per_step(device):
-    """A step waits for the device three times: twice to learn whether the factorisation worked, once for the result."""
+    """A step waits for the device five times: for where the rows lie and how far they reach, twice to learn whether the
+    factorisation worked, and for the result."""
     import strict_cupy
 
     X, y = device(vectors(20)), labels(20)
     before = strict_cupy.synchronisations
     rcb_objective(Gaussian(), X, y, regularization=LAM, n_classes=M)
-    assert strict_cupy.synchronisations - before <= 3
+    assert strict_cupy.synchronisations - before <= 5
 
 
 @pytest.mark.parametrize("function", [rcb_objective, loo_objective])
