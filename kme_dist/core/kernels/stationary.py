@@ -74,8 +74,8 @@ def _near_differences(near: Array, X: Any, X2: Any) -> Iterator[Array]:
         yield from (X[1][:, j][:, None] - X2[1][:, j][None, :] for j in range(d))
 
 
-def weighted_spread(N: Array, X: Any, X2: Any) -> tuple[Array, Array]:
-    """Σ_ij N_ij (z_id - z'_jd)² for every feature d, and Σ_ij N_ij.
+def weighted_spread(N: Array, X: Any, X2: Any, steep: bool = False) -> tuple[Array, Array]:
+    """Σ_ij N_ij (z_id - z'_jd)² for every feature d, and Σ_ij N_ij; `steep` where N grows without bound as s vanishes.
 
     Expanded, so that the only work on the scale of the tile is one matrix product and two products with ones. Shapes
     matter here: on the host this orientation with d columns runs three times as fast as N Z' with a column of ones.
@@ -84,7 +84,7 @@ def weighted_spread(N: Array, X: Any, X2: Any) -> tuple[Array, Array]:
     d = X[1].shape[1] - 2
     Z, Z2 = X[1][:, :d], X2[1][:, :d]
     total, apart = None, None
-    if _reach_far(N, X, X2):  # near pairs from differences, as in `exact_where_near`, the others expanded
+    if steep or _reach_far(N, X, X2):  # near pairs from differences, as in `exact_where_near`, the others expanded
         total, near = xp.sum(N), _near(_expanded(Z, Z2), X, X2)
         weights = N[near] if xp is np else xp.where(near, N, N * 0)
         apart = xp.stack([xp.sum(weights * difference**2) for difference in _near_differences(near, X, X2)])
@@ -111,6 +111,11 @@ class Stationary(Differences):
     length_scale: Any = 1.0
     scale: Any = 1.0
     learned: ClassVar[tuple[str, ...]] = ("length_scale", "scale")
+
+    @property
+    def steep(self) -> bool:
+        """Whether f'(s) has a pole at 0: then neighbours need their distances to the last digit."""
+        return False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -148,7 +153,7 @@ class Stationary(Differences):
         """s for a tile of prepared rows."""
         X = self.aligned(X, X2)
         s = clamp_min(matmul(X[0], X2[1].T, out), 0.0)
-        return exact_where_near(s, X, X2) if _reach_far(s, X, X2) else s
+        return exact_where_near(s, X, X2) if self.steep or _reach_far(s, X, X2) else s
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         K = self.profile(self.squared_distances(X, X2, out))
@@ -173,7 +178,7 @@ class Stationary(Differences):
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
         X = self.aligned(X, X2)
         N, total = self.slope_tile(X, X2, K, K_bar)
-        spread, _ = weighted_spread(N, X, X2)
+        spread, _ = weighted_spread(N, X, X2, self.steep)
         return {"length_scale": by_shape(-2 * spread, self.length_scale), "scale": 2 * total}
 
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
@@ -251,12 +256,11 @@ class Matern(Stationary):
         if self.nu not in (0.5, 1.5, 2.5):
             raise ConfigError(f"Matern(nu={self.nu!r}): nu is 0.5, 1.5 or 2.5")
 
-    def squared_distances(self, X: Any, X2: Any, out: Array = None) -> Array:
-        X = self.aligned(X, X2)
-        s = super().squared_distances(X, X2, out)
+    @property
+    def steep(self) -> bool:
         # Rounding leaves 1e-16 between equal rows, the root makes 1e-8 of it, and the slope divides by that. (The
         # smoother profiles are flat at 0.)
-        return exact_where_near(s, X, X2) if self.nu == 0.5 else s
+        return self.nu == 0.5
 
     def profile(self, s: Array) -> Array:
         xp = namespace_of(s)
