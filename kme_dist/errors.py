@@ -7,6 +7,8 @@
     ├── CorruptError  (OSError)          65   stored data is damaged or missing
     └── RetryError    (RuntimeError)     75   try again: store unreachable, disk full, lease held, cluster lost
 
+    PrecisionWarning (UserWarning)        -   a result with fewer digits than asked for, or for a nearby setting
+
 A message says what was seen, what was needed and what to do. Errors cross process borders, so each one survives
 pickling with its attributes. Anything else that escapes is a bug of ours and exits with 1 and a traceback.
 """
@@ -66,3 +68,7 @@ class RetryError(KMEError, RuntimeError):
     """Nothing is wrong with the request; the surroundings failed. The same command may succeed later."""
 
     exit_code = 75
+
+
+class PrecisionWarning(UserWarning):
+    """Double precision cannot carry what was asked for; something near it was computed, and the message says what."""

@@ -20,6 +20,7 @@ import numpy as np
 from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace
+from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF
 
 # Rows and centres of a tile: wide enough for the matrix products, small enough to stay in a core's cache; on a device
 # large enough to be worth a launch.
@@ -42,33 +43,45 @@ class Embedding:
 
 
 class Decision:
-    """f at any number of rows in one precision, tile by tile: no (rows x centres) matrix is ever held."""
+    """f at any number of rows in one precision, tile by tile: no (rows x centres) matrix is ever held.
 
-    def __init__(self, embedding: Embedding, dtype: str | None = None) -> None:
+    `dtype` is what comes out. It is also what is computed in, unless that is single precision and the weights, kept in
+    double, are such that it would lose the sum; `working` settles it.
+    """
+
+    def __init__(self, embedding: Embedding, dtype: str | None = None, working: str | None = None) -> None:
         self.kernel, weights, centres = embedding.kernel, embedding.weights, embedding.centres
+        self._dtype: str | None = None
+        self._working: str | None = None
         if dtype is not None and hasattr(centres, "dtype"):
-            centres, weights = astype(centres, dtype), astype(weights, dtype)
+            self._dtype, self._working = dtype, working or _working_precision(embedding, dtype)
+            centres, weights = astype(centres, self._working), astype(weights, self._working)
         self._none = weights[:0, :]
         self._on_host = isinstance(weights, np.ndarray)
         self._rows, columns = HOST_TILE if self._on_host else DEVICE_TILE
-        prepared = self.kernel.prepare(centres)
+        self._prepared = prepared = self.kernel.prepare(centres)
         self._blocks = [(take(prepared, block), weights[block, :]) for block in row_blocks(row_count(centres), columns)]
 
     def __call__(self, X: Any) -> Array:
         n = row_count(X)
         if not n:
-            return self._none
+            return self._out(self._none)
         # Fresh memory for each call, used for every tile of it: two threads may share a model.
         tile = np.empty(min(n, self._rows) * self._widest, self._none.dtype) if self._on_host else None
         found = [self._decide(take(X, rows), tile) for rows in row_blocks(n, self._rows)]
-        return found[0] if len(found) == 1 else namespace_of(found[0]).concat(found, axis=0)
+        return self._out(found[0] if len(found) == 1 else namespace_of(found[0]).concat(found, axis=0))
+
+    def _out(self, f: Array) -> Array:
+        return f if self._dtype in (None, self._working) else astype(f, str(self._dtype))
 
     @property
     def _widest(self) -> int:
         return max(int(V.shape[0]) for _, V in self._blocks)
 
     def _decide(self, X: Any, tile: np.ndarray | None) -> Array:
-        queries, q = self.kernel.prepare(X), row_count(X)
+        if self._dtype != self._working and precision(X) != self._working:
+            X = astype(X, str(self._working))
+        queries, q = self.kernel.prepare_beside(X, self._prepared), row_count(X)
         total: Array = None
         for centres, V in self._blocks:
             c = int(V.shape[0])
@@ -76,6 +89,18 @@ class Decision:
             part = matmul(self.kernel.evaluate(queries, centres, out), V)
             total = part if total is None else total + part
         return total
+
+
+def _working_precision(embedding: Embedding, dtype: str) -> str:
+    """`dtype`, or double where weights kept in double would lose their sum in single precision."""
+    V, centres = embedding.weights, embedding.centres
+    if dtype != "float32" or precision(V) == "float32" or not row_count(centres):
+        return dtype
+    xp = namespace_of(V)
+    largest = float(xp.max(xp.sum(xp.abs(V), axis=0))) * embedding.kernel.alpha(centres) ** 2
+    if UNIT_ROUNDOFF["float32"] * largest <= TOLERANCE:  # no sum of so little can be off by more
+        return dtype
+    return sufficient_precision(Embedding(embedding.kernel, astype(centres, "float32"), V, embedding.regularization))
 
 
 def sufficient_precision(embedding: Embedding, tolerance: float = 1e-3, sample: int = 256) -> str:
@@ -88,7 +113,7 @@ def sufficient_precision(embedding: Embedding, tolerance: float = 1e-3, sample: 
         return "float64"
     rows = centres[:: max(1, row_count(centres) // sample), ...]
     exact = to_host(Decision(embedding, "float64")(astype(rows, "float64")))
-    error = np.abs(exact - to_host(Decision(embedding, "float32")(rows))).max()
+    error = np.abs(exact - to_host(Decision(embedding, "float32", "float32")(rows))).max()
     return "float32" if error <= tolerance else "float64"
 
 

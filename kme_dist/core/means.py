@@ -50,8 +50,8 @@ def tile_sums(
     Without X2 the Gram matrix is symmetric: half of the tiles are computed, and `left` stands on both sides.
     """
     symmetric = X2 is None
-    rows = kernel.prepare(X)
-    columns = rows if symmetric else kernel.prepare(X2)
+    columns = kernel.prepare(X if symmetric else X2)
+    rows = columns if symmetric else kernel.prepare_beside(X, columns)
     n, m = row_count(X), row_count(X if symmetric else X2)
     if not n or not m:
         return 0.0, np.zeros(0 if left is None else left.shape[1])
@@ -92,7 +92,8 @@ class _Scratch:
 
 def weighted_features(kernel: Kernel, X: Any, points: Any, weights: Array) -> Array:
     """Σ_j k(x_i, points_j) weights_j for every row x_i, tile by tile; weights may have several columns."""
-    queries, centres = kernel.prepare(X), kernel.prepare(points)
+    centres = kernel.prepare(points)
+    queries = kernel.prepare_beside(X, centres)
     n, m = row_count(X), row_count(points)
     parts = []
     for I in row_blocks(n, TILE_ROWS):

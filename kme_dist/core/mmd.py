@@ -47,7 +47,8 @@ def linear_values(kernel: Kernel, X: Any, Y: Any) -> np.ndarray:
     """k(x, x') + k(y, y') - k(x, y') - k(x', y) of consecutive pairs of rows."""
     n = min(row_count(X), row_count(Y)) // 2 * 2
     even, odd = slice(0, n, 2), slice(1, n, 2)
-    x, x2, y, y2 = (kernel.prepare(take(rows, part)) for rows in (X, Y) for part in (even, odd))
+    x2 = kernel.prepare(take(X, odd))
+    x, y, y2 = (kernel.prepare_beside(take(*part), x2) for part in ((X, even), (Y, even), (Y, odd)))
     within = _along(kernel, x, x2, n // 2) + _along(kernel, y, y2, n // 2)
     return to_host(within - _along(kernel, x, y2, n // 2) - _along(kernel, x2, y, n // 2))
 

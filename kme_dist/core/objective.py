@@ -18,8 +18,9 @@ HNR: Hsu, Nock, Ramos, "Hyperparameter Learning for Conditional Kernel Mean Embe
 Bounds". `risk="sum"`, the default, is the form behind the published figures: with the mean, as printed, the complexity
 term outweighs the loss and the objective collapses.
 
-When a factorisation fails in single precision the batch is done again in double; should that fail too, a growing
-multiple of the identity is added; only then is it an error. `Objective.dtype` and `.jitter` tell what it took.
+Single precision is used where nλ lets it carry three digits (`kme_dist.core.precision`), else the batch is promoted to
+double before it is factorised. Should a factorisation fail all the same, a growing multiple of the identity is added;
+only then is it an error. `Objective.dtype` and `.jitter` tell what it took.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from kme_dist.core.kernels.base import (
     take,
     tile_rows,
 )
+from kme_dist.core.precision import Need, need_of_features, need_of_solve
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
 COMPLEXITY_WEIGHT = 4 * math.e
@@ -198,12 +200,12 @@ def _alpha_term(kernel: Kernel, X: Any, alpha: float | None, reference: Array) -
     return namespace_of(supremum).sqrt(supremum), row
 
 
-def _alpha_pullback(kernel: Kernel, X: Any, row: int | None, alpha: Array, alpha_bar: Array) -> Gradients:
+def _alpha_pullback(kernel: Kernel, prepared: Any, row: int | None, alpha: Array, alpha_bar: Array) -> Gradients:
     """The direct part of the gradient: q depends on α, and α = sqrt(k(x*, x*)) on the parameters."""
     if row is None:
         return {}
-    prepared = kernel.prepare(take(X, slice(row, row + 1)))
-    return kernel.pullback(prepared, prepared, None, _over(alpha_bar, 2 * alpha)[None, None] + 0)
+    there = take(prepared, slice(row, row + 1))
+    return kernel.pullback(there, there, None, _over(alpha_bar, 2 * alpha)[None, None] + 0)
 
 
 @dataclass(frozen=True)
@@ -304,16 +306,22 @@ def generalisation_bound(mean_risk: float, complexity: float, n: int, confidence
 
 
 def _with_promotion(
-    compute: Callable[[Any, float], Objective], X: Any, diag_of: Callable[[Any], Array], regularization: float
+    compute: Callable[[Any, float], Objective],
+    X: Any,
+    diag_of: Callable[[Any], Array],
+    regularization: float,
+    need_of: Callable[[], Need],
 ) -> Objective:
-    """Run `compute(X, jitter)` in the data's precision, then in double, then with growing jitter."""
+    """Run `compute(X, jitter)` in the precision that the solve needs, then in double, then with growing jitter."""
     n = row_count(X)
     if n == 0:
         raise DataError("the batch has no rows; at least one is needed")
     # Overflow shows as a failed factorisation or a gradient that is not finite: both are dealt with here.
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        need = need_of()
         try:
-            return compute(X, 0.0)
+            result = compute(need.promoted(X), need.missing)
+            return Objective(**{**vars(result), "jitter": need.missing}) if need.missing else result
         except NumericalError:
             _refuse_missing(X)
         start = precision(diag_of(X))
@@ -323,8 +331,8 @@ def _with_promotion(
         if not math.isfinite(scale):
             raise DataError(f"the kernel of the batch ({n} rows) is not finite; scale the features down")
         for jitter in _JITTERS:
-            if jitter == 0 and wide is X:
-                continue
+            if jitter * scale <= need.missing and (need.dtype == "float64" or wide is X):
+                continue  # tried already
             try:
                 result = compute(wide, jitter * scale)
                 return Objective(**{**vars(result), "jitter": jitter * scale})
@@ -402,12 +410,12 @@ def rcb_objective(
         H = S + c * V - U
         gradients = _rank_pullback(kernel, solved, H)
         if weights.tau:
-            add_gradients(gradients, _alpha_pullback(kernel, X, row, sup, sup_bar))
+            add_gradients(gradients, _alpha_pullback(kernel, solved.prepared, row, sup, sup_bar))
         by_log_lam = -n * lam * xp.sum(U * V)
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, P)}
         return _assemble(n, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam)
+    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, row_count(X) * lam))
 
 
 def validation_objective(
@@ -441,7 +449,7 @@ def validation_objective(
         solved = _solve_batch(kernel, train, diag, Y_T, shift, space)
         factor, V, prepared = solved.factor, solved.V, solved.prepared
         xp = namespace_of(V)
-        prepared_held = kernel.prepare(held)
+        prepared_held = kernel.prepare_beside(held, prepared)
         cross = kernel.evaluate(prepared_held, prepared)  # K_DT
         P_D, P_T = cross @ V, Y_T - shift * V
         loss, S = clipped_loss(Y_D, P_D, weights.floor)
@@ -453,12 +461,15 @@ def validation_objective(
         gradients = _rank_pullback(kernel, solved, c * V - U)
         add_gradients(gradients, kernel.pullback(prepared_held, prepared, cross, S @ V.T))
         if weights.tau:
-            add_gradients(gradients, _alpha_pullback(kernel, train, row, sup, sup_bar))
+            add_gradients(gradients, _alpha_pullback(kernel, prepared, row, sup, sup_bar))
         by_log_lam = -n_T * lam * xp.sum(U * V)
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y_D, P_D)}
         return _assemble(n_D, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam)
+    def need() -> Need:
+        return need_of_solve(kernel, take(X, slice(0, train_rows)), train_rows * lam)
+
+    return _with_promotion(compute, X, kernel.diag, lam, need)
 
 
 def loo_objective(
@@ -507,11 +518,11 @@ def loo_objective(
         by_log_lam = n * lam * xp.sum(diagonal(A_bar))
         gradients = kernel.pullback(prepared, prepared, None, A_bar + c * (V @ V.T))
         if weights.tau:
-            add_gradients(gradients, _alpha_pullback(kernel, X, row, sup, sup_bar))
+            add_gradients(gradients, _alpha_pullback(kernel, prepared, row, sup, sup_bar))
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, loo)}
         return _assemble(n, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam)
+    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, row_count(X) * lam))
 
 
 class ExplicitFeatures(Kernel):
@@ -533,10 +544,12 @@ def feature_objective(
 
         G = ZᵀZ + nλI,  W = G⁻¹ ZᵀY,  P = Z W,  r = α |W|_F
 
-    `feature_gradient` is dq/dZ (n x p), to be pushed through the feature map; `gradient` holds the derivative by
-    log λ. `alpha=1` as in the published runs; `alpha=None` takes the supremum max_i |φ(x_i)| over the batch.
+    `feature_gradient` is dq/dZ (n x p), in the precision of Z, to be pushed through the feature map; `gradient` holds
+    the derivative by log λ. `alpha=1` as in the published runs; `alpha=None` takes the supremum max_i |φ(x_i)| over the
+    batch.
     """
     weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
+    given = precision(check_vectors(Z, ExplicitFeatures(), None))
 
     def compute(Z: Any, jitter: float) -> Objective:
         xp = namespace_of(Z)
@@ -561,10 +574,15 @@ def feature_objective(
         by_log_lam = -n * lam * xp.sum(U * W)
         scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, P)}
         result = _assemble(n, weights, ExplicitFeatures(), {}, by_log_lam, scalars, precision(Z))
-        return Objective(**{**vars(result), "feature_gradient": Z_bar})
+        return Objective(**{**vars(result), "feature_gradient": astype(Z_bar, given)})
 
-    check_vectors(Z, ExplicitFeatures(), None)
-    return _with_promotion(compute, Z, lambda Z: namespace_of(Z).sum(Z * Z, axis=1), lam)
+    return _with_promotion(
+        compute,
+        Z,
+        lambda Z: namespace_of(Z).sum(Z * Z, axis=1),
+        lam,
+        lambda: need_of_features(Z, Z.shape[0] * lam),
+    )
 
 
 def _as_square(G: Array) -> Array:

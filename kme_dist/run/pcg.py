@@ -25,6 +25,7 @@ from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core.embedding import Embedding, log_loss
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
+from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.errors import NumericalError
 from kme_dist.run import solve
 from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
@@ -140,24 +141,28 @@ def fit_pcg(task: Task) -> Found:
             f"at regularization {lam:.1e}; raise `regularization` or `tolerance`, or use solver='tiled' or 'nystrom'",
             rows=task.rows.count, regularization=lam, dtype=panels.rows.dtype,
         )  # fmt: skip
-    X, _ = task.rows.read(0, task.rows.count)
+    X, _ = panels.rows.read(0, task.rows.count)  # in the precision that the weights were found in, and are kept in
     facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
     if tried:
         facts["held_out_rows"] = panels.blocks[0][1] - panels.blocks[0][0]
-    embedding = Embedding(task.kernel, X, V.astype(task.rows.dtype), lam)
+    embedding = Embedding(task.kernel, X, V.astype(panels.rows.dtype), lam)
     return Found(embedding, loss, tried, residual, steps, stored, facts)
 
 
-def precision_for(task: Task, lam: float) -> tuple[float, tuple[str, ...]]:
-    """Mean of k(x, x), and the precisions worth trying at this λ."""
-    few, _ = task.rows.read(0, min(task.rows.count, 1000))
-    scale = float(np.mean(task.kernel.diag(few), dtype=np.float64)) or 1.0
-    return scale, ("float32", "float64") if task.rows.dtype == "float32" and lam / scale > 1e-5 else ("float64",)
+def precision_for(task: Task, lam: float) -> tuple[float, Need]:
+    """Mean of k(x, x), and what a solve at this λ needs (see `kme_dist.core.precision`)."""
+    n = task.rows.count
+    few, _ = task.rows.read(0, min(n, 1000))
+    diag = task.kernel.diag(few)
+    scale = float(np.mean(diag, dtype=np.float64)) or 1.0
+    # |K| grows with the number of rows: so many times that of the few.
+    need = decide(task.rows.dtype, n, float(np.max(diag)), n * lam, lambda: gram_norm(task.kernel, few) * n / len(few))
+    return scale, need
 
 
 def _precision(task: Task, lam: float) -> str:
     """Of the tiles: products in single precision cannot bring the residual below 1e-5 or so."""
-    return precision_for(task, lam)[1][0] if task.tolerance >= 1e-4 else "float64"
+    return precision_for(task, lam)[1].dtype if task.tolerance >= 1e-4 else "float64"
 
 
 def default_rank(n: int) -> int:

@@ -12,17 +12,19 @@ These are rows in memory, on the host or on a device. For data sets see `kme_dis
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, astype, free_bytes, namespace_of, precision, to_host
+from kme_dist.backend import Array, astype, free_bytes, namespace_of, to_host
 from kme_dist.core.embedding import Embedding, leave_one_out, log_loss, solve_dual
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import Workspace, one_hot
-from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.core.precision import Need, need_of_solve
+from kme_dist.errors import ConfigError, NumericalError, PrecisionWarning
 from kme_dist.run.learn import length_scale_names, median_length_scale, select
 from kme_dist.run.nystrom import Accumulator, Centres, System, judged_rows
 from kme_dist.run.pivots import choose_centres
@@ -126,34 +128,45 @@ def _fit_cholesky(problem: _Problem, reason: str, workspace: Workspace) -> Solut
 
 
 def _solve_promoting(kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam: float, workspace: Workspace) -> Array:
-    """V in the data's precision; in double, then padded, where the factorisation fails."""
+    """V in the precision that the solve needs; padded where a factorisation fails all the same.
+
+    Weights stay in the precision they were computed in: rounded, large ones of both signs would lose their sum.
+    """
+    n = len(X)
+    need = need_of_solve(kernel, X, n * lam)
+    if need.missing:
+        warn_of_padding(n, lam, need)
     diag = kernel.diag(X)
     scale = float(namespace_of(diag).mean(astype(diag, "float64")))
-    choices = _precisions(X, lam / (scale or 1.0))
-    attempts = [(rows, 0.0) for rows in choices]
-    attempts += [(choices[-1], jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
+    wide = Need("float64").promoted(X)
+    attempts = [(need.promoted(X), need.missing)]
+    attempts += [(wide, need.missing)] if need.dtype == "float32" else []
+    attempts += [(wide, need.missing + jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
     for rows, jitter in attempts:
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
-            return astype(solve_dual(kernel, rows, Y, lam, jitter, workspace), precision(diag))
+            return solve_dual(kernel, rows, Y, lam, jitter, workspace)
         except NumericalError:
             continue
     raise NumericalError(
-        f"the Gram matrix of all {len(X)} rows stays singular in float64 at regularization {lam:.1e}; "
+        f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; "
         "raise `regularization`, or leave `refit_regularization=True`",
-        rows=len(X),
+        rows=n,
         regularization=lam,
         dtype="float64",
     )
 
 
-def _precisions(X: Any, relative: float) -> tuple[Any, ...]:
-    """The rows in the precisions worth trying at λ / k(x, x) = `relative`: K + nλI may have a condition of 1/relative,
-    of which single precision, with its seven digits, can bear 1e5."""
-    if not hasattr(X, "dtype"):
-        return (X,)
-    wide = astype(X, "float64")
-    return (X, wide) if relative > 1e-5 and wide is not X else (wide,)
+def warn_of_padding(n: int, lam: float, need: Need) -> None:
+    """Say that λ is below what double precision can carry, and what was solved instead."""
+    least = lam + need.missing / n
+    warnings.warn(
+        f"regularization {lam:.1e} is too small for double precision: n x regularization is {n * lam:.1e} for {n} rows "
+        f"against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit is that of "
+        f"regularization {least:.1e}; ask for this much or more, or leave `refit_regularization=True`",
+        PrecisionWarning,
+        stacklevel=2,
+    )
 
 
 def retune_regularization(
@@ -195,14 +208,18 @@ def leave_one_out_loss(
     floor: float,
     workspace: Workspace | None = None,
 ) -> float:
-    """Leave-one-out log loss of rows that stand for `n`, at the shift nλ; infinite where no precision will do."""
-    for rows in _precisions(X, lam / variance):
+    """Leave-one-out log loss of rows that stand for `n`, at the shift nλ; infinite where no precision will do.
+
+    `variance` is the largest k(x, x).
+    """
+    need = need_of_solve(kernel, X, lam * n, variance)
+    for rows in (need.promoted(X), Need("float64").promoted(X)):
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
             P, _ = leave_one_out(kernel, rows, Y, lam * n / len(y), workspace)
         except NumericalError:
             continue
-        return float(log_loss(Y, P, floor))
+        return math.inf if need.missing else float(log_loss(Y, P, floor))
     return math.inf
 
 

@@ -61,20 +61,22 @@ def fit_tiled(task: Task) -> Found:
     V = _backward(tiles, [np.array(tiles.scratch.load(f"z-{j}"), np.float64) for j in range(len(tiles.blocks))], task)
     tiles.scratch.clear()
     residual = relative_residual(task, V, lam)
-    X, _ = task.rows.read(0, n)
+    X, _ = tiles.rows.read(0, n)  # in the precision that the weights were found in, and are kept in
     facts = {"tile_rows": size, "tiles": len(tiles.blocks) * (len(tiles.blocks) + 1) // 2, "dtype": tiles.rows.dtype}
     if n > solve.LOO_ROWS and loss is not None:
         facts["leave_one_out_rows"] = solve.LOO_ROWS
-    embedding = Embedding(task.kernel, X, V.astype(task.rows.dtype), lam)
+    embedding = Embedding(task.kernel, X, V.astype(tiles.rows.dtype), lam)
     return Found(embedding, loss, tried, residual, len(tiles.blocks), stored, facts)
 
 
 def factorise(task: Task, lam: float) -> tuple[Tiles, int]:
     """The tiles of the factor of K + nλI, with more on the diagonal where it stays singular; and their bytes."""
     n, size = task.rows.count, task.tile_rows or default_tile_rows(task.rows.count)
-    scale, precisions = precision_for(task, lam)
-    attempts = [(dtype, 0.0) for dtype in precisions]
-    attempts += [("float64", jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
+    scale, need = precision_for(task, lam)
+    if need.missing:
+        solve.warn_of_padding(n, lam, need)
+    attempts = [(dtype, need.missing) for dtype in dict.fromkeys((need.dtype, "float64"))]
+    attempts += [("float64", need.missing + jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
     for dtype, jitter in attempts:
         stored = _check_room(task, n, size, dtype)
         tiles = _tiles(task, dtype, n * lam + jitter, size)

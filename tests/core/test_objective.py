@@ -235,7 +235,8 @@ def test_duplicate_rows(function, name, dtype):
     X = np.repeat(vectors(8), 3, axis=0).astype(dtype)
     out = call(function, DIFFERENTIABLE[name], X, labels(24))
     assert finite(out)
-    assert out.dtype == dtype
+    # Entries of the cubic kernel go into the hundreds: beside them the shift is too small for single precision.
+    assert out.dtype == ("float64" if name == "cubic ARD" else dtype)
 
 
 @pytest.mark.parametrize("function", EVERY)
@@ -374,23 +375,32 @@ def test_rows_are_left_alone():
 
 
 def test_one_transfer_and_few_waits_per_step(device):
-    """A step waits for the device three times: twice to learn whether the factorisation worked, once for the result."""
+    """A step waits for the device five times: for where the rows lie and how far they reach, twice to learn whether the
+    factorisation worked, and for the result."""
     import strict_cupy
 
     X, y = device(vectors(20)), labels(20)
     before = strict_cupy.synchronisations
     rcb_objective(Gaussian(), X, y, regularization=LAM, n_classes=M)
-    assert strict_cupy.synchronisations - before <= 3
+    assert strict_cupy.synchronisations - before <= 5
 
 
 @pytest.mark.parametrize("function", [rcb_objective, loo_objective])
 def test_single_precision_is_promoted_when_it_does_not_suffice(function, arrays):
     X = arrays(np.ones((60, 2)), "float32")  # rank one, and a shift far below single precision
-    out = function(Gaussian(), X, labels(60), regularization=1e-13, n_classes=M)
+    out = function(Gaussian(), X, labels(60), regularization=1e-11, n_classes=M)
     assert out.dtype == "float64"
     assert out.jitter == 0
-    exact = function(Gaussian(), arrays(np.ones((60, 2)), "float64"), labels(60), regularization=1e-13, n_classes=M)
+    exact = function(Gaussian(), arrays(np.ones((60, 2)), "float64"), labels(60), regularization=1e-11, n_classes=M)
     assert out.value == exact.value
+
+
+@pytest.mark.parametrize("function", [rcb_objective, loo_objective])
+def test_a_shift_that_double_precision_cannot_carry_is_raised_and_reported(function, dtype):
+    """60 equal rows: |K| = 60, of which double precision tells 1e-12 parts apart with three digits to spare."""
+    out = function(Gaussian(), np.ones((60, 2), dtype), labels(60), regularization=1e-18, n_classes=M)
+    assert out.dtype == "float64"
+    assert 60e-12 < out.jitter < 80e-12
 
 
 def test_overflow_in_single_precision_is_promoted():

@@ -13,9 +13,13 @@ import numpy as np
 
 from kme_dist.backend import (
     Array,
+    astype,
     empty_square,
+    like,
     namespace_of,
+    precision,
     set_diagonal,
+    to_host,
 )
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
@@ -23,6 +27,8 @@ from kme_dist.meter import metered
 Gradients = dict[str, Array]
 
 _SINGLE_NUMBERS = ("scale", "offset", "shape")  # parameters that are never one per feature
+_ORIGIN_ROWS = 33  # rows that say where a set of rows lies
+_NEAR_ORIGIN = 4  # times the spread of a feature: no farther from 0 than this, rows are counted from 0
 
 
 def row_blocks(n: int, block: int) -> Iterator[slice]:
@@ -85,6 +91,14 @@ class Kernel:
         """Whatever is worth computing once per row before tiles are evaluated (default: nothing)."""
         return X
 
+    def prepare_beside(self, X: Any, prepared: Any) -> Any:
+        """`prepare(X)` for rows that will meet `prepared` ones in `evaluate(X, prepared)`.
+
+        Kernels of differences count both from one origin (see `Differences`). The tile is the same without this, but
+        the rows are then prepared twice.
+        """
+        return self.prepare(X)
+
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         """The tile K_ij = k(x_i, x2_j) for prepared rows; may write into `out`."""
         raise ConfigError(f"{type(self).__name__} must define evaluate(X, X2, out=None)")
@@ -117,6 +131,8 @@ class Kernel:
         super().__init_subclass__(**options)
         if "evaluate" in vars(cls):  # also of kernels that others write: every solver's tiles are counted here
             cls.evaluate = _metered(cls.evaluate)  # type: ignore[method-assign]
+        if "prepare" in vars(cls) and "prepare_beside" not in vars(cls):  # no way around a subclass's own `prepare`
+            cls.prepare_beside = Kernel.prepare_beside  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         for name in self.learned:
@@ -159,7 +175,8 @@ class Kernel:
         """
         if X2 is None or X2 is X:
             return self._symmetric_gram(X, out, prepared)
-        return self.evaluate(self.prepare(X), self.prepare(X2), out)
+        columns = self.prepare(X2)
+        return self.evaluate(self.prepare_beside(X, columns), columns, out)
 
     __call__ = gram
 
@@ -183,8 +200,8 @@ class Kernel:
 
     def vjp(self, X: Any, X2: Any, K_bar: Array) -> Gradients:
         """sum_ij K_bar_ij dK_ij/d log θ; X2=None stands for the symmetric Gram matrix of X."""
-        other = X if X2 is None else X2
-        return self.collect(self.pullback(self.prepare(X), self.prepare(other), None, K_bar + 0))
+        columns = self.prepare(X if X2 is None else X2)
+        return self.collect(self.pullback(self.prepare_beside(X, columns), columns, None, K_bar + 0))
 
     def alpha(self, X: Any = None) -> float:
         """sqrt(sup_x k(x, x)): exact for bounded kernels, over the rows of X for the others."""
@@ -243,6 +260,106 @@ class Kernel:
             if getattr(self, field.name) is not None
         )
         return f"{type(self).__name__}({shown})"
+
+
+# --- where rows are counted from -------------------------------------------------------------------
+
+
+class Frame:
+    """The origin that prepared rows are counted from, and how far they reach from it; travels beside the rows.
+
+    |z|² + |z'|² - 2 z·z' loses the digits of a distance when |z| >> |z - z'|, and so does x / length_scale alone. So
+    one vector is subtracted from the rows of both sides first. Cutting rows out of a frame leaves the frame.
+    """
+
+    ndim = 1  # what `take` and its like index as they do arrays
+
+    def __init__(self, origin: np.ndarray | None = None, reach: float = 0.0) -> None:
+        self.origin = None if origin is None or not origin.any() else origin  # None stands for 0
+        self.reach = reach  # the largest |z|² among the rows
+
+    def __getitem__(self, rows: Any) -> Frame:
+        return self
+
+    def same_origin(self, other: Frame) -> bool:
+        if self.origin is other.origin:
+            return True
+        return self.origin is not None and other.origin is not None and np.array_equal(self.origin, other.origin)
+
+    def subtract(self, X: Array) -> Array:
+        """X - origin; in double where the origin is no number of X's precision, since both sides must have the same."""
+        if self.origin is None:
+            return X
+        if precision(X) == "float32" and (self.origin.astype(np.float32) != self.origin).any():
+            X = astype(X, "float64")
+        return X - like(self.origin, X)
+
+
+def origin_of(X: Array) -> np.ndarray | None:
+    """A point amid the rows to count them from, by feature; None where that is 0 for all of them.
+
+    The median of at most 33 evenly spaced rows, where it lies farther from 0 than four times their spread (the distance
+    of the quartiles). It is rounded to a power of two below the spread: a number of so few digits that x - origin is
+    exact for the rows around it. A function of the rows alone, whatever came before.
+    """
+    step = max(1, -(-X.shape[0] // _ORIGIN_ROWS))
+    sample = np.sort(np.asarray(to_host(X[::step, :]), dtype=np.float64), axis=0)
+    n = len(sample)
+    if not n:
+        return None
+    with np.errstate(all="ignore"):
+        median, spread = sample[(n - 1) // 2], sample[n - 1 - n // 4] - sample[n // 4]
+        far = np.isfinite(median) & (np.abs(median) > _NEAR_ORIGIN * spread)
+        if not far.any():
+            return None
+        _, exponent = np.frexp(spread)
+        rounded = np.ldexp(np.rint(np.ldexp(median, 1 - exponent)), exponent - 1)
+        rounded = np.where((spread > 0) & np.isfinite(rounded), rounded, median)
+        return np.where(far, rounded, 0.0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Differences(Kernel):
+    """A kernel of x - x': rows are counted from an origin that both sides share before anything is computed.
+
+    Prepared rows are a tuple that ends with the rows as given and their `Frame`. Rows that were prepared apart from one
+    another have origins of their own; then those of the first side are prepared again, by the frame of the second. So
+    a tile depends on its rows and on the second side, never on who prepared what.
+    """
+
+    shift_invariant: ClassVar[bool] = True
+    """Whether `prepared(X - c, ...)` on both sides is as good as X itself, for any vector c."""
+
+    def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
+        """The prepared rows, counted from the origin of `frame`; ends with X and a frame of that origin."""
+        raise ConfigError(f"{type(self).__name__} must define prepared(X, frame)")
+
+    def check(self, X: Any) -> Array:
+        """X, where it fits the kernel's parameters."""
+        return check_vectors(X, self, None)
+
+    def prepare(self, X: Array) -> Any:
+        return self.prepared(X, Frame(origin_of(self.check(X)) if self.shift_invariant else None))
+
+    def prepare_beside(self, X: Array, prepared: Any) -> Any:
+        _, frame = _given_rows(prepared)
+        return self.prepare(X) if frame is None else self.prepared(self.check(X), frame)
+
+    def aligned(self, X: Any, X2: Any) -> Any:
+        """X counted from the origin of X2."""
+        rows, frame = _given_rows(X)
+        _, wanted = _given_rows(X2)
+        if frame is None or wanted is None or frame.same_origin(wanted):
+            return X
+        return self.prepared(rows, wanted)
+
+
+def _given_rows(prepared: Any) -> tuple[Any, Frame | None]:
+    """The rows as given and their frame, wherever a subclass may have added to the tuple."""
+    for i in range(len(prepared) - 1, 0, -1):
+        if isinstance(prepared[i], Frame):
+            return prepared[i - 1], prepared[i]
+    return None, None
 
 
 def tile_rows(reference: Array) -> int:

@@ -62,6 +62,9 @@ class Composite(Kernel):
     def prepare(self, X: Any) -> Any:
         return tuple(part.prepare(X) for part in self.parts)
 
+    def prepare_beside(self, X: Any, prepared: Any) -> Any:
+        return tuple(part.prepare_beside(X, prepared[i]) for i, part in enumerate(self.parts))
+
     def _tiles(self, X: Any, X2: Any) -> list[Array]:
         return [part.evaluate(X[i], X2[i]) for i, part in enumerate(self.parts)]
 
@@ -278,6 +281,9 @@ class OnFeatures(Kernel):
 
     def prepare(self, X: Any) -> Any:
         return _Rows(X, 0, row_count(X)), self.kernel.prepare(self.features.forward(X))
+
+    def prepare_beside(self, X: Any, prepared: Any) -> Any:
+        return _Rows(X, 0, row_count(X)), self.kernel.prepare_beside(self.features.forward(X), prepared[1])
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         return self.kernel.evaluate(X[1], X2[1], out)

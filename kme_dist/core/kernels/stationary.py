@@ -3,29 +3,79 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from kme_dist.backend import (
     Array,
+    astype,
     clamp_min,
     inplace,
+    is_cupy,
     like,
     matmul,
     namespace_of,
     precision,
 )
 from kme_dist.core.kernels.base import (
+    Differences,
+    Frame,
     Gradients,
-    Kernel,
     by_shape,
     check_vectors,
 )
 from kme_dist.errors import ConfigError
 
+# |z|² + |z'|² - 2 z·z' is off by the unit roundoff times |z|² + |z'|². Where rows reach so far from their origin that
+# this is no longer small beside 1, distances below this share of |z|² + |z'|² are computed from differences instead.
+_NEAR = 2.0**-7
+_FAR_REACH = {"float32": 2.0**12, "float64": 2.0**41}  # 2^-12 / unit roundoff
 
-def weighted_spread(N: Array, X: Any, X2: Any) -> tuple[Array, Array]:
-    """Σ_ij N_ij (z_id - z'_jd)² for every feature d, and Σ_ij N_ij.
+
+def clamp_max(A: Array, bound: float, X: Any, X2: Any) -> Array:
+    """min(A, bound), over A itself where possible; A is a tile of prepared rows."""
+    if isinstance(A, np.ndarray):
+        if A.size and not np.may_share_memory(X[1], X2[1]) and A.max() <= bound:
+            return A  # as a rule, where rows do not meet themselves: the cheapest pass over a tile that there is
+        # Against a vector along the memory: NumPy takes five times as long for a single number.
+        along = (A.shape[0], 1) if A.strides[0] < A.strides[1] else (1, A.shape[1])
+        return np.minimum(A, np.full(along, bound, A.dtype), out=A)
+    if is_cupy(A):
+        return namespace_of(A).minimum(A, A.dtype.type(bound), out=A)
+    return namespace_of(A).clip(A, max=bound)
+
+
+def exact_where_near(s: Array, X: Any, X2: Any) -> Array:
+    """Squared distances of prepared rows, with those that are small beside |z|² + |z'|² from differences."""
+    xp, near = namespace_of(s), _near(s, X, X2)
+    differences = _near_differences(near, X, X2)
+    if xp is not np:
+        return xp.where(near, sum(difference**2 for difference in differences), s)
+    s[near] = sum(difference**2 for difference in differences)
+    return s
+
+
+def _near(s: Array, X: Any, X2: Any) -> Array:
+    xp, d = namespace_of(s), X[1].shape[1] - 2
+    Z, Z2 = X[1][:, :d], X2[1][:, :d]
+    return s < _NEAR * (xp.sum(Z * Z, axis=1)[:, None] + xp.sum(Z2 * Z2, axis=1)[None, :])
+
+
+def _near_differences(near: Array, X: Any, X2: Any) -> Iterator[Array]:
+    """z_d - z'_d for one feature after the other; on the host of the near pairs alone, which are few as a rule."""
+    d = X[1].shape[1] - 2
+    if isinstance(near, np.ndarray):
+        rows, columns = np.nonzero(near)
+        yield from (X[1][rows, j] - X2[1][columns, j] for j in range(d))
+    else:
+        yield from (X[1][:, j][:, None] - X2[1][:, j][None, :] for j in range(d))
+
+
+def weighted_spread(N: Array, X: Any, X2: Any, steep: bool = False) -> tuple[Array, Array]:
+    """Σ_ij N_ij (z_id - z'_jd)² for every feature d, and Σ_ij N_ij; `steep` where N grows without bound as s vanishes.
 
     Expanded, so that the only work on the scale of the tile is one matrix product and two products with ones. Shapes
     matter here: on the host this orientation with d columns runs three times as fast as N Z' with a column of ones.
@@ -33,21 +83,44 @@ def weighted_spread(N: Array, X: Any, X2: Any) -> tuple[Array, Array]:
     xp = namespace_of(N)
     d = X[1].shape[1] - 2
     Z, Z2 = X[1][:, :d], X2[1][:, :d]
+    total, apart = None, None
+    if steep or _reach_far(N, X, X2):  # near pairs from differences, as in `exact_where_near`, the others expanded
+        total, near = xp.sum(N), _near(_expanded(Z, Z2), X, X2)
+        weights = N[near] if xp is np else xp.where(near, N, N * 0)
+        apart = xp.stack([xp.sum(weights * difference**2) for difference in _near_differences(near, X, X2)])
+        N = xp.where(near, N * 0, N)
     rows, columns = N @ X2[1][:, d], X[1][:, d] @ N  # column d of prepared rows holds ones
     crossed = xp.sum(Z2 * (N.T @ Z), axis=0)
-    return rows @ (Z * Z) + columns @ (Z2 * Z2) - 2 * crossed, xp.sum(rows)
+    spread = rows @ (Z * Z) + columns @ (Z2 * Z2) - 2 * crossed
+    return (spread, xp.sum(rows)) if apart is None else (spread + apart, total)
+
+
+def _expanded(Z: Array, Z2: Array) -> Array:
+    xp = namespace_of(Z)
+    return xp.sum(Z * Z, axis=1)[:, None] + xp.sum(Z2 * Z2, axis=1)[None, :] - 2 * (Z @ Z2.T)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Stationary(Kernel):
+class Stationary(Differences):
     """k(x, x') = scale² f(s),  s = Σ_d (x_d - x'_d)² / length_scale_d².
 
-    A vector of length scales is automatic relevance determination (ARD): one per feature.
+    A vector of length scales is automatic relevance determination (ARD): one per feature. A subclass with an `embed` of
+    its own says `shift_invariant = True` where its distances do not change with a vector added to all rows.
     """
 
     length_scale: Any = 1.0
     scale: Any = 1.0
     learned: ClassVar[tuple[str, ...]] = ("length_scale", "scale")
+
+    @property
+    def steep(self) -> bool:
+        """Whether f'(s) has a pole at 0: then neighbours need their distances to the last digit."""
+        return False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "embed" in vars(cls) and "shift_invariant" not in vars(cls):
+            cls.shift_invariant = False
 
     def profile(self, s: Array) -> Array:
         """f(s) for a tile of squared distances, over s itself where possible."""
@@ -59,29 +132,38 @@ class Stationary(Kernel):
 
     def embed(self, X: Array) -> Array:
         """Rows z whose plain squared distances are s."""
-        return check_vectors(X, self, self.length_scale) / like(self.length_scale, X)
+        return self.check(X) / like(self.length_scale, X)
 
-    def prepare(self, X: Array) -> Any:
+    def check(self, X: Any) -> Array:
+        return check_vectors(X, self, self.length_scale)
+
+    def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
         # s_ij = [-2 z_i, |z_i|², 1] · [z_j, 1, |z_j|²]: one matrix product yields squared distances.
-        Z = self.embed(X)
-        xp = namespace_of(Z)
-        squares = xp.sum(Z * Z, axis=1, keepdims=True)
-        ones = squares * 0 + 1
-        return xp.concat([-2 * Z, squares, ones], axis=1), xp.concat([Z, ones, squares], axis=1)
+        Z, squares = self._centred(X, frame)
+        xp, ones = namespace_of(Z), squares * 0 + 1
+        left, right = xp.concat([-2 * Z, squares, ones], axis=1), xp.concat([Z, ones, squares], axis=1)
+        return left, right, X, Frame(frame.origin, _largest(squares))
+
+    def _centred(self, X: Array, frame: Frame) -> tuple[Array, Array]:
+        """z and |z|². Subtract first, divide by length scales then: the quotient alone has lost the digits."""
+        Z = self.embed(frame.subtract(X))
+        return Z, namespace_of(Z).sum(Z * Z, axis=1, keepdims=True)
 
     def squared_distances(self, X: Any, X2: Any, out: Array = None) -> Array:
         """s for a tile of prepared rows."""
-        return clamp_min(matmul(X[0], X2[1].T, out), 0.0)
+        X = self.aligned(X, X2)
+        s = clamp_min(matmul(X[0], X2[1].T, out), 0.0)
+        return exact_where_near(s, X, X2) if self.steep or _reach_far(s, X, X2) else s
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         K = self.profile(self.squared_distances(X, X2, out))
         variance = float(self.scale) ** 2
         if variance != 1.0:
             K *= variance
-        return K
+        return clamp_max(K, variance, X, X2)
 
     def diag(self, X: Array) -> Array:
-        return check_vectors(X, self, self.length_scale)[:, 0] * 0 + float(self.scale) ** 2
+        return self.check(X)[:, 0] * 0 + float(self.scale) ** 2
 
     def slope_tile(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> tuple[Array, Array]:
         """K_bar_ij scale² f'(s_ij), and sum(K_bar * K) for the derivative by the scale."""
@@ -94,12 +176,13 @@ class Stationary(Kernel):
         return N, total
 
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
+        X = self.aligned(X, X2)
         N, total = self.slope_tile(X, X2, K, K_bar)
-        spread, _ = weighted_spread(N, X, X2)
+        spread, _ = weighted_spread(N, X, X2, self.steep)
         return {"length_scale": by_shape(-2 * spread, self.length_scale), "scale": 2 * total}
 
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
-        xp = namespace_of(K_bar)
+        X, xp = self.aligned(X, X2), namespace_of(K_bar)
         N, _ = self.slope_tile(X, X2, None, K_bar)
         d = X[1].shape[1] - 2
         Z, Z2 = X[1][:, :d], X2[1][:, :d]
@@ -109,25 +192,39 @@ class Stationary(Kernel):
         return X_bar, X2_bar
 
 
+def _largest(squares: Array) -> float:
+    return float(namespace_of(squares).max(squares)) if squares.shape[0] else 0.0
+
+
+def _reach_far(tile: Array, X: Any, X2: Any) -> bool:
+    """Whether the expanded squares of prepared rows leave too few digits of distances in the tile's precision."""
+    if not isinstance(X[-1], Frame) or not isinstance(X2[-1], Frame):
+        return False
+    return max(X[-1].reach, X2[-1].reach) > _FAR_REACH[precision(tile)]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Gaussian(Stationary):
     """k(x, x') = scale² exp(-s/2)."""
 
     name = "gaussian"
 
-    def prepare(self, X: Array) -> Any:
+    def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
         # The exponent log scale² - s/2 straight from the matrix product; one exponential finishes the tile.
-        Z = self.embed(X)
-        xp = namespace_of(Z)
-        halves = -0.5 * xp.sum(Z * Z, axis=1, keepdims=True)
-        ones = halves * 0 + 1
-        shifted = halves + 2 * math.log(float(self.scale))
-        return xp.concat([Z, shifted, ones], axis=1), xp.concat([Z, ones, halves], axis=1)
+        Z, squares = self._centred(X, frame)
+        xp, halves = namespace_of(Z), -0.5 * squares
+        ones, shifted = halves * 0 + 1, halves + 2 * math.log(float(self.scale))
+        left, right = xp.concat([Z, shifted, ones], axis=1), xp.concat([Z, ones, halves], axis=1)
+        return left, right, X, Frame(frame.origin, _largest(squares))
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
-        # Rounding may leave the exponent of near-duplicates a hair above its maximum. A clamp would cost another pass
-        # over the tile to mend an error that is already below the precision of the result.
-        return inplace("exp", matmul(X[0], X2[1].T, out))
+        X = self.aligned(X, X2)
+        exponent = matmul(X[0], X2[1].T, out)
+        if _reach_far(exponent, X, X2):
+            top = 2 * math.log(float(self.scale))
+            exponent[...] = top - 0.5 * exact_where_near(2 * (top - exponent), X, X2)
+        # Rounding may leave near-duplicates a hair above scale², which no entry exceeds.
+        return clamp_max(inplace("exp", exponent), float(self.scale) ** 2, X, X2)
 
     def slope_tile(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> tuple[Array, Array]:
         N = K_bar
@@ -138,7 +235,7 @@ class Gaussian(Stationary):
 
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
         # As in the base class, without the passes over the tile that the most used kernel can do without.
-        N = K_bar
+        X, N = self.aligned(X, X2), K_bar
         N *= self.evaluate(X, X2) if K is None else K
         spread, total = weighted_spread(N, X, X2)
         return {"length_scale": by_shape(spread, self.length_scale), "scale": 2 * total}
@@ -159,15 +256,11 @@ class Matern(Stationary):
         if self.nu not in (0.5, 1.5, 2.5):
             raise ConfigError(f"Matern(nu={self.nu!r}): nu is 0.5, 1.5 or 2.5")
 
-    def squared_distances(self, X: Any, X2: Any, out: Array = None) -> Array:
-        s = super().squared_distances(X, X2, out)
-        if self.nu != 0.5:
-            return s
-        # Rounding leaves 1e-16 between equal rows, the root makes 1e-8 of it, and the slope divides by that: what is
-        # below the rounding error of |z|² + |z'|² is no distance. (The smoother profiles are flat at 0.)
-        xp = namespace_of(s)
-        noise = (X[1][:, -1:] + X2[1][:, -1:].T) * (1e-6 if precision(s) == "float32" else 2e-15)
-        return xp.where(s > noise, s, s * 0)
+    @property
+    def steep(self) -> bool:
+        # Rounding leaves 1e-16 between equal rows, the root makes 1e-8 of it, and the slope divides by that. (The
+        # smoother profiles are flat at 0.)
+        return self.nu == 0.5
 
     def profile(self, s: Array) -> Array:
         xp = namespace_of(s)
@@ -207,6 +300,7 @@ class RationalQuadratic(Stationary):
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
         xp = namespace_of(K_bar)
         a = float(self.shape)
+        X = self.aligned(X, X2)
         ratio = self.squared_distances(X, X2) / (2 * a)
         K = self.evaluate(X, X2) if K is None else K
         by_shape = a * xp.sum(K_bar * K * (ratio / (1 + ratio) - xp.log(1 + ratio)))
@@ -223,28 +317,33 @@ class Periodic(Gaussian):
     name = "periodic"
     period: Any = 1.0
     learned = ("length_scale", "scale", "period")
+    shift_invariant = True
+
+    def check(self, X: Any) -> Array:
+        check_vectors(X, self, self.period)
+        return super().check(X)
 
     def embed(self, X: Array) -> Array:
-        xp = namespace_of(X)
-        check_vectors(X, self, self.period)
-        angle = 2 * math.pi * check_vectors(X, self, self.length_scale) / like(self.period, X)
-        ell = like(self.length_scale, X)
-        return xp.concat([xp.cos(angle) / ell, xp.sin(angle) / ell], axis=1)
+        # In double precision: many periods from the origin an angle has no digits to spare.
+        xp, ell = namespace_of(X), like(self.length_scale, X)
+        angle = self._angle(X)
+        return xp.concat([astype(part, precision(X)) / ell for part in (xp.cos(angle), xp.sin(angle))], axis=1)
 
-    def prepare(self, X: Array) -> Any:
-        return (*super().prepare(X), X)
+    def _angle(self, X: Array) -> Array:
+        wide = astype(self.check(X), "float64")
+        return 2 * math.pi * wide / like(self.period, wide)
 
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
-        xp = namespace_of(K_bar)
+        X, xp = self.aligned(X, X2), namespace_of(K_bar)
         Z_bar, Z2_bar, by_scale = self._embedding_pullback(X, X2, K, K_bar)
         by_ell, by_period = 0, 0
         for side, bar in ((X, Z_bar), (X2, Z2_bar)):
-            source, d = side[2], side[2].shape[1]
-            Z = side[1][:, : 2 * d]
+            d = side[2].shape[1]
+            Z, angle = side[1][:, : 2 * d], self._angle(side[3].subtract(side[2]))
             # dz/d log ell = -z;  d angle/d log period = -angle
             by_ell = by_ell - xp.sum(bar[:, :d] * Z[:, :d] + bar[:, d:] * Z[:, d:], axis=0)
             turn = Z[:, :d] * bar[:, d:] - Z[:, d:] * bar[:, :d]
-            by_period = by_period - xp.sum(turn * (2 * math.pi * source / like(self.period, source)), axis=0)
+            by_period = by_period - xp.sum(turn * astype(angle, precision(turn)), axis=0)
         return {
             "length_scale": by_shape(by_ell, self.length_scale),
             "scale": by_scale,
@@ -252,7 +351,7 @@ class Periodic(Gaussian):
         }
 
     def _embedding_pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> tuple[Array, Array, Array]:
-        xp = namespace_of(K_bar)
+        X, xp = self.aligned(X, X2), namespace_of(K_bar)
         N, total = self.slope_tile(X, X2, K, K_bar)
         width = X[1].shape[1] - 2
         Z, Z2 = X[1][:, :width], X2[1][:, :width]
@@ -261,6 +360,7 @@ class Periodic(Gaussian):
         return Z_bar, Z2_bar, 2 * total
 
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
+        X = self.aligned(X, X2)
         Z_bar, Z2_bar, _ = self._embedding_pullback(X, X2, None, K_bar)
         rate = 2 * math.pi / like(self.period, X[2])
         bars = []
@@ -272,7 +372,7 @@ class Periodic(Gaussian):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Laplace(Kernel):
+class Laplace(Differences):
     """k(x, x') = scale² exp(-Σ_d |x_d - x'_d| / length_scale_d): city-block distance, rough functions."""
 
     name = "laplace"
@@ -280,11 +380,18 @@ class Laplace(Kernel):
     scale: Any = 1.0
     learned = ("length_scale", "scale")
 
-    def prepare(self, X: Array) -> Array:
-        return check_vectors(X, self, self.length_scale) / like(self.length_scale, X)
+    def check(self, X: Any) -> Array:
+        return check_vectors(X, self, self.length_scale)
 
-    def evaluate(self, X: Array, X2: Array, out: Array = None) -> Array:
+    def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
+        return frame.subtract(X) / like(self.length_scale, X), X, Frame(frame.origin)
+
+    def _scaled(self, X: Any, X2: Any) -> tuple[Array, Array]:
+        return self.aligned(X, X2)[0], X2[0]
+
+    def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         # No matrix product yields absolute differences: one pass over the tile per feature, no (n, n, d) array.
+        X, X2 = self._scaled(X, X2)
         xp = namespace_of(X)
         distance = X[:, :1] * 0 + X2[:, :1].T * 0
         for j in range(X.shape[1]):
@@ -295,21 +402,23 @@ class Laplace(Kernel):
         return K
 
     def diag(self, X: Array) -> Array:
-        return check_vectors(X, self, self.length_scale)[:, 0] * 0 + float(self.scale) ** 2
+        return self.check(X)[:, 0] * 0 + float(self.scale) ** 2
 
-    def pullback(self, X: Array, X2: Array, K: Array | None, K_bar: Array) -> Gradients:
+    def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
         xp = namespace_of(K_bar)
         M = K_bar
         M *= self.evaluate(X, X2) if K is None else K
+        X, X2 = self._scaled(X, X2)
         by_feature = [xp.sum(M * xp.abs(X[:, j : j + 1] - X2[:, j : j + 1].T)) for j in range(X.shape[1])]
         return {
             "length_scale": by_shape(xp.stack(by_feature), self.length_scale),
             "scale": 2 * xp.sum(M),
         }
 
-    def input_pullback(self, X: Array, X2: Array, K_bar: Array) -> tuple[Array, Array]:
+    def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
         xp = namespace_of(K_bar)
         M = K_bar * self.evaluate(X, X2)
+        X, X2 = self._scaled(X, X2)
         signs = [xp.sign(X[:, j : j + 1] - X2[:, j : j + 1].T) for j in range(X.shape[1])]
         ell = like(self.length_scale, X)
         X_bar = -xp.stack([xp.sum(M * sign, axis=1) for sign in signs], axis=1) / ell
@@ -318,7 +427,7 @@ class Laplace(Kernel):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Cosine(Kernel):
+class Cosine(Differences):
     """k(x, x') = scale² cos(Σ_d frequency_d (x_d - x'_d)): one frequency of a spectral kernel.
 
     Times a Gaussian it is one component of a spectral mixture; see `spectral_mixture`.
@@ -329,18 +438,23 @@ class Cosine(Kernel):
     scale: Any = 1.0
     learned = ("frequency", "scale")
 
-    def prepare(self, X: Array) -> Any:
-        xp = namespace_of(X)
-        angle = xp.sum(check_vectors(X, self, self.frequency) * like(self.frequency, X), axis=1)[:, None]
-        return xp.concat([xp.cos(angle), xp.sin(angle)], axis=1), X
+    def check(self, X: Any) -> Array:
+        return check_vectors(X, self, self.frequency)
+
+    def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
+        xp, centred = namespace_of(X), frame.subtract(X)
+        wide = astype(centred, "float64")  # many turns from the origin an angle has no digits to spare
+        angle = xp.sum(wide * like(self.frequency, wide), axis=1)[:, None]
+        circle = astype(xp.concat([xp.cos(angle), xp.sin(angle)], axis=1), precision(centred))
+        return circle, centred, X, Frame(frame.origin)
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
-        K = matmul(X[0], X2[0].T, out)
+        K = matmul(self.aligned(X, X2)[0], X2[0].T, out)
         K *= float(self.scale) ** 2
         return K
 
     def diag(self, X: Array) -> Array:
-        return check_vectors(X, self, self.frequency)[:, 0] * 0 + float(self.scale) ** 2
+        return self.check(X)[:, 0] * 0 + float(self.scale) ** 2
 
     def _sine_sums(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
         # sin(a - b) = sin a cos b - cos a sin b, weighted by -scale² K_bar and summed over rows and columns
@@ -351,7 +465,7 @@ class Cosine(Kernel):
         return xp.sum(B, axis=1), xp.sum(B, axis=0)
 
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
-        xp = namespace_of(K_bar)
+        X, xp = self.aligned(X, X2), namespace_of(K_bar)
         K = self.evaluate(X, X2) if K is None else K
         rows, columns = self._sine_sums(X, X2, K_bar)
         by_feature = (rows @ X[1] - columns @ X2[1]) * like(self.frequency, X[1])
@@ -361,6 +475,7 @@ class Cosine(Kernel):
         }
 
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
+        X = self.aligned(X, X2)
         rows, columns = self._sine_sums(X, X2, K_bar)
         w = like(self.frequency, X[1]) + X[1][:1, :] * 0
         return rows[:, None] * w, -columns[:, None] * w
