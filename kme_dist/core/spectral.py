@@ -158,9 +158,10 @@ def generalisation_bound(
     Bound (10) has 4√2 L R + O(sqrt(log(1/δ)/n)) for the excess of the risk over that of the best W of the same trace
     norm, L the Lipschitz constant of the loss (`lipschitz_constant`) and R, by (11), a bound on the Rademacher
     complexity of all Wᵀφ with that trace norm and K outputs: the supremum is |W|_* times the spectral norm of
-    Σ_i φ(x_i) ε_iᵀ, which its Frobenius norm bounds. The contraction inequality for vectors takes R through the loss for
-    a factor √2 L, symmetrisation adds 2, and once more 2 for the excess. The last term writes the O(·) out for losses
-    within [0, 1]. Here φ and |W|_* come from the same rows, and no loss is so bounded: a yardstick, not a guarantee.
+    Σ_i φ(x_i) ε_iᵀ, which its Frobenius norm bounds. The contraction inequality for vectors takes R through the loss
+    for a factor √2 L, symmetrisation adds 2, and once more 2 for the excess. The last term writes the O(·) out for
+    losses within [0, 1]. Here φ and |W|_* come from the same rows, and no loss is so bounded: a yardstick, not a
+    guarantee.
     """
     complexity = trace_norm * math.sqrt(outputs * max(squares, 0.0)) / max(n, 1)
     tail = 3 * math.sqrt(math.log(2 / (1 - confidence)) / (2 * max(n, 1)))

@@ -139,7 +139,7 @@ def test_no_loss_changes_faster_than_its_lipschitz_constant(kind, rng):
     met = (first - steepest) / np.maximum(np.linalg.norm(1e-3 * at_F, axis=1), 1e-300)
     assert met.max() > 0.99 * lipschitz_constant(kind, at_F), "no smaller constant would do"
     if kind != "squared":
-        assert L == np.sqrt(2)
+        assert lipschitz_constant(kind, at_F) == np.sqrt(2)
 
 
 def test_the_complexity_in_the_bound_is_above_the_rademacher_complexity(rng):
@@ -151,7 +151,7 @@ def test_the_complexity_in_the_bound_is_above_the_rademacher_complexity(rng):
     L = 1.3
     bound, without = (generalisation_bound(0.0, b, np.sum(Z**2), n, outputs, L) for b in (B, 0.0))
     R = (bound - without) / (4 * np.sqrt(2) * L)
-    assert R == pytest.approx(B / n * np.sqrt(outputs * np.sum(Z**2)))
+    np.testing.assert_allclose(R, B / n * np.sqrt(outputs * np.sum(Z**2)))
     assert met < R < 2 * met
 
 
