@@ -403,8 +403,9 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
         return scores if len(self.classes_) > 2 else scores[:, 1] - scores[:, 0]
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest score."""
-        best = self._scores(X).argmax(axis=1)
+        """The class with the largest score; where there are probabilities, with the largest of `predict_proba`."""
+        scores = self._scores(X)
+        best = (_softmax(scores) if self.loss == "cross_entropy" else scores).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
     @available_if(lambda self: self.loss == "cross_entropy")  # type: ignore[untyped-decorator]
