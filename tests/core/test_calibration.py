@@ -140,6 +140,8 @@ def test_isotonic_probabilities_are_the_nearest_ones_that_keep_the_order():
     free, kept = class_by_class(found, other), found.apply(other)
     turned = np.flatnonzero(free.argmax(axis=1) != other.argmax(axis=1))
     assert len(turned) > 20, "maps for each class turn labels around"
+    rising = np.take_along_axis(kept, np.argsort(other, axis=1), axis=1)
+    assert (np.diff(rising, axis=1) >= 0).all()
     same = (np.argsort(free, axis=1) == np.argsort(other, axis=1)).all(axis=1)
     np.testing.assert_allclose(kept[same], free[same], rtol=1e-12)
     rng = np.random.default_rng(0)
