@@ -41,6 +41,7 @@ from kme_dist.core.spectral import (
     VARIANTS,
     Variant,
     generalisation_bound,
+    lipschitz_constant,
     nuclear_norm,
     shrink,
     spectral_objective,
@@ -235,15 +236,18 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             X, y = source.X, source.y
         else:
             X, y = source.prepared(*(np.asarray(part) for part in source.dataset.read_rows(*source.chunks()[0])))
-        total, squares = 0.0, 0.0
+        total, squares, lipschitz = 0.0, 0.0, 0.0
         for rows in row_blocks(len(y), _CHUNK_ROWS):
             Z = devices.to_host(self.features_.forward(X[rows, :]))
             part = y[rows]
             T = (part[:, None] == np.arange(n_classes)).astype(float) if n_classes else part.reshape(len(part), -1)
-            total += float(np.sum(losses_of(self.loss, Z @ self.weights_, T)[0]))
+            each, slope = losses_of(self.loss, Z @ self.weights_, T)
+            total += float(np.sum(each))
+            lipschitz = max(lipschitz, lipschitz_constant(self.loss, slope))
             squares += float(np.sum(Z.astype(np.float64) ** 2))
         n = len(y)
-        return generalisation_bound(total / n, nuclear_norm(self.weights_), squares, n, self.weights_.shape[1])
+        outputs = self.weights_.shape[1]
+        return generalisation_bound(total / n, nuclear_norm(self.weights_), squares, n, outputs, lipschitz)
 
     # --- using -----------------------------------------------------------------------------------
 
@@ -289,6 +293,8 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
     def _restore(cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
         model = cls(**found["settings"])
         model.features_ = restore_features(found["features"], arrays, own)
+        if getattr(model.features_, "second_phases", None) is not None:
+            model.form = "independent"  # in older models this was form="D"
         model.weights_ = arrays["weights"]
         model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
         model.n_features_in_ = int(found["inputs"])
@@ -308,7 +314,9 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
     Parameters
     ----------
     variant : {"askl", "nskl", "skl", "nsk", "sk"}
-    features, form, deviation : D frequencies, normal with this deviation; "D" (cosines with phases) or "2D".
+    features, form, deviation : D frequencies, normal with this deviation; "D" (cosines, one phase for both sets of
+        frequencies), "2D" (cosines and sines), or "independent": phases of their own for each set, as the paper prints
+        it, which makes the kernel of drawn frequencies a stationary one.
     loss : {"hinge", "cross_entropy", "squared"}; the paper's is the hinge, probabilities come with cross entropy.
     weight_penalty, feature_penalty : λ₁ and λ₂.
     batch_size, batches_per_step, epochs, learning_rate, schedule, optimizer : stochastic learning.
@@ -395,8 +403,9 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
         return scores if len(self.classes_) > 2 else scores[:, 1] - scores[:, 0]
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest score."""
-        best = self._scores(X).argmax(axis=1)
+        """The class with the largest score; where there are probabilities, with the largest of `predict_proba`."""
+        scores = self._scores(X)
+        best = (_softmax(scores) if self.loss == "cross_entropy" else scores).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
     @available_if(lambda self: self.loss == "cross_entropy")  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
-from kme_dist.core.calibration import Calibration
+from kme_dist.core.calibration import Calibration, expectation
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.objective import generalisation_bound
@@ -331,8 +331,8 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
     def decision_function(self, X: Any) -> np.ndarray:
         """Decision probabilities; with two classes, as scikit-learn wants it, how far the second leads the first.
 
-        That lead is of the normalised probabilities, so that it ranks rows as `predict_proba` does; ties (both at the
-        floor) go by the decision probabilities.
+        That lead is of the probabilities, so that it ranks rows as `predict_proba` does; ties (both at the floor) go by
+        the decision probabilities.
         """
         P = self.decision_probabilities(X)
         if len(self.classes_) > 2:
@@ -341,7 +341,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         return np.asarray(p[:, 1] - p[:, 0] + 1e-12 * (P[:, 1] - P[:, 0]))
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest decision probability."""
+        """The most probable class: that with the largest decision probability, and of `predict_proba`, in every row."""
         best = self.decision_probabilities(X).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
@@ -356,10 +356,12 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         P = self.decision_probabilities(X)
         return np.asarray(mce.rkhs_entropy(self.probabilities(P) if kind == "clip" else P))
 
-    def expectation(self, X: Any, g: Any) -> np.ndarray:
-        """E[g(Y) | x]: `g` is a function of the label, a mapping from label to value, or one value per class."""
-        values = _values_per_class(g, self.classes_)
-        return np.asarray(mce.expectation(self.decision_probabilities(X), values))
+    def expectation(self, X: Any, g: Any, raw: bool = False) -> np.ndarray:
+        """E[g(Y) | x] under `predict_proba`, or `raw`: Σ_c g(c) f_c(x), which may leave the values of g.
+
+        `g` is a function of the label, a mapping from label to value, or one value per class."""
+        values, P = _values_per_class(g, self.classes_), self.decision_probabilities(X)
+        return np.asarray(mce.expectation(P, values) if raw else expectation(self.probabilities(P), values))
 
     # --- storing ---------------------------------------------------------------------------------
 

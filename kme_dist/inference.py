@@ -23,6 +23,7 @@ import numpy as np
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
+from kme_dist.core.calibration import expectation, led_by
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, Layout, Receipt
@@ -59,6 +60,7 @@ class Task:
     layout: Layout
     outputs: tuple[str, ...]
     expectations: tuple[tuple[str, tuple[float, ...]], ...]
+    raw_expectations: bool
     top_k: int
 
 
@@ -70,6 +72,7 @@ def predict(
     executor: Any = None,
     outputs: Sequence[str] = ("label", "probability"),
     expectations: Mapping[str, Any] | None = None,
+    raw_expectations: bool = False,
     top_k: int | None = None,
     format: str = "zarr",
     split: str | None = None,
@@ -89,7 +92,8 @@ def predict(
     data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
-    expectations : name -> g, for E[g(Y) | x]; see `kme_dist.expressions` for the forms of g
+    expectations : name -> g, for E[g(Y) | x] under the probabilities; see `kme_dist.expressions` for the forms of g
+    raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: it may leave the values of g
     top_k : so many most probable classes, as `top_label` and `top_probability`
     format : "zarr" (arrays in one group) or "parquet" (one file for each chunk)
     split : of a data set; None takes all rows
@@ -133,6 +137,8 @@ def predict(
         "chunk_rows": source.chunk_rows,
         "data": source.describe(),
     }
+    if spec.expectations:  # of which there was only the raw kind, and no word of it, in older records
+        computed_from["expected_under"] = "decisions" if raw_expectations else "probabilities"
     job = short_digest(computed_from)
     state = {
         "job": job,
@@ -144,7 +150,9 @@ def predict(
         "classes": classes,
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
     }
-    task = Task(job, address, digest, working, layout, spec.outputs, spec.expectations, spec.top_k)
+    task = Task(
+        job, address, digest, working, layout, spec.outputs, spec.expectations, bool(raw_expectations), spec.top_k
+    )
     return run_chunks(
         state,
         layout,
@@ -234,18 +242,19 @@ class _Scorer:
 
     def outputs(self, X: np.ndarray, task: Task) -> dict[str, Any]:
         f = self.decision(X)
-        p = self.model.probabilities(f)
-        arrays: dict[str, Any] = {"label": f.argmax(axis=1), "probability": p, "decision": f}
+        p, label = self.model.probabilities(f), f.argmax(axis=1)
+        stored = led_by(p.astype(np.float32), label)  # rounding may bring another class up to the first
+        arrays: dict[str, Any] = {"label": label, "probability": stored, "decision": f}
         if "entropy" in task.outputs:
             arrays["entropy"] = mce.rkhs_entropy(p)  # p is normalised already
         if "rkhs_entropy" in task.outputs:
             arrays["rkhs_entropy"] = mce.rkhs_entropy(f)
         for name, g in task.expectations:
-            arrays[f"expectation/{name}"] = mce.expectation(f, g)
+            arrays[f"expectation/{name}"] = mce.expectation(f, g) if task.raw_expectations else expectation(p, g)
         if task.top_k:
-            order = np.argsort(-p, axis=1, kind="stable")[:, : task.top_k]
+            order = np.argsort(-stored, axis=1, kind="stable")[:, : task.top_k]
             arrays["top_label"] = order
-            arrays["top_probability"] = np.take_along_axis(p, order, axis=1)
+            arrays["top_probability"] = np.take_along_axis(stored, order, axis=1)
         return arrays
 
 

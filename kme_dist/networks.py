@@ -30,6 +30,7 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import features as maps
 from kme_dist.core import kernels, optim
+from kme_dist.core.calibration import class_probabilities, expectation
 from kme_dist.core.kernels import Kernel, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.data import store
@@ -482,8 +483,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return devices.to_host(self.embedding_.decision(rows))
 
     def probabilities(self, P: np.ndarray) -> np.ndarray:
-        """Class probabilities from decision probabilities: clip-normalised."""
-        return np.asarray(mce.clip_normalise(P, self.probability_floor_))
+        """Class probabilities from decision probabilities: clip-normalised, led by the largest of them."""
+        return class_probabilities(P, self.probability_floor_)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Decision probabilities; with two classes, how far the second leads the first once normalised."""
@@ -494,7 +495,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return np.asarray(p[:, 1] - p[:, 0] + 1e-12 * (P[:, 1] - P[:, 0]))
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest decision probability."""
+        """The most probable class: that with the largest decision probability, and of `predict_proba`, in every row."""
         best = self.decision_probabilities(X).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
@@ -506,13 +507,18 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Uncertainty of the clip-normalised probabilities, in nats."""
         return np.asarray(mce.entropy(self.decision_probabilities(X), self.probability_floor_))
 
-    def expectation(self, X: Any, g: Any) -> np.ndarray:
-        """E[g(Y) | x]: `g` is a function of the label, or one value (or one row of values) per class."""
+    def expectation(self, X: Any, g: Any, raw: bool = False) -> np.ndarray:
+        """E[g(Y) | x]: `g` is a function of the label, or one value (or one row of values) per class.
+
+        Under the probabilities of `predict_proba`, so it stays within the values of g; `raw` gives Σ_c g(c) f_c(x),
+        linear in the decision probabilities, which may leave them.
+        """
         check_is_fitted(self, "classes_")
         values = np.asarray([g(label) for label in self.classes_] if callable(g) else g, dtype=np.float64)
         if values.shape[:1] != self.classes_.shape:
             raise DataError(f"expectation: needs one value for each of {len(self.classes_)} classes")
-        return np.asarray(mce.expectation(self.decision_probabilities(X), values))
+        P = self.decision_probabilities(X)
+        return np.asarray(mce.expectation(P, values) if raw else expectation(self.probabilities(P), values))
 
     # --- storing ---------------------------------------------------------------------------------
 

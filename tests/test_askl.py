@@ -11,6 +11,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import kme_dist as kme
 from kme_dist.askl import ASKLClassifier, ASKLRegressor
+from kme_dist.core.spectral import losses
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, DataError
 
@@ -91,7 +92,36 @@ def test_probabilities_come_with_cross_entropy_alone(iris):
     assert not hasattr(ASKLClassifier(loss="hinge"), "predict_proba")
 
 
-@pytest.mark.parametrize("form", ["D", "2D"])
+def test_both_sets_of_frequencies_share_their_phases_unless_asked_otherwise(iris, tmp_path):
+    X, y = iris
+    options = {**SMALL, "epochs": 2}
+    model = ASKLClassifier(**options).fit(X, y)
+    assert set(model.features_.arrays) == {"first", "second", "phases"}
+    Z = model.scaling_.apply(X, "float64")
+    a, b = (Z @ omega + model.features_.phases for omega in (model.features_.first, model.features_.second))
+    np.testing.assert_allclose(model.embed(X), (np.cos(a) + np.cos(b)) / np.sqrt(200), rtol=1e-12, atol=1e-15)
+    printed = ASKLClassifier(form="independent", **options).fit(X, y)
+    assert set(printed.features_.arrays) == {"first", "second", "phases", "second_phases"}
+    printed.form = "D"  # the name it had before phases were shared
+    printed.save(tmp_path / "old.zarr")
+    again = kme.load(tmp_path / "old.zarr")
+    assert again.form == "independent"
+    np.testing.assert_array_equal(again.decision_function(X), printed.decision_function(X))
+
+
+def test_the_bound_has_the_constant_of_the_loss(iris):
+    X, y = iris
+    for loss in ("hinge", "cross_entropy", "squared"):
+        model = ASKLClassifier(loss=loss, **SMALL).fit(X, y)
+        Z, T = model.embed(X), np.eye(3)[y]
+        each, slope = losses(loss, Z @ model.weights_, T)
+        L = np.sqrt(2) if loss != "squared" else np.linalg.norm(slope, axis=1).max()
+        R = np.linalg.norm(model.weights_, "nuc") * np.sqrt(3 * np.sum(Z**2)) / 150
+        expected = each.mean() + 4 * np.sqrt(2) * L * R + 3 * np.sqrt(np.log(40) / 300)
+        assert model.bound_ == pytest.approx(expected, rel=1e-4)  # it was learned in single precision
+
+
+@pytest.mark.parametrize("form", ["D", "2D", "independent"])
 def test_a_stored_model_predicts_the_same(form, iris, diabetes, tmp_path):
     for kind, (X, y) in ((ASKLClassifier, iris), (ASKLRegressor, diabetes)):
         model = kind(form=form, **{**SMALL, "epochs": 1}).fit(X, y)

@@ -1,7 +1,12 @@
-"""Probabilities that mean what they say: maps from clip-normalised probabilities to calibrated ones.
+"""Probabilities that mean what they say: from decision probabilities f to clip-normalised p̃, to calibrated ones.
 
-    temperature   p_c ∝ p̃_c^(1/T)               one number T, the most probable class stays the most probable
-    isotonic      p_c ∝ m_c(p̃_c)                 a non-decreasing function for each class; labels may change
+    temperature   p_c ∝ p̃_c^(1/T)     one number T
+    isotonic      p_c ∝ m_c(p̃_c)       a non-decreasing function for each class; then, where two functions would turn
+                                       the order of p̃ in a row around, the nearest probabilities that keep it
+
+`class_probabilities` is the one way there for every model. Neither map changes the order of the classes in a row (it
+may make equals of neighbours), so no label depends on calibration, and ties at the top go to the class with the largest
+f: the label is the argmax of f and the argmax of the probabilities, in every row.
 
 Both are fitted to decisions that did not see the label: on held-out rows, or by `leave_one_out_decisions`, in closed
 form on the rows of the fit. A regression on labels is modest where classes are many and clipping leaves a little mass
@@ -17,7 +22,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression, minimize_scalar
 
 from kme_dist.backend import Array, astype, cholesky, diagonal, namespace_of, set_diagonal
-from kme_dist.core.embedding import Embedding
+from kme_dist.core.embedding import Embedding, clip_normalise
 from kme_dist.core.kernels.base import row_count
 from kme_dist.errors import ConfigError, NumericalError
 
@@ -56,8 +61,11 @@ class Calibration:
             return cls(kind, floor=floor, knots=knots)
         return cls(kind)
 
-    def apply(self, p: np.ndarray) -> np.ndarray:
-        """Calibrated probabilities, rows adding up to one, in the precision of p."""
+    def apply(self, p: np.ndarray, label: np.ndarray | None = None) -> np.ndarray:
+        """Calibrated probabilities, rows adding up to one, in the precision of p and in the order of p within a row.
+
+        `label` says which class of a row leads where several have its largest p; the first one if it is not given.
+        """
         if self.kind == "none":
             return p
         if self.kind == "temperature":
@@ -67,7 +75,10 @@ class Calibration:
             q = np.stack([np.interp(p[:, c], x, y) for c, (x, y) in enumerate(self.knots)], axis=1)
             q = np.where(q.sum(axis=1, keepdims=True) > 0, q, p)
         q = np.maximum(q / q.sum(axis=1, keepdims=True), self.floor)
-        return np.asarray(q / q.sum(axis=1, keepdims=True), p.dtype)
+        q = q / q.sum(axis=1, keepdims=True)
+        if self.kind == "isotonic":
+            q = _in_order(q, p, p.argmax(axis=1) if label is None else label)
+        return np.asarray(q, p.dtype)
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers and lists, from which `from_plain` makes the same map."""
@@ -78,6 +89,44 @@ class Calibration:
     def from_plain(cls, stored: dict[str, Any]) -> Calibration:
         knots = tuple((np.array(x, np.float64), np.array(y, np.float64)) for x, y in stored["knots"])
         return cls(str(stored["kind"]), float(stored["temperature"]), float(stored["floor"]), knots)
+
+
+def class_probabilities(f: np.ndarray, floor: float = 0.0, calibration: Calibration | None = None) -> np.ndarray:
+    """Probabilities from decision probabilities: clip-normalised, calibrated, led by the class with the largest f."""
+    f = np.asarray(f)
+    label = f.argmax(axis=1)
+    p = np.asarray(clip_normalise(f, floor))
+    return led_by(p if calibration is None else calibration.apply(p, label), label)
+
+
+def led_by(p: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The same probabilities, `label` being their argmax: where it only shares the first place (all below the floor,
+    or made equal by rounding), it is raised to the next number above."""
+    first = p.argmax(axis=1)
+    rows = np.flatnonzero(first != label)
+    if not len(rows):
+        return p
+    p = p.copy()
+    p[rows, label[rows]] = np.nextafter(p[rows, first[rows]], p.dtype.type(np.inf))
+    return p
+
+
+def expectation(p: np.ndarray, g: Any) -> np.ndarray:
+    """E[g(Y) | x] = Σ_c g(c) p_c(x) under probabilities p: never outside the values of g, not by rounding either."""
+    values = np.asarray(g, np.float64)
+    return np.clip(p @ values, values.min(axis=0), values.max(axis=0))
+
+
+def _in_order(q: np.ndarray, p: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The nearest rows to q that rise where p rises; equals of p are free, but for `label`, the last of them."""
+    leads = np.arange(p.shape[1]) == label[:, None]
+    order = np.lexsort((q, leads, p), axis=1)
+    rising = np.take_along_axis(q, order, axis=1)
+    for row in np.flatnonzero((np.diff(rising, axis=1) < 0).any(axis=1)):
+        rising[row] = isotonic_regression(rising[row]).x
+    found = np.empty_like(q)
+    np.put_along_axis(found, order, rising, axis=1)
+    return found
 
 
 def _isotonic(p: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -179,9 +179,14 @@ class Spectral(Features):
 
     With a = xᵀΩ, a' = xᵀΩ' (columns of `first` and `second`):
 
-        second None, stationary         non-stationary                          phases
-        [cos a, sin a] / √D             [cos a + cos a', sin a + sin a'] / 2√D  none: 2D features
-        √(2/D) cos(a + b)               [cos(a + b) + cos(a' + b')] / √(2D)     b, b': D features
+        form           second None, stationary   non-stationary
+        "2D"           [cos a, sin a] / √D       [cos a + cos a', sin a + sin a'] / 2√D     2D features, no phases
+        "D"            √(2/D) cos(a + b)         [cos(a + b) + cos(a' + b)] / √(2D)         one b for both cosines
+        "independent"  (the same)                [cos(a + b) + cos(a' + b')] / √(2D)        as printed
+
+    "2D", and "D" on average over b ~ U[0, 2π], have the kernel that is meant: at x and y the mean over frequencies of
+    ¼ [cos(a_x - a_y) + cos(a'_x - a'_y) + cos(a_x - a'_y) + cos(a'_x - a_y)]. With a b' of its own, as the paper prints
+    it, the last two terms are 0 on average, and what is left is stationary.
     """
 
     name = "spectral"
@@ -191,6 +196,7 @@ class Spectral(Features):
     second: Any = None
     phases: Any = None
     second_phases: Any = None
+    """None: the phases are those of the first set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,8 +204,8 @@ class Spectral(Features):
             raise ConfigError("spectral features need a matrix of frequencies, one column for each")
         if self.second is not None and self.second.shape != self.first.shape:
             raise ConfigError(f"two sets of frequencies differ: {self.first.shape} and {self.second.shape}")
-        if (self.second is not None and self.phases is not None) != (self.second_phases is not None):
-            raise ConfigError("each set of frequencies needs its own phases, or neither has any")
+        if self.second_phases is not None and (self.second is None or self.phases is None):
+            raise ConfigError("phases of their own for a second set need that set, and phases of the first one")
 
     def linearise(self, X: Array) -> tuple[Array, Pull]:
         _check_rows(X, self.first.shape[0], self)
@@ -208,7 +214,8 @@ class Spectral(Features):
         size = (1 / (2 if two else 1) if bare else math.sqrt(0.5 if two else 2.0)) / math.sqrt(D)
         sets = [("first", like(self.first, X), self.phases)]
         if two:
-            sets.append(("second", like(self.second, X), self.second_phases))
+            own = self.phases if self.second_phases is None else self.second_phases
+            sets.append(("second", like(self.second, X), own))
         angles = [X @ omega if b is None else X @ omega + like(b, X)[None, :] for _, omega, b in sets]
         cosines = [xp.cos(a) for a in angles]
         sines = [xp.sin(a) for a in angles] if bare else None
@@ -236,7 +243,7 @@ class Spectral(Features):
             "name": self.name,
             "features": int(self.first.shape[1]),
             "stationary": self.second is None,
-            "form": "2D" if self.phases is None else "D",
+            "form": "2D" if self.phases is None else "D" if self.second_phases is None else "independent",
         }
 
 
@@ -468,9 +475,17 @@ def sample_frequencies(
     return np.asarray(omega / width)
 
 
-def _phases(form: str, features: int, rng: np.random.Generator) -> np.ndarray | None:
-    if form not in ("2D", "D"):
-        raise ConfigError(f"form={form!r} is unknown; choose '2D' (cosines and sines) or 'D' (cosines with phases)")
+FORMS = {
+    "2D": "cosines and sines",
+    "D": "cosines with phases",
+    "independent": "cosines with phases of their own for each of two sets",
+}
+
+
+def _phases(form: str, features: int, rng: np.random.Generator, known: Sequence[str]) -> np.ndarray | None:
+    if form not in known:
+        choices = " or ".join(f"{name!r} ({FORMS[name]})" for name in known)
+        raise ConfigError(f"form={form!r} is unknown; choose {choices}")
     return None if form == "2D" else rng.uniform(0, 2 * math.pi, features)
 
 
@@ -487,7 +502,7 @@ def random_fourier(
     """Random Fourier features: φ(x)·φ(x') tends to the kernel as `features` grows."""
     rng = np.random.default_rng(seed)
     omega = sample_frequencies(n_features, features, kernel, length_scale, nu, orthogonal, rng)
-    return Spectral(omega, phases=_phases(form, features, rng))
+    return Spectral(omega, phases=_phases(form, features, rng, ("2D", "D")))
 
 
 def spectral(
@@ -498,14 +513,15 @@ def spectral(
     form: str = "D",
     seed: int = 0,
 ) -> Spectral:
-    """The map of ASKL with normal frequencies; not stationary unless asked for."""
+    """The map of ASKL with normal frequencies; not stationary unless asked for. See `Spectral` for the forms."""
     rng = np.random.default_rng(seed)
     first = sample_frequencies(n_features, features, length_scale=1 / deviation, rng=rng)
-    phases = _phases(form, features, rng)
+    phases = _phases(form, features, rng, tuple(FORMS))
     if stationary:
         return Spectral(first, phases=phases)
     second = sample_frequencies(n_features, features, length_scale=1 / deviation, rng=rng)
-    return Spectral(first, second, phases, _phases(form, features, rng))
+    own = _phases(form, features, rng, tuple(FORMS)) if form == "independent" else None
+    return Spectral(first, second, phases, own)
 
 
 def _dense(n_features: int, units: int = 32, activation: str = "relu", seed: int = 0) -> Dense:

@@ -42,6 +42,7 @@ from kme_dist.errors import ConfigError, CorruptError, DataError
 
 ARRAYS_FORMAT = "kme-dist/arrays"
 ARRAYS_VERSION = 1
+_BY_COLUMNS = "by_columns"
 CHUNK_BYTES = 32 << 20  # of the arrays of save_arrays; data sets choose their own
 
 
@@ -149,9 +150,13 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
     Locally it is written aside, synced and renamed into place, replacing an older group of the same
     format; in an object store the object that makes it openable is written last. Names may have one
     level ("part/0"). The format is `attributes["format"]`, "kme-dist/arrays" when not given.
+
+    Arrays lie on disk row by row. Which of them lay column by column in memory is noted among the attributes, and
+    `load_arrays` lays them so again: a matrix product reads its factors by another path in either order and rounds
+    otherwise, so a model gives the same bits after loading only if its arrays lie as they did.
     """
     place = Place.of(path)
-    for reserved in ("digests", "attributes_digest", "format_version"):
+    for reserved in ("digests", "attributes_digest", "format_version", _BY_COLUMNS):
         if reserved in attributes:
             raise ConfigError(f"{place}: the attribute {reserved!r} is written by save_arrays itself; rename yours.")
     ready = {name: _storable(place, name, array) for name, array in arrays.items()}
@@ -161,6 +166,9 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
         "format_version": ARRAYS_VERSION,
         "digests": {name: hashlib.sha256(array.data).hexdigest() for name, array in ready.items()},
     }
+    by_columns = [name for name, array in arrays.items() if _lies_by_columns(array)]
+    if by_columns:
+        complete[_BY_COLUMNS] = by_columns
     complete = sealed(place, complete)
     with store_errors(place), writer_lease(place, wait_s=30.0) as still_held:
         replacing = check_replaceable(place, complete["format"])
@@ -217,6 +225,11 @@ def _storable(place: Place, name: str, array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
+def _lies_by_columns(array: np.ndarray) -> bool:
+    flags = np.asarray(array).flags
+    return bool(flags.f_contiguous and not flags.c_contiguous)
+
+
 def _write_group(
     place: Place, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, Any], still_held: Check
 ) -> None:
@@ -243,7 +256,8 @@ def _sync_tree(root: Path) -> None:
 
 
 def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and attributes that `save_arrays` wrote. Nothing is executed; every digest is verified."""
+    """The arrays and attributes that `save_arrays` wrote, in the memory order they had. Nothing is executed; every
+    digest is verified."""
     place = Place.of(path)
     try:
         attributes = read_attributes(place)
@@ -263,6 +277,7 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
         )
     check_seal(place, attributes, required=True)
     del attributes["digests"], attributes["format_version"]
+    by_columns = attributes.pop(_BY_COLUMNS, [])  # older groups say nothing: all by rows
     arrays: dict[str, np.ndarray] = {}
     for name, expected in digests.items():
         try:
@@ -274,6 +289,8 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
             raise CorruptError(
                 f"{place}: array {name!r} does not match its digest; restore it from a copy or write it again."
             )
+        if isinstance(by_columns, list) and name in by_columns:
+            arrays[name] = np.asfortranarray(arrays[name])
     return arrays, attributes
 
 

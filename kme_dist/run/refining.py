@@ -15,7 +15,7 @@ import numpy as np
 
 from kme_dist.backend import to_host
 from kme_dist.core import embedding as mce
-from kme_dist.core.calibration import Calibration, leave_one_out_decisions
+from kme_dist.core.calibration import Calibration, class_probabilities, leave_one_out_decisions
 from kme_dist.core.compression import compress
 from kme_dist.core.objective import one_hot
 from kme_dist.errors import DataError
@@ -38,8 +38,9 @@ class Refinable:
         raise TypeError(f"{type(self).__name__} must define decision_probabilities")
 
     def probabilities(self, P: np.ndarray) -> np.ndarray:
-        """Class probabilities from decision probabilities: clip-normalised, then calibrated where asked for."""
-        return self.calibration_.apply(np.asarray(mce.clip_normalise(P, self.probability_floor_)))
+        """Class probabilities from decision probabilities: clip-normalised, then calibrated where asked for. The class
+        with the largest decision probability, which is the label, has the largest probability too."""
+        return class_probabilities(P, self.probability_floor_, self.calibration_)
 
     def calibrate(self, X: Any, y: Any, method: str = "temperature") -> Self:
         """Fit the calibration to held-out rows: "temperature", "isotonic", or "none" to undo it."""

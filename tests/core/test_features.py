@@ -25,6 +25,7 @@ MAPS = {
     "spectral, D": maps.spectral(D, 6, seed=6),
     "spectral, 2D": maps.spectral(D, 6, form="2D", deviation=0.5, seed=7),
     "spectral, stationary": maps.spectral(D, 6, stationary=True, seed=8),
+    "spectral, independent phases": maps.spectral(D, 6, form="independent", seed=14),
     **{
         f"dense, {f}": maps.dense_network(D, (4,), f, seed=9, deviation=0.6).parts[0]
         for f in ("tanh", "gelu", "cosine", "identity")
@@ -146,18 +147,65 @@ def test_orthogonal_frequencies_have_less_noise():
     assert means[0] < 0.8 * means[1]
 
 
-@pytest.mark.parametrize("form", ["2D", "D"])
-def test_the_map_of_askl_tends_to_the_nonstationary_spectral_kernel(form):
-    """Its kernel mixes cosines of both sets; with phases of their own the mixed terms vanish on average."""
-    X, D_form = rows(6), form == "D"
-    phi = maps.spectral(D, 40_000, form=form, deviation=0.9, seed=4)
-    a, b = X @ phi.first, X @ phi.second
-    same = (np.cos(a[:, None] - a[None]) + np.cos(b[:, None] - b[None])).mean(axis=2)
-    mixed = (np.cos(a[:, None] - b[None]) + np.cos(b[:, None] - a[None])).mean(axis=2)
+def products(phi, X, D_form):
+    """What each frequency adds to the inner products of all pairs of rows, times the number of frequencies."""
     Z = phi.forward(X)
-    expected = same / 4 if D_form else (same + mixed) / 4
-    assert np.abs(Z @ Z.T - expected).max() < (0.03 if D_form else 1e-12)
-    assert Z.shape[1] == (40_000 if D_form else 80_000)
+    if not D_form:
+        Z = Z.reshape(len(X), 2, -1)
+        return np.einsum("icf,jcf->ijf", Z, Z) * Z.shape[2]
+    return Z[:, None] * Z[None] * Z.shape[1]
+
+
+@pytest.mark.parametrize("form", ["2D", "D", "independent"])
+def test_the_map_of_askl_tends_to_the_nonstationary_spectral_kernel(form):
+    """With normal frequencies of deviation s the kernel meant is ½ [exp(-s²|x - y|²/2) + exp(-s²(|x|² + |y|²)/2)].
+
+    The inner product is a mean over independent frequencies, so it is taken to be within five standard errors, which
+    are known from the sample: the chance that one of 21 pairs is beyond them is 1e-5, and the seed is fixed. With
+    phases of their own the second term, which is not stationary, is lost.
+    """
+    X, s, features = 0.7 * rows(6), 0.9, 50_000
+    phi = maps.spectral(D, features, form=form, deviation=s, seed=4)
+    each = products(phi, X, form != "2D")
+    Z = phi.forward(X)
+    assert Z.shape[1] == features * (2 if form == "2D" else 1)
+    np.testing.assert_allclose(each.mean(axis=2), Z @ Z.T, rtol=1e-10)
+    squares = np.sum(X**2, axis=1)
+    stationary = np.exp(-(s**2) * np.sum((X[:, None] - X[None]) ** 2, axis=2) / 2) / 2
+    meant = stationary + np.exp(-(s**2) * (squares[:, None] + squares[None]) / 2) / 2
+    error = 5 * each.std(axis=2) / np.sqrt(features)
+    assert error.max() < 0.03
+    expected = stationary if form == "independent" else meant
+    assert (np.abs(Z @ Z.T - expected) < error + 1e-12).all()
+    assert (meant - stationary).max() > 3 * error.max(), "the two kernels can be told apart"
+
+
+def test_one_phase_for_both_sets_keeps_what_the_frequencies_say():
+    """The error of the phases alone, at the same frequencies: each of them adds four cosines of an angle that the
+    phase makes uniform, at most 1 together, so the standard error is at most 1 / √(2D)."""
+    X, features = rows(6), 40_000
+    bound = 5 / np.sqrt(2 * features)
+    phi = maps.spectral(D, features, deviation=0.9, seed=4)
+    Z, exact = phi.forward(X), maps.Spectral(phi.first, phi.second).forward(X)
+    assert np.abs(Z @ Z.T - exact @ exact.T).max() < bound
+    apart = maps.spectral(D, features, form="independent", deviation=0.9, seed=4)
+    np.testing.assert_array_equal(apart.first, phi.first)
+    Z = apart.forward(X)
+    assert np.abs(Z @ Z.T - exact @ exact.T).max() > 3 * bound
+
+
+def test_maps_stored_with_two_sets_of_phases_give_what_they_gave():
+    """Before phases were shared, form "D" had two sets of them: the arrays decide, whatever the config calls it."""
+    rng = np.random.default_rng(0)
+    arrays = {"first": rng.normal(size=(D, 4)), "second": rng.normal(size=(D, 4))}
+    arrays |= {"phases": rng.uniform(0, 6, 4), "second_phases": rng.uniform(0, 6, 4)}
+    old = {"name": "spectral", "features": 4, "stationary": False, "form": "D"}
+    phi, X = maps.from_config(old, arrays=arrays), rows(5)
+    a, b = X @ arrays["first"] + arrays["phases"], X @ arrays["second"] + arrays["second_phases"]
+    np.testing.assert_allclose(phi.forward(X), (np.cos(a) + np.cos(b)) / np.sqrt(8), rtol=1e-14)
+    assert phi.to_config()["form"] == "independent"
+    with pytest.raises(ConfigError, match="phases of their own"):
+        maps.Spectral(arrays["first"], second_phases=arrays["phases"])
 
 
 def test_the_spectral_kernel_is_not_stationary():
@@ -225,6 +273,8 @@ def test_stacks_are_drawn_with_the_widths_of_their_parts():
         ({"name": "random_fourier", "kernel": "cauchy"}, "no sampler"),
         ({"name": "random_fourier", "kernel": "laplace", "orthogonal": True}, "gaussian or matern"),
         ({"name": "random_fourier", "form": "3D"}, "form='3D'"),
+        ({"name": "random_fourier", "form": "independent"}, "form='independent' is unknown; choose '2D'"),
+        ({"name": "spectral", "form": "3D"}, "or 'independent'"),
         ({"name": "random_fourier", "features": 0}, "features=0"),
         ({"name": "dense_network", "hidden": []}, "needs the sizes"),
         ({"name": "dense", "activation": "swish"}, "activation='swish'"),

@@ -10,6 +10,7 @@ from kme_dist.core.spectral import (
     LOSSES,
     VARIANTS,
     generalisation_bound,
+    lipschitz_constant,
     losses,
     nuclear_norm,
     shrink,
@@ -72,7 +73,7 @@ def test_the_objective_is_loss_plus_both_penalties(problem):
     assert out.value == pytest.approx(mean + 0.5 * np.sum(W**2) + 2.0 * np.sum(Z**2) / 20)
     assert out.complexity == pytest.approx(np.linalg.norm(W, "nuc"))
     R = np.linalg.norm(W, "nuc") * np.sqrt(CLASSES * np.sum(Z**2)) / 20
-    assert out.bound == pytest.approx(mean + 4 * np.sqrt(2) * R + 3 * np.sqrt(np.log(40) / 40))
+    assert out.bound == pytest.approx(mean + 4 * np.sqrt(2) * np.sqrt(2) * R + 3 * np.sqrt(np.log(40) / 40))
 
 
 def test_assigned_frequencies_have_no_gradient(problem):
@@ -117,10 +118,28 @@ def test_the_variants_are_those_of_the_table():
 
 
 def test_the_bound_falls_with_rows_and_grows_with_both_norms():
-    base = generalisation_bound(0.1, 2.0, 50.0, 100, 3)
-    assert generalisation_bound(0.1, 2.0, 500.0, 1000, 3) < base
-    assert generalisation_bound(0.1, 4.0, 50.0, 100, 3) > base
-    assert generalisation_bound(0.1, 2.0, 100.0, 100, 3) > base
+    base = generalisation_bound(0.1, 2.0, 50.0, 100, 3, 1.0)
+    assert generalisation_bound(0.1, 2.0, 500.0, 1000, 3, 1.0) < base
+    assert generalisation_bound(0.1, 4.0, 50.0, 100, 3, 1.0) > base
+    assert generalisation_bound(0.1, 2.0, 100.0, 100, 3, 1.0) > base
+    assert generalisation_bound(0.1, 2.0, 50.0, 100, 3, 2.0) > base
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_no_loss_changes_faster_than_its_lipschitz_constant(kind, rng):
+    """Also along the steepest way: from one class to another where the slopes of both count."""
+    T = np.eye(CLASSES)[rng.integers(0, CLASSES, 4000)]
+    F = rng.normal(scale=6, size=(4000, CLASSES))
+    G = F + rng.normal(scale=0.3, size=F.shape)
+    (first, at_F), (second, at_G) = (losses(kind, scores, T) for scores in (F, G))
+    L = max(lipschitz_constant(kind, at_F), lipschitz_constant(kind, at_G))
+    ratio = np.abs(first - second) / np.linalg.norm(F - G, axis=1)
+    assert ratio.max() <= L * (1 + 1e-12)
+    steepest = losses(kind, F - 1e-3 * at_F, T)[0]
+    met = (first - steepest) / np.maximum(np.linalg.norm(1e-3 * at_F, axis=1), 1e-300)
+    assert met.max() > 0.99 * lipschitz_constant(kind, at_F), "no smaller constant would do"
+    if kind != "squared":
+        assert lipschitz_constant(kind, at_F) == np.sqrt(2)
 
 
 def test_the_complexity_in_the_bound_is_above_the_rademacher_complexity(rng):
@@ -129,9 +148,10 @@ def test_the_complexity_in_the_bound_is_above_the_rademacher_complexity(rng):
     Z = rng.normal(size=(n, 6))
     signs = rng.choice([-1.0, 1.0], size=(400, n, outputs))
     met = B * np.mean([np.linalg.norm(Z.T @ e, 2) for e in signs]) / n
-    R = (generalisation_bound(0.0, B, np.sum(Z**2), n, outputs) - generalisation_bound(0.0, 0.0, 0.0, n, outputs)) / (
-        4 * np.sqrt(2)
-    )
+    L = 1.3
+    bound, without = (generalisation_bound(0.0, b, np.sum(Z**2), n, outputs, L) for b in (B, 0.0))
+    R = (bound - without) / (4 * np.sqrt(2) * L)
+    np.testing.assert_allclose(R, B / n * np.sqrt(outputs * np.sum(Z**2)))
     assert met < R < 2 * met
 
 

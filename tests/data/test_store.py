@@ -45,6 +45,33 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert os.listdir(tmp_path) == ["m.zarr"], "nothing but the group may stay behind"
 
 
+def test_arrays_come_back_in_the_memory_order_they_had(tmp_path):
+    rows = np.arange(12.0).reshape(3, 4)
+    saved = {
+        "rows": rows,
+        "columns": np.asfortranarray(rows),
+        "part/columns": np.arange(24, dtype=np.int32).reshape(2, 3, 4, order="F"),
+        "one": np.ones((5, 1)),
+        "line": np.arange(3.0),
+        "number": np.float64(2),
+        "steps": rows[:, ::2],
+    }
+    save_arrays(tmp_path / "a.zarr", saved, {"kind": "test"})
+    found, attributes = load_arrays(tmp_path / "a.zarr")
+    assert attributes == {"format": "kme-dist/arrays", "kind": "test"}
+    for name, array in saved.items():
+        np.testing.assert_array_equal(found[name], array)
+        by_columns = name.endswith("columns")
+        assert found[name].flags.f_contiguous or not by_columns
+        assert found[name].flags.c_contiguous != by_columns
+    # A group of before, without a note of the order, differs in nothing else.
+    save_arrays(tmp_path / "b.zarr", {"rows": rows}, {})
+    assert "by_columns" not in json.loads((tmp_path / "b.zarr" / "zarr.json").read_text())["attributes"]
+    assert load_arrays(tmp_path / "b.zarr")[0]["rows"].flags.c_contiguous
+    with pytest.raises(ConfigError, match="by_columns"):
+        save_arrays(tmp_path / "c.zarr", {"rows": rows}, {"by_columns": []})
+
+
 def test_any_zarr_library_reads_it(tmp_path):
     save_arrays(tmp_path / "m.zarr", ARRAYS, {})
     group = zarr.open_group(tmp_path / "m.zarr", mode="r")

@@ -57,13 +57,13 @@ def not_worse(differences, held_out=0.3):
 
 
 def random_mixture(rng, d=30):
-    """The mixture that section 6.1 is taken to describe; no copy of that section was at hand to compare it with.
+    """The mixture of section 6.1.2, whose text it agrees with.
 
     Exactly what is used: d = 30; four Gaussians with shares 0.05, 0.3, 0.4, 0.25; each coordinate of each mean uniform
     on [-10, 10]; each covariance Wishart with scale matrix 2I and 7 degrees of freedom (so of rank 7), plus 0.2 I,
     which is independent noise of variance 0.2. Samples have n = 10 rows; the kernel is Gaussian, the median distance
-    of the sample its length scale; 30 distributions, 30 samples of each. No published figure was at hand either, so
-    what is asserted is the message of the section: every shrinkage estimator has less risk than the plain mean.
+    of the sample its length scale; 30 distributions, 30 samples of each. No printed number is compared with; what is
+    asserted is the message of the section: every shrinkage estimator has less risk than the plain mean.
     """
     shares = np.array([0.05, 0.3, 0.4, 0.25])
     means = rng.uniform(-10, 10, size=(4, d))

@@ -92,6 +92,38 @@ def test_every_output_is_what_the_estimator_says(model, data, tmp_path, format):
     found.verify()
 
 
+@pytest.mark.parametrize("calibration", ["none", "temperature", "isotonic"])
+def test_batch_and_estimator_follow_one_rule(model, tmp_path, calibration):
+    """In double precision nothing is left to rounding: stored labels, probabilities and expectations are those of the
+    estimator, the label is the argmax of the stored probability, and expectations stay within the values of g."""
+    one = kme.load(model.path)
+    X = rows(600, seed=6)
+    y = np.array(["ash", "birch", "cedar"])[(X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)]
+    one.calibrate(X, y, method=calibration)
+    Xq = np.concatenate([rows(N), np.full((3, D), 1e4)])  # the last ones far from every centre
+    g = [0.0, 1.0, 0.3]
+    options = {"dtype": "float64", "outputs": ("label", "probability"), "expectations": {"g": g}, "top_k": 2}
+    kme.predict(one, Xq, tmp_path / "out", **options)
+    found = kme.open_predictions(tmp_path / "out")
+    np.testing.assert_array_equal(found.labels(), one.predict(Xq))
+    p = found.read("probability")
+    np.testing.assert_array_equal(p.argmax(axis=1), found.read("label"))
+    np.testing.assert_array_equal(found.read("top_label")[:, 0], found.read("label"))
+    np.testing.assert_array_equal(found.read("top_probability")[:, 0], p.max(axis=1))
+    np.testing.assert_allclose(p, one.predict_proba(Xq), rtol=1e-6)
+    np.testing.assert_array_equal(one.classes_[one.predict_proba(Xq).argmax(axis=1)], one.predict(Xq))
+    expected = found.read("expectation/g")
+    np.testing.assert_allclose(expected, one.expectation(Xq, g), rtol=1e-6, atol=1e-7)
+    assert expected.min() >= 0
+    assert expected.max() <= 1
+    assert one.decision_probabilities(Xq)[:, 1].min() < 0, "raw ones would have left them"
+    with pytest.raises(ConfigError, match="expected_under"):
+        kme.predict(one, Xq, tmp_path / "out", raw_expectations=True, **options)
+    kme.predict(one, Xq, tmp_path / "raw", raw_expectations=True, **options)
+    raw = kme.open_predictions(tmp_path / "raw").read("expectation/g")
+    np.testing.assert_allclose(raw, one.expectation(Xq, g, raw=True), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("format", ["zarr", "parquet"])
 def test_rows_model_and_output_may_lie_in_an_object_store(model, data, bucket, tmp_path, counted, monkeypatch, format):
     model.save(f"{bucket}/model.zarr")
