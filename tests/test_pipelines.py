@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
 from threadpoolctl import threadpool_info
@@ -237,10 +238,34 @@ def test_the_stored_model_gives_the_reported_figures(finished):
     folder, summary, _ = finished
     rows = tables.load(quick(folder).data)
     model = kme_dist.load(folder / "model.zarr")
-    seen = measure(rows.y_test, model.predict_proba(rows.X_test), model.classes_)
+    table = pd.DataFrame(rows.X_test, columns=rows.feature_names)
+    seen = measure(rows.y_test, model.predict_proba(table), model.classes_)
     assert seen["accuracy"] == summary["accuracy"]
     assert seen["log_loss"] == pytest.approx(summary["log_loss"])
     assert model.regularization_ == summary["regularization"]
+
+
+def test_a_run_is_what_the_estimator_does_alone(finished):
+    folder, _, _ = finished
+    config = quick(folder)
+    rows, model = tables.load(config.data), kme_dist.load(folder / "model.zarr")
+    table = pd.DataFrame(rows.X_train, columns=rows.feature_names)
+    alone = kme_dist.MCEClassifier(**config.estimator_arguments()).fit(table, rows.y_train)
+    np.testing.assert_array_equal(model.embedding_.weights, alone.embedding_.weights)
+    assert (model.kernel_, model.regularization_, model.bound_) == (alone.kernel_, alone.regularization_, alone.bound_)
+    query = pd.DataFrame(rows.X_test, columns=rows.feature_names)
+    np.testing.assert_array_equal(model.predict_proba(query), alone.predict_proba(query))
+
+
+def test_names_of_columns_travel_from_a_run_to_new_rows(finished):
+    folder, _, _ = finished
+    rows, model = tables.load(quick(folder).data), kme_dist.load(folder / "model.zarr")
+    assert model.feature_names_in_.tolist() == rows.feature_names
+    table = pd.DataFrame(rows.X_test, columns=rows.feature_names)
+    with pytest.raises(ValueError, match="same order as they were in fit"):
+        model.predict(table[table.columns[::-1]])
+    with pytest.raises(ValueError, match="seen at fit time, yet now missing"):
+        model.predict(table.rename(columns={rows.feature_names[0]: "another"}))
 
 
 def test_the_stored_config_repeats_the_run(finished, tmp_path, no_pictures):

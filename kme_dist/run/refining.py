@@ -13,12 +13,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from kme_dist.backend import to_host
+from kme_dist.backend import like, to_host
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, leave_one_out_decisions
 from kme_dist.core.compression import compress
+from kme_dist.core.kernels import Linear
 from kme_dist.core.objective import one_hot
-from kme_dist.errors import DataError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.learn import select
 
 _ROWS = 20_000  # leave-one-out on more rows than this uses a sample
@@ -63,9 +64,17 @@ class Refinable:
             chosen = np.sort(np.random.default_rng([seed, 3]).choice(len(codes), _ROWS, replace=False))
             rows, codes = select(rows, chosen), codes[chosen]
         Y = one_hot(codes, len(self.classes_), self.embedding_.weights)
-        P = to_host(leave_one_out_decisions(self.embedding_, rows, Y, total))
+        P = to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total))
         p = np.asarray(mce.clip_normalise(P, self.probability_floor_))
         return Calibration.fit(self.calibration, p, codes, self.probability_floor_)
+
+    def _with_centres(self) -> mce.Embedding:
+        """The embedding; one of explicit features is a linear kernel with the unit vectors as centres."""
+        found = self.embedding_
+        if isinstance(found, mce.Embedding):
+            return found
+        unit = like(np.eye(found.weights.shape[0]), found.weights)
+        return mce.Embedding(Linear(), unit, found.weights, found.regularization)
 
     def compress(
         self,
@@ -82,6 +91,8 @@ class Refinable:
         the largest change of a decision on the rows of X (the centres themselves where X is not given), and with y the
         accuracy before and after. `method` is "greedy" or "herding".
         """
+        if not isinstance(self.embedding_, mce.Embedding):
+            raise ConfigError("compress chooses among centres, and solver='features' has none; ask for fewer features")
         found = compress(self.embedding_, centres=n_centres, tolerance=tolerance, method=method)
         small = copy.copy(self)
         small.embedding_ = found.embedding
