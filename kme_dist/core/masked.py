@@ -25,6 +25,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, cholesky, diagonal, like, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.objective import COMPLEXITY_WEIGHT, LOSS_FLOOR, Objective, generalisation_bound, one_hot
+from kme_dist.core.precision import need_of_features
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
 LOSSES = ("log", "softmax")
@@ -66,12 +67,15 @@ def masked_objective(
     options = (*labels, float(regularization), n_classes, risk, float(complexity_weight), loss_floor, alpha, clip_above,
                loss)  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        need = need_of_features(Z_solve, Z_solve.shape[0] * float(regularization))
         try:
-            return _judge(Z_solve, Z_judge, *options)
+            out = _judge(need.promoted(Z_solve), need.promoted(Z_judge), *options)
         except NumericalError:
-            if precision(Z_solve) == "float64":
+            if need.dtype == "float64":
                 raise
-            return _judge(astype(Z_solve, "float64"), astype(Z_judge, "float64"), *options)
+            out = _judge(astype(Z_solve, "float64"), astype(Z_judge, "float64"), *options)
+    pair = tuple(astype(Z_bar, precision(Z_solve)) for Z_bar in out.feature_gradient)
+    return Objective(**{**vars(out), "feature_gradient": pair})
 
 
 def _judge(

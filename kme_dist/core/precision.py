@@ -66,11 +66,10 @@ def smallest_shift(dtype: str, norm: float) -> float:
 
 def need_of_solve(kernel: Kernel, X: Any, shift: float, top: float | None = None) -> Need:
     """What solving with K + shift I of these rows needs; `top` is the largest k(x, x) where the caller knows it."""
-    diag = kernel.diag(X) if top is None or not hasattr(X, "dtype") else X
-    n = row_count(X)
     with np.errstate(over="ignore", invalid="ignore"):
+        diag = kernel.diag(X) if top is None or not hasattr(X, "dtype") else X
         largest = float(namespace_of(diag).max(diag)) if top is None else top
-        return decide(precision(diag), n, largest, shift, lambda: gram_norm(kernel, X))
+        return decide(precision(diag), row_count(X), largest, shift, lambda: gram_norm(kernel, X))
 
 
 def need_of_features(Z: Array, shift: float) -> Need:
