@@ -9,6 +9,7 @@ stricter than a GPU) and for any library that follows the array API standard (on
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import urllib.request
 import uuid
@@ -26,6 +27,10 @@ from kme_dist import backend
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("KME_FUZZ"):
     settings.load_profile("repeatable")
+
+# A process that was started in the background of a shell ignores ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class HostArrays:
