@@ -41,13 +41,9 @@ def data(tmp_path_factory):
     return ingest((X, y), place, shuffle=1, split="train=0.8,test=0.2", chunk_bytes="4KiB", shard_bytes="16KiB")
 
 
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+@pytest.fixture
+def client(killable):
+    return killable()
 
 
 def run(data, executor=None, settings=SETTINGS, batches_per_step=3, **options):
