@@ -29,7 +29,6 @@ TESTS = Path(__file__).parent
 
 # Every test file is a test of numbers, unless it is here: a file that is new belongs to the sweep by itself.
 NOT_NUMBERS = {
-    "data": "bytes in, the same bytes out; its sums are in float64 and tested to the bit on any processor by make test",
     "deploy": "files for machines: containers, units, Slurm, Kubernetes",
     "paper": "published figures: hours, by make paper",
     "test_certs.py": "certificates",
@@ -45,6 +44,7 @@ NOT_NUMBERS = {
     "test_meter.py": "counters",
     "test_observed_run.py": "messages of a run",
     "test_packaging.py": "what is built",
+    "test_portable.py": "the sweep itself",
     "test_prometheus.py": "metrics",
     "test_public_names.py": "names",
     "test_report.py": "pages",
@@ -60,6 +60,7 @@ KINDS = {
     "x86_64": ("SKYLAKEX", "HASWELL", "ZEN", "SANDYBRIDGE", "NEHALEM"),
     "aarch64": ("ARMV8", "NEOVERSEN1", "NEOVERSEV1", "THUNDERX2T99"),
 }
+NATIVE = "NATIVE"  # whatever this machine is; for platforms that are not in the list
 THREADS = (1, 2, 4)
 
 # What a kind of processor lacks: NumPy's names (of 2.4 and of those before), and those of the C library.
@@ -84,7 +85,7 @@ def environment(kind: str, threads: int, dispatched: list[str]) -> dict[str, str
     """The variables under which a process computes as on such a processor; `dispatched` is what NumPy uses here."""
     lacks, hardware = LACKS.get(kind, ((), ""))
     found = {
-        "OPENBLAS_CORETYPE": kind,
+        "OPENBLAS_CORETYPE": "" if kind == NATIVE else kind,
         "NPY_DISABLE_CPU_FEATURES": " ".join(f for f in dispatched if f.startswith(lacks)),
     }
     if hardware:
@@ -197,7 +198,7 @@ def _said(found: dict) -> str:
 
 def plan(kinds: list[str], threads: tuple[int, ...], full: bool) -> list[tuple[str, int]]:
     """(kind, threads) of every run: each kind with the first number of threads, each further number on one kind."""
-    if full:
+    if full or not kinds:
         return [(kind, count) for count in threads for kind in kinds]
     return [(kind, threads[0]) for kind in kinds] + [(kinds[i % len(kinds)], t) for i, t in enumerate(threads[1:])]
 
@@ -205,7 +206,7 @@ def plan(kinds: list[str], threads: tuple[int, ...], full: bool) -> list[tuple[s
 def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--full", action="store_true", help="every kind with every number of threads")
-    ask.add_argument("--kinds", default=",".join(KINDS.get(platform.machine(), ("",))))
+    ask.add_argument("--kinds", default=",".join(KINDS.get(platform.machine(), (NATIVE,))))
     ask.add_argument("--threads", default=",".join(map(str, THREADS)))
     ask.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs of one thread at a time")
     ask.add_argument("--logs", type=Path, help="keep what the runs print in this folder")
