@@ -5,13 +5,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint format bench paper clean
+.PHONY: run test shuffled portable lint format bench paper clean
 
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
 
 test: lint
 	$(BIN)/python -m pytest
+
+# The same tests in an order drawn anew, whose seed the first lines give; SEED=... draws that order again.
+shuffled: $(VENV)/.test
+	$(BIN)/python -m pytest --random-order $(if $(SEED),--random-order-seed=$(SEED))
+
+# The tests of numbers as other processors compute them, with 1, 2 and 4 threads (FULL=1: every combination).
+portable: $(VENV)/.test
+	$(BIN)/python tests/portable.py $(if $(FULL),--full)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

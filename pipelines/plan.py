@@ -69,13 +69,8 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         turns = -(-per_step // workers)  # batches that one worker goes through in a step
         round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
         rounds_s = steps * turns * batch_s + facts["rounds"] * round_s
-        facts |= {"seconds_per_batch": round(batch_s, 4), "estimated_seconds": _short(rounds_s)}
+        facts |= {"seconds_per_batch": _two_digits(batch_s), "estimated_seconds": _two_digits(rounds_s)}
     return facts
-
-
-def _short(seconds: float) -> float:
-    """To three digits: short runs have an estimate, too."""
-    return float(f"{seconds:.3g}")
 
 
 def worker_bytes(job: Job, task: Task) -> int:
@@ -142,8 +137,13 @@ def _full(task: Task, workers: int, limit: int | None, calibrate: bool) -> dict[
         "features_cached": bool(task.cache_bytes >= rows * width * 8 / workers),
     }
     if calibrate:
-        facts["estimated_seconds"] = _short(task.settings.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S))
+        facts["estimated_seconds"] = _two_digits(task.settings.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S))
     return facts
+
+
+def _two_digits(seconds: float) -> float:
+    """An estimate promises no more digits; and no work takes 0.0 seconds, however fast the machine."""
+    return float(f"{seconds:.2g}")
 
 
 def _calibrated(job: Job, task: Task) -> float:

@@ -9,7 +9,7 @@ stricter than a GPU) and for any library that follows the array API standard (on
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import sys
 import urllib.request
 import uuid
@@ -27,6 +27,10 @@ from kme_dist import backend
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("KME_FUZZ"):
     settings.load_profile("repeatable")
+
+# A process that was started in the background of a shell ignores ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class HostArrays:
@@ -132,12 +136,9 @@ def s3_server():
     """The address of an S3 server that runs in this process."""
     server_module = pytest.importorskip("moto.server")
     pytest.importorskip("obstore")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    yield f"http://127.0.0.1:{port}"
+    yield f"http://127.0.0.1:{server.get_host_and_port()[1]}"
     server.stop()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import types
 
 import pytest
+from ports import free_port
 
 from kme_dist import cluster
 from kme_dist.cluster import available_cores, open_client, open_executor, worker_count
@@ -331,9 +331,7 @@ def test_tasks_that_ask_for_a_gpu_run_where_the_command_line_says_there_is_one()
         processes.append(subprocess.Popen(command, env=here, **quiet))
         return processes[-1]
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     common = ["--host", "127.0.0.1", "--no-dashboard"]
     try:

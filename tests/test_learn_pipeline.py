@@ -88,7 +88,7 @@ def test_half_a_line_of_metrics_is_dropped(config, tmp_path):
 def test_the_plan_counts_batches_bytes_and_seconds(config):
     facts = plan.run(load_config(config))
     assert (facts["rows"], facts["batches_per_epoch"], facts["tasks"], facts["epochs"]) == (800, 10, 10, 1.0)
-    assert facts["estimated_seconds"] > 0
+    assert facts["estimated_seconds"] > 0, "however fast the machine"
     small, large = (
         plan.run(load_config(config, [f"learn.batch_size={n}"]), calibrate=False)["worker_bytes"] for n in (100, 800)
     )
@@ -162,7 +162,7 @@ def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path)
     assert not np.allclose(again.forward(X), start.forward(X)), "they have moved"
     facts = plan.run(load_config(config, full))
     assert (facts["mode"], facts["features_cached"], facts["rows"]) == ("full", True, 800)
-    assert facts["estimated_seconds"] >= 0
+    assert facts["estimated_seconds"] > 0
     assert (
         plan.run(load_config(config, [*full, "learn.feature_cache=1kB"]), calibrate=False)["features_cached"] is False
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from distributed import Client, LocalCluster
+from ports import free_port
 
 from kme_dist.certs import make_certificates, tls_files
 from kme_dist.cluster import _listen
@@ -263,9 +263,7 @@ def test_a_real_prometheus_answers_every_panel(cluster, tmp_path):
         job.pop("file_sd_configs", None)
         job["static_configs"] = [{"targets": [target]}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={tmp_path / 'series'}"]
     server = subprocess.Popen(
         [path, f"--config.file={tmp_path / 'prometheus.yml'}", *arguments], stderr=subprocess.DEVNULL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deploy_tools import DEPLOY, call, tool
+from ports import free_port
 
 PATH = DEPLOY / "compose.yaml"
 
@@ -183,12 +183,6 @@ def test_its_commands_make_a_cluster_that_works(compose, tmp_path):
         for process in reversed(started):
             process.wait(timeout=60)
         server.stop()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_until_healthy(port):

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from deploy_tools import DEPLOY, FINAL, ROOT, TRY_AGAIN, call, tool
+from ports import free_port
 from test_command_lines import accepted
 
 RUNBOOK = ROOT / "docs" / "operations.md"
@@ -88,9 +88,7 @@ def test_its_exit_codes_are_those_of_the_code():
 @pytest.mark.timeout(900)
 def test_every_command_does_what_it_should(tmp_path):
     """All blocks that need no engine, in one shell, in an empty folder; the first failure ends it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", "set -m"]
     for number, (needs, text) in enumerate(blocks(RUNBOOK)):
         if not needs:

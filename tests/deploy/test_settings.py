@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deploy_tools import DEPLOY, call, tool
+from ports import free_port
 
 RULES = """
 extends: default
@@ -99,12 +99,6 @@ def kubernetes_scheduler(tmp_path_factory):
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def answer(port, path):

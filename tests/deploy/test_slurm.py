@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from deploy_tools import DEPLOY, FINAL, TRY_AGAIN, call, tool
+from ports import free_port
 
 SLURM = DEPLOY / "slurm"
 SCRIPTS = sorted(SLURM.glob("*.sbatch"))
@@ -216,12 +217,6 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
             process.terminate()
         for process in reversed(started):
             process.wait(timeout=20)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def submit(environment, folder, script, *words, **more):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import re
 import shlex
@@ -176,13 +177,14 @@ def test_signals_reach_the_command_and_it_may_take_its_time(tmp_path, sent, code
         f"echo ready > {tmp_path}/ready\nwhile :; do sleep 0.05; done\n"
     )
     script.chmod(0o755)
-    process = subprocess.Popen([RETRY, script])
+    process = subprocess.Popen([RETRY, script], start_new_session=True)
     try:
         wait_for(tmp_path / "ready")
         process.send_signal(sent)
         assert process.wait(timeout=20) == code
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the command too
         process.wait()
     assert (tmp_path / "state").read_text() == "saved\n"
 

@@ -41,13 +41,9 @@ def data(tmp_path_factory):
     return ingest((X, y), place, shuffle=1, split="train=0.8,test=0.2", chunk_bytes="4KiB", shard_bytes="16KiB")
 
 
-@pytest.fixture(scope="module")
-def client():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+@pytest.fixture
+def client(killable):
+    return killable()
 
 
 def run(data, executor=None, settings=SETTINGS, batches_per_step=3, **options):
@@ -435,9 +431,28 @@ def test_a_killed_driver_goes_on_to_the_same_bits(data, tmp_path, kind, kills):
     assert steps == list(range(1, 41)), "every step once, whatever was made twice"
 
 
+# The command, which waits in its eleventh step: however fast the machine, the signal finds it there.
+WAITING = """
+import time
+from kme_dist.cli import main
+from kme_dist.run.rounds import Loop
+
+real = Loop.advance
+
+def advance(self, *arguments):
+    if self.step == 10:
+        time.sleep(600)
+    return real(self, *arguments)
+
+Loop.advance = advance
+main()
+"""
+
+
 def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp_path):
     arguments = command(tmp_path, data, "stopped")
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    waiting = [sys.executable, "-c", WAITING, *arguments[3:]]
+    process = subprocess.Popen(waiting, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 10):
         time.sleep(0.002)
@@ -445,10 +460,10 @@ def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "run it again with: kme-dist learn" in errors
-    made = metrics.read_text().count("\n")
+    assert metrics.read_text().count("\n") == 10
     code, printed, errors = call(arguments)
     assert code == 0, errors
-    assert json.loads(printed)["steps_now"] == 40 - made
+    assert json.loads(printed)["steps_now"] == 30
 
 
 # --- long loops -------------------------------------------------------------------------------------
