@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +234,13 @@ def _nystrom(task: Task, centres: int, how: str) -> Found:
     size = min(task.rows.count, max(_CENTRE_SAMPLE[0], _CENTRE_SAMPLE[1] * centres))
     call = (task.rows, task.kernel, min(centres, task.rows.count), how, size, task.seed, task.executor.alone)
     points = task.executor.map(centres_on_worker, [call], name="choose-centres")[0]
-    facts = {"centres": len(points), "centre_choice": how, "centre_sample_rows": size}
-    return _from_sums(task, Centres(task.kernel, points), facts)
+    basis, facts = Centres(task.kernel, points), {"centre_choice": how, "centre_sample_rows": size}
+    if centres < task.rows.count:
+        return _from_sums(task, basis, {"centres": len(points), **facts})
+    # Every row a centre is the exact problem, of which sums of squares keep half the digits; they serve updates alone.
+    exact = _cholesky(task)
+    statistics = gather(task.rows, basis, executor=task.executor, scratch=task.scratch)
+    return replace(exact, facts={"centres": task.rows.count, **facts, **exact.facts}, statistics=statistics)
 
 
 def centres_on_worker(

@@ -1,12 +1,9 @@
 """The exact fit by preconditioned block conjugate gradients: exact to a tolerance, no factorisation of size n.
 
-All m right sides are solved at once and share one Krylov space: a step costs one product K S with n x m numbers S, done
-in panels by tasks that compute the tiles of K they need, or find them in the scratch place where they fit. The
-preconditioner is F Fᵀ + nλI with F from randomly pivoted Cholesky, built block by block over the cluster: each round
-chooses some pivots here and adds their columns to every block of F there.
-
-    step, in the form that stays stable when right sides converge at different times (a QR of the residual block):
-        T = A S,  Ξ = (SᵀT)⁻¹,  X += S Ξ C,  R = Q - T Ξ,  Z = M⁻¹R,  sᵀs = RᵀZ,  Q = R s⁻¹,  S = Z s⁻¹ + S sᵀ,  C = s C
+All m right sides are solved at once and share one Krylov space (`kme_dist.core.cg`): a step costs one product K S with
+n x m numbers S, done in panels by tasks that compute the tiles of K they need, or find them in the scratch place where
+they fit. The preconditioner is F Fᵀ + nλI with F from randomly pivoted Cholesky, built block by block over the cluster:
+each round chooses some pivots here and adds their columns to every block of F there.
 
 Recurrences are in double precision; tiles are in single precision only where λ and the tolerance allow it. λ is
 chosen on a held-out block of rows: the same F serves every λ, with or without that block.
@@ -16,12 +13,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky
+from kme_dist.core.cg import MOST_STEPS, Product, Solved, block_cg
 from kme_dist.core.embedding import Embedding, log_loss
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
@@ -32,12 +30,7 @@ from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
 from kme_dist.run.pivots import accept, block_size, columns, propose
 
 _SMALLEST, _LARGEST = 256, 4_096
-MOST_STEPS = 1_000
-_RESTARTS = 6
-_STALLED = 100  # steps without progress: rounding has the upper hand
 _LOOSE = 1e-3  # tolerance while λ is sought
-
-Product = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +128,7 @@ def fit_pcg(task: Task) -> Found:
         stored = panels.scratch.bytes()
     finally:
         panels.scratch.clear()
-    if residual > task.tolerance:
+    if not residual <= task.tolerance:
         raise NumericalError(
             f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps, {task.tolerance:.1e} was asked for, "
             f"at regularization {lam:.1e}; raise `regularization` or `tolerance`, or use solver='tiled' or 'nystrom'",
@@ -199,9 +192,11 @@ def _retune(panels: Panels, F: Preconditioner, task: Task) -> tuple[float, float
     def judge(lam: float) -> float:
         nonlocal last
         # The same shift nλ as all rows will have: it plays the part of a noise variance.
-        V, _, _ = solve_blocks(panels, task, others, Y, lam * n / len(Y), _LOOSE, F, start=last)
-        last = V
-        panels.scratch.save("held", V)
+        found = solve_blocks(panels, task, others, Y, lam * n / len(Y), _LOOSE, F, start=last)
+        if not found.residual <= _LOOSE:
+            return math.inf
+        last = found.solution
+        panels.scratch.save("held", last)
         P = task.executor.map(multiply_panel, [(panels, 0, others, "held")], name="gram-product")[0]
         return float(log_loss(held, P, task.floor))
 
@@ -220,13 +215,9 @@ def solve_blocks(
     factor: Preconditioner | None,
     start: np.ndarray | None = None,
     most_steps: int = MOST_STEPS,
-) -> tuple[np.ndarray, int, float]:
-    """(K + nλI)⁻¹ Y over some blocks of rows: the solution, the steps, the largest relative residual of a class.
-
-    Without `factor` these are plain block conjugate gradients.
-    """
+) -> Solved:
+    """(K + nλI)⁻¹ Y over some blocks of rows; without `factor` nothing is preconditioned."""
     shift = len(Y) * lam
-    present = np.flatnonzero(Y.any(axis=0))  # a class without rows has weights 0
     run = task.executor.map
 
     def product(S: np.ndarray) -> np.ndarray:
@@ -234,87 +225,9 @@ def solve_blocks(
         parts = run(multiply_panel, [(panels, i, blocks, "S") for i in blocks], name="gram-product")
         return np.concatenate(parts) + shift * S
 
-    precondition = factor.at(shift, blocks, task) if factor is not None else (lambda R: R)
-    V = np.zeros_like(Y)
-    begun = None if start is None else start[:, present]
+    precondition = factor.at(shift, blocks, task) if factor is not None else None
     with blas_threads(1):
-        V[:, present], steps, residual = block_cg(product, precondition, Y[:, present], tolerance, begun, most_steps)
-    return V, steps, residual
-
-
-def block_cg(
-    product: Product,
-    precondition: Product,
-    B: np.ndarray,
-    tolerance: float,
-    start: np.ndarray | None = None,
-    most_steps: int = MOST_STEPS,
-) -> tuple[np.ndarray, int, float]:
-    """Solve A X = B for all columns; returns X, the steps, the largest relative residual of a column."""
-    size = np.linalg.norm(B, axis=0)
-    X = np.zeros_like(B) if start is None else start.copy()
-    R = B - product(X) if start is not None else B.copy()
-    steps = 0
-    for _ in range(_RESTARTS):
-        left = np.linalg.norm(R, axis=0) / size
-        open_columns = np.flatnonzero(left > tolerance)
-        if not len(open_columns) or steps >= most_steps:
-            break
-        change, made = _one_run(
-            product, precondition, R[:, open_columns], tolerance * size[open_columns], most_steps - steps
-        )
-        X[:, open_columns] += change
-        steps += made
-        R = B - product(X)  # the true residual: rounding has carried the recurrence away from it
-    return X, steps, float(np.max(np.linalg.norm(R, axis=0) / size))
-
-
-def _one_run(
-    product: Product, precondition: Product, R: np.ndarray, wanted: np.ndarray, most: int
-) -> tuple[np.ndarray, int]:
-    """Steps until every column's residual is below `wanted`, or the block loses rank."""
-    X, C = np.zeros_like(R), np.eye(R.shape[1])
-    Z = precondition(R)
-    s = _root(R.T @ Z)
-    if s is None:
-        return X, 0
-    Q, S, C = _divide(R, s), _divide(Z, s), s
-    best, since = math.inf, 0
-    for step in range(1, most + 1):
-        T = product(S)
-        G = S.T @ T
-        root = _root(0.5 * (G + G.T))
-        if root is None:
-            return X, step
-        inverse = np.linalg.inv(root)
-        move = inverse @ inverse.T
-        X += S @ (move @ C)
-        R = Q - T @ move
-        worst = float(np.max(np.linalg.norm(R @ C, axis=0) / wanted))
-        best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
-        if worst <= 0.5 or since > _STALLED:
-            return X, step
-        Z = precondition(R)
-        s = _root(R.T @ Z)
-        if s is None:
-            return X, step
-        Q, S = _divide(R, s), _divide(Z, s) + S @ s.T
-        C = s @ C
-    return X, most
-
-
-def _root(G: np.ndarray) -> np.ndarray | None:
-    """Upper s with sᵀs = G, or None where G has lost rank and the run must start anew without what has converged."""
-    try:
-        s: np.ndarray = np.linalg.cholesky(0.5 * (G + G.T)).T
-    except np.linalg.LinAlgError:
-        return None
-    d = np.abs(np.diagonal(s))
-    return s if np.isfinite(s).all() and d.min() > 1e-13 * d.max() else None
-
-
-def _divide(R: np.ndarray, s: np.ndarray) -> np.ndarray:
-    return R @ np.linalg.inv(s)
+        return block_cg(product, Y, tolerance, precondition, start, most_steps)
 
 
 def relative_residual(task: Task, V: np.ndarray, lam: float) -> float:

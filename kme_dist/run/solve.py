@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,9 +96,10 @@ def fit(
 ) -> Solution:
     """Solve for the embedding on all rows; with `retune`, λ is chosen by leave-one-out first."""
     problem = _Problem(kernel, X, y, n_classes, regularization, retune, floor, seed)
-    if solver == "nystrom":
+    if solver == "nystrom" and (centres or NYSTROM_CENTRES) < len(X):
         return _fit_nystrom(problem, reason, centres)
-    return _fit_cholesky(problem, reason, workspace or Workspace())
+    # Every row a centre is the exact problem, of which sums of squares would keep half the digits.
+    return replace(_fit_cholesky(problem, reason, workspace or Workspace()), solver=solver)
 
 
 @dataclass(frozen=True)
@@ -319,8 +320,7 @@ def _nearly(loss: float) -> float:
 
 def _fit_nystrom(problem: _Problem, reason: str, centres: int | None) -> Solution:
     """Sums over all rows for centres chosen by pivoted Cholesky; λ by leave-one-out of a sample of the rows."""
-    kernel, X, n = problem.kernel, problem.X, len(problem.X)
-    p = min(centres or NYSTROM_CENTRES, n)
+    kernel, X, n, p = problem.kernel, problem.X, len(problem.X), centres or NYSTROM_CENTRES
     rng = np.random.default_rng([problem.seed, 6])
     among = np.sort(rng.permutation(n)[: max(_CENTRE_ROWS, _ROWS_PER_CENTRE * p)])
     candidates = select(X, among)
