@@ -29,8 +29,9 @@ from kme_dist.core.kernels.base import row_count, take
 from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
 from kme_dist.data import store
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.means import FORMAT, get_rows, kernel_for, put_rows
+from kme_dist.means import FORMAT, kernel_for
 from kme_dist.run.means import Sample
+from kme_dist.run.storing import get_rows, put_rows
 
 
 class _BagMachine(BaseEstimator):  # type: ignore[misc]

@@ -39,6 +39,7 @@ from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import length_scale_names, median_length_scale
 from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.storing import get_rows, put_rows
 
 FORMAT = 1
 _MEDIAN_ROWS = 2_000
@@ -265,20 +266,6 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         errors = float(found.get("unexplained", 0.0)), float(found.get("error_bound", 0.0))
         model._keep(FittedMean(kernel, sample, weights, float(found["shrinkage"]), target, None, lam, *errors))
         return model
-
-
-def put_rows(arrays: dict[str, np.ndarray], attributes: dict[str, Any], name: str, rows: Any) -> None:
-    """Rows among the arrays of a model; rows that are no numbers (texts) among its attributes."""
-    if hasattr(rows, "shape"):
-        arrays[name] = np.asarray(rows)
-    elif all(isinstance(row, str | int | float | bool) for row in rows):
-        attributes[name] = list(rows)
-    else:
-        raise DataError(f"rows of type {type(rows[0]).__name__} cannot be stored; arrays, texts and numbers can")
-
-
-def get_rows(arrays: Mapping[str, np.ndarray], attributes: Mapping[str, Any], name: str) -> Any:
-    return arrays[name] if name in arrays else attributes[name]
 
 
 class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
