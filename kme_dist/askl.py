@@ -65,6 +65,7 @@ from kme_dist.run.features import (
 )
 from kme_dist.run.learn import LearnSettings, Record
 from kme_dist.run.scaling import Scaling
+from kme_dist.validation import check_columns, check_labels, remember_names
 
 _CHUNK_ROWS = 4_096
 
@@ -166,7 +167,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
 
     def _stored_source(self, data: Dataset, target: tuple[float, float] | None = None) -> StoredSource:
         split = "train" if "train" in data.splits else None
-        self.n_features_in_ = data.features
+        remember_names(self, data.feature_names)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         return StoredSource.of(
             data,
@@ -249,6 +250,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
 
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self, "features_")
+        check_columns(X)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         rows = devices.to_device(self.scaling_.apply(X, "float64"), devices.resolve(self.backend))
         return devices.to_host(FeatureEmbedding(self.features_, self.weights_).decision(rows))
@@ -256,6 +258,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
     def embed(self, X: Any) -> np.ndarray:
         """The learned features φ(x)."""
         check_is_fitted(self, "features_")
+        check_columns(X)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         return np.asarray(self.features_.forward(self.scaling_.apply(X, "float64")))
 
@@ -378,6 +381,8 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
             self.classes_ = np.asarray(X.classes)
             source: Source = self._stored_source(X)
         else:
+            check_columns(X)
+            check_labels(y)
             X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
             check_classification_targets(y)
             self.classes_, codes = np.unique(y, return_inverse=True)
@@ -491,6 +496,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             self.target_ = _centre_and_width(float(found["mean"][0]), float(found["variance"][0]))
             source: Source = self._stored_source(X, (self.target_[0], 1 / self.target_[1]))
         else:
+            check_columns(X)
             X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2, y_numeric=True)
             y = np.asarray(y, np.float64)
             self.target_ = _centre_and_width(float(y.mean()), float(y.var()))

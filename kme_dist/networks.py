@@ -43,6 +43,7 @@ from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
+from kme_dist.validation import check_columns, check_labels, remember_names
 
 FORMAT = 1
 _WIDE_ROWS = 4_096
@@ -168,6 +169,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if y is not None:
                 raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
             return self._fit_dataset(X, report, watch, saved)
+        check_columns(X)
+        check_labels(y)
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -191,7 +194,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         split = "train" if "train" in data.splits else None
         self.classes_ = np.asarray(data.classes)
         self._check_classes()
-        self.n_features_in_ = data.features
+        remember_names(self, data.feature_names)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         rows = data.split_rows(split)
         if self._kernel_head() is not None:
@@ -473,6 +476,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self, "features_")
+        check_columns(X)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         # In double: a row's result must not depend on the rows that come with it.
         return devices.to_device(self.scaling_.apply(X, "float64"), devices.resolve(self.backend))

@@ -288,7 +288,9 @@ def test_sparse_forms_predict_with_what_they_kept(penalty, pairs):
     rows = [int(np.flatnonzero((y[:, None] == t).all(axis=1))[0]) for t in last.embedding_.targets]
     columns = [int(np.flatnonzero((c == X).all(axis=1))[0]) for c in last.embedding_.centres]
     full[np.ix_(rows, columns)] = last.embedding_.weights.matrix
-    expected = y.mean() + kme.kernels.Gaussian(0.5).gram(X[:5], X) @ full.T @ (y - y.mean())  # of all rows, not those kept
+    expected = y.mean() + kme.kernels.Gaussian(0.5).gram(X[:5], X) @ full.T @ (
+        y - y.mean()
+    )  # of all rows, not those kept
     np.testing.assert_allclose(last.predict(X[:5]), expected, atol=1e-10)
     if penalty == "row":
         assert found[0].targets_kept_ < 40

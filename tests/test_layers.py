@@ -28,7 +28,7 @@ BELOW = {
     "run": {"data", "core", "backend", "meter", "torch_features", "validation", "errors"},
     "estimators": {"run", "data", "core", "backend", "validation", "errors"},
     "means": {"run", "data", "core", "validation", "errors"},
-    "mmd": {"means", "run", "core", "errors"},
+    "mmd": {"means", "run", "data", "core", "errors"},
     "bags": {"means", "run", "data", "core", "validation", "errors"},
     "density": {"means", "run", "data", "core", "backend", "validation", "errors"},
     "conditional": {"means", "run", "data", "core", "backend", "validation", "errors"},
