@@ -27,7 +27,7 @@ from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.model_selection import StratifiedKFold
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from kme_dist.core import kernels
 from kme_dist.core.kernels import Kernel
@@ -41,12 +41,12 @@ from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.storing import get_rows, put_rows
 from kme_dist.validation import (
-    check_columns,
     check_columns_of,
-    check_labels,
     remember_columns,
     remember_names,
     restore_names,
+    rows_and_labels,
+    rows_asked,
     stored_names,
 )
 
@@ -337,9 +337,7 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Choose the length scale and the slope inside the given rows, then the means of all of them."""
         if self.estimator not in ESTIMATORS:
             raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-        check_columns(X)
-        check_labels(y)
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        X, y = rows_and_labels(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -427,8 +425,7 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def class_scores(self, X: Any) -> np.ndarray:
         """f_c(x), one column per class."""
         check_is_fitted(self, "weights_")
-        check_columns(X)
-        X = validate_data(self, X, dtype=np.float64, reset=False)
+        X = rows_asked(self, X, dtype=np.float64)
         rows = self.scaling_.apply(X, "float64")
         found: np.ndarray = weighted_features(self.kernel_, rows, self.points_, self.weights_) - self.halves_
         return found

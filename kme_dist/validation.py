@@ -5,6 +5,9 @@
     check_labels(y)                    labels of mixed types, dates and holes are refused, by row
     remember_columns(model, X, rows)   at fit: `feature_names_in_` and `n_features_in_`
     check_columns_of(model, X, rows)   at every question after that: the same names in the same order, the same width
+    remember_names(model, names)       at fit of a data set
+    rows_and_labels, rows_asked        all of that around scikit-learn's `validate_data`, at fit and after it
+    stored_names, restore_names        what a stored model keeps of it
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can stand in front of scikit-learn's own
 `validate_data`. A data set's generated names (x0, x1, ...) stand for positions and are no names.
@@ -14,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_array, validate_data
 
 from kme_dist.errors import DataError
 
@@ -92,13 +97,18 @@ def _numbers_or_same(values: np.ndarray) -> np.ndarray:
     """An array of objects as floats where all of them are numbers (None is a hole)."""
     if any(not _is_number(value) for value in values.ravel()):
         return values
-    return np.array([np.nan if value is None else value for value in values.ravel()], np.float64).reshape(values.shape)
+    found = [np.nan if _is_hole(value) else float(value) for value in values.ravel()]
+    return np.array(found, np.float64).reshape(values.shape)
 
 
 def _is_number(value: Any) -> bool:
-    if value is None or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    if _is_hole(value) or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         return True
-    return type(value).__name__ in ("NAType", "Decimal", "Fraction")
+    return isinstance(value, Decimal | Fraction)
+
+
+def _is_hole(value: Any) -> bool:
+    return value is None or type(value).__name__ == "NAType"  # pandas' missing number
 
 
 def check_columns(X: Any) -> None:
@@ -174,7 +184,7 @@ def check_labels(y: Any) -> None:
     for row, value in enumerate(values):
         if isinstance(value, list | tuple | np.ndarray):
             return  # several outputs: not ours to judge
-        if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        if _is_hole(value) or type(value).__name__ == "NaTType":
             raise DataError(f"the label of row {row} is missing ({value!r}); remove that row, or give it a label")
         if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
             raise DataError(
@@ -194,12 +204,21 @@ def check_labels(y: Any) -> None:
 
 def remember_columns(model: Any, X: Any, rows: Any) -> None:
     """At fit: `feature_names_in_` where X has names, `n_features_in_` where its rows are a matrix."""
+    model.fitted_to_dataset_ = False
     validate_data(model, X, "no_validation", reset=True, skip_check_array=True, ensure_2d=False)
-    _set_width(model, rows)
+    if isinstance(rows, np.ndarray) and rows.ndim == 2:
+        model.n_features_in_ = int(rows.shape[1])
+    elif hasattr(model, "n_features_in_"):
+        del model.n_features_in_
 
 
 def remember_names(model: Any, names: Sequence[Any]) -> None:
-    """The same for rows that are not here: names and width as their data set has them."""
+    """The same for a data set: names and width as it has them.
+
+    Its rows are read as plain arrays, so plain arrays may be asked about without the warning that scikit-learn has for
+    a model with names; tables with names are checked by them.
+    """
+    model.fitted_to_dataset_ = True
     model.n_features_in_ = len(names)
     if hasattr(model, "feature_names_in_"):
         del model.feature_names_in_
@@ -207,9 +226,29 @@ def remember_names(model: Any, names: Sequence[Any]) -> None:
         model.feature_names_in_ = np.array([str(name) for name in names], dtype=object)
 
 
+def rows_and_labels(model: Any, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    """At fit of a classifier: scikit-learn's `validate_data`, after dates and mixed labels were refused."""
+    check_columns(X)
+    check_labels(y)
+    model.fitted_to_dataset_ = False
+    found: tuple[np.ndarray, np.ndarray] = validate_data(model, X, y, ensure_min_samples=2, **settings)
+    return found
+
+
+def rows_asked(model: Any, X: Any, **settings: Any) -> np.ndarray:
+    """At a question: scikit-learn's `validate_data`, after dates were refused."""
+    check_columns(X)
+    if not getattr(model, "fitted_to_dataset_", False) or hasattr(X, "columns"):
+        return np.asarray(validate_data(model, X, reset=False, **settings))
+    rows = check_array(X, input_name="X", estimator=model, **settings)
+    check_columns_of(model, X, rows)
+    return np.asarray(rows)
+
+
 def check_columns_of(model: Any, X: Any, rows: Any) -> None:
     """At a question: names as scikit-learn checks them (another order is refused), and as many features as at fit."""
-    validate_data(model, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
+    if not getattr(model, "fitted_to_dataset_", False) or hasattr(X, "columns"):
+        validate_data(model, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
     wanted = getattr(model, "n_features_in_", None)
     if wanted is None:
         return
@@ -225,21 +264,20 @@ def check_columns_of(model: Any, X: Any, rows: Any) -> None:
         )
 
 
-def _set_width(model: Any, rows: Any) -> None:
-    if isinstance(rows, np.ndarray) and rows.ndim == 2:
-        model.n_features_in_ = int(rows.shape[1])
-    elif hasattr(model, "n_features_in_"):
-        del model.n_features_in_
-
-
 def stored_names(model: Any) -> dict[str, Any]:
     """Names and width, as attributes of a stored model."""
     names = [str(name) for name in getattr(model, "feature_names_in_", [])]
-    return {"feature_names": names, "n_features_in": getattr(model, "n_features_in_", None)}
+    to_dataset = bool(getattr(model, "fitted_to_dataset_", False))
+    return {
+        "feature_names": names,
+        "n_features_in": getattr(model, "n_features_in_", None),
+        "fitted_to_dataset": to_dataset,
+    }
 
 
 def restore_names(model: Any, found: Any, width: int | None = None) -> None:
     """And back; models stored before names were kept have none. `width` serves those that kept no width either."""
+    model.fitted_to_dataset_ = bool(found.get("fitted_to_dataset", False))
     if found.get("feature_names"):
         model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
     width = found.get("n_features_in", width)
