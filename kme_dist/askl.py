@@ -28,7 +28,7 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from kme_dist import backend as devices
 from kme_dist.core import features as maps
@@ -66,6 +66,7 @@ from kme_dist.run.features import (
 )
 from kme_dist.run.learn import LearnSettings, Record
 from kme_dist.run.scaling import Scaling
+from kme_dist.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 
 _CHUNK_ROWS = 4_096
 
@@ -167,7 +168,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
 
     def _stored_source(self, data: Dataset, target: tuple[float, float] | None = None) -> StoredSource:
         split = "train" if "train" in data.splits else None
-        self.n_features_in_ = data.features
+        remember_names(self, data.feature_names)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         return StoredSource.of(
             data,
@@ -253,14 +254,14 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
 
     def _scores(self, X: Any) -> np.ndarray:
         check_is_fitted(self, "features_")
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        X = rows_asked(self, X, dtype=[np.float64, np.float32])
         rows = devices.to_device(self.scaling_.apply(X, "float64"), devices.resolve(self.backend))
         return devices.to_host(FeatureEmbedding(self.features_, self.weights_).decision(rows))
 
     def embed(self, X: Any) -> np.ndarray:
         """The learned features φ(x)."""
         check_is_fitted(self, "features_")
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        X = rows_asked(self, X, dtype=[np.float64, np.float32])
         return np.asarray(self.features_.forward(self.scaling_.apply(X, "float64")))
 
     def save(self, path: str | Path) -> None:
@@ -279,7 +280,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             "settings": {**settings, "client": None},
             "features": self.features_.to_config(),
             "inputs": self.n_features_in_,
-            "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+            **stored_names(self),
             "bound": self.bound_,
             "history": self.history_,
             **self._own_attributes(),
@@ -297,9 +298,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             model.form = "independent"  # in older models this was form="D"
         model.weights_ = arrays["weights"]
         model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
-        model.n_features_in_ = int(found["inputs"])
-        if found["feature_names"]:
-            model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
+        restore_names(model, found, found["inputs"])
         model.bound_, model.history_ = found["bound"], found["history"]
         model._restore_own(found)
         return model
@@ -386,7 +385,7 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
             self.classes_ = np.asarray(X.classes)
             source: Source = self._stored_source(X)
         else:
-            X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
+            X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
             check_classification_targets(y)
             self.classes_, codes = np.unique(y, return_inverse=True)
             source = self._memory_source(X, codes)
@@ -500,7 +499,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             self.target_ = _centre_and_width(float(found["mean"][0]), float(found["variance"][0]))
             source: Source = self._stored_source(X, (self.target_[0], 1 / self.target_[1]))
         else:
-            X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2, y_numeric=True)
+            X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32], y_numeric=True)
             y = np.asarray(y, np.float64)
             self.target_ = _centre_and_width(float(y.mean()), float(y.var()))
             source = self._memory_source(X, (y - self.target_[0]) / self.target_[1])

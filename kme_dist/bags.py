@@ -29,8 +29,10 @@ from kme_dist.core.kernels.base import row_count, take
 from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
 from kme_dist.data import store
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.means import FORMAT, get_rows, kernel_for, put_rows
+from kme_dist.means import FORMAT, kernel_for
 from kme_dist.run.means import Sample
+from kme_dist.run.storing import get_rows, put_rows
+from kme_dist.validation import check_columns_of, check_labels, remember_columns, restore_names, stored_names
 
 
 class _BagMachine(BaseEstimator):  # type: ignore[misc]
@@ -43,7 +45,8 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
     positive_part: bool
     random_state: int
 
-    def _bags(self, bags: Sequence[Any]) -> list[Any]:
+    def _bags(self, bags: Sequence[Any], reset: bool = False) -> list[Any]:
+        """Rows of every bag; all of them, and those of the fit, have the same columns."""
         if not len(bags):
             raise DataError("there are no bags; give a list of arrays, one for each example")
         found = []
@@ -55,6 +58,13 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
         widths = {bag.shape[1] for bag in found if isinstance(bag, np.ndarray)}
         if len(widths) > 1:
             raise DataError(f"bags differ in their number of features: {sorted(widths)}")
+        if reset:
+            remember_columns(self, bags[0], found[0])
+        for number, (bag, rows) in enumerate(zip(bags, found, strict=True)):
+            try:
+                check_columns_of(self, bag, rows)
+            except ValueError as error:  # ours, and what scikit-learn says of names
+                raise DataError(f"bag {number}: {error}") from error
         return found
 
     def _prepare(self, bags: Sequence[Any]) -> np.ndarray:
@@ -63,7 +73,7 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
         if self.level not in ("linear", "gaussian"):
             raise ConfigError(f"level={self.level!r} is unknown; choose 'linear' or 'gaussian'")
-        found = self._bags(bags)
+        found = self._bags(bags, reset=True)
         self.kernel_ = kernel_for(self.kernel, Sample.of(_stacked(found)), self.random_state)
         self._keep(found)
         G = self._inner(self.points_, self.weights_, self.sizes_)
@@ -125,6 +135,7 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
             "model_format": FORMAT,
             "settings": settings,
             "width": self.width_,
+            **stored_names(self),
         }
         labels = getattr(self, "labels_", None)
         if labels is not None:
@@ -144,7 +155,9 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
         ends = np.cumsum(sizes)
         bags = [take(points, slice(int(end - size), int(end))) for end, size in zip(ends, sizes, strict=True)]
         labels = np.array(found["labels"], dtype=np.dtype(found["labels_dtype"])) if "labels" in found else None
-        return cls(**settings).fit(bags, labels)
+        model = cls(**settings).fit(bags, labels)
+        restore_names(model, found)
+        return model
 
 
 class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[misc]
@@ -180,6 +193,7 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
 
     def fit(self, bags: Sequence[Any], y: Any) -> Self:
         """Kernel means of the bags, then a support vector machine on them."""
+        check_labels(y)
         self.labels_ = np.asarray(y)
         if len(self.labels_) != len(bags):
             raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; they come in pairs")

@@ -8,8 +8,8 @@
 >>> mean = model.expectation(np.array([[1.0]]), lambda y: y)
 >>> bool(abs(mean[0] - np.sin(1.0)) < 0.1)
 True
->>> low, high = model.quantiles(np.array([[1.0]]), [0.05, 0.95])[0]
->>> bool(low < np.sin(1.0) < high)
+>>> low, high = model.interval(np.array([[1.0]]), coverage=0.9)
+>>> bool(low[0] < np.sin(1.0) < high[0])
 True
 
 Targets are vectors, labels (`target_kernel="delta"`, when it equals the multiclass conditional embedding), texts, or
@@ -19,8 +19,7 @@ A data set on disk is fitted where it lies, by centres or features in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +28,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from kme_dist.backend import blas_threads, free_bytes, to_host
-from kme_dist.core import kernels, sparse
+from kme_dist.core import kernels
 from kme_dist.core.conditional import (
     ConditionalEmbedding,
     Delta,
@@ -41,29 +40,53 @@ from kme_dist.core.conditional import (
     solve_embedding,
 )
 from kme_dist.core.features import SAMPLERS, Spectral
+from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
-from kme_dist.core.kernels.base import FeatureMap, row_count, take
+from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.means import FORMAT, executor_of, get_rows, put_rows
-from kme_dist.run.conditional import Inverse, KernelLearning, Pairs, as_targets, fit_sums, learn_kernel, project
-from kme_dist.run.features import as_features, restore_features
+from kme_dist.means import FORMAT, executor_of
+from kme_dist.run.conditional import (
+    Inverse,
+    KernelLearning,
+    Pairs,
+    are_numbers,
+    as_targets,
+    fit_sums,
+    learn_kernel,
+    left_out,
+    project,
+    with_median,
+)
+from kme_dist.run.features import as_features
 from kme_dist.run.fitting import SOLVERS, choose
-from kme_dist.run.learn import length_scale_names, median_length_scale, select
+from kme_dist.run.learn import length_scale_names, select
 from kme_dist.run.means import Sample, spectrum_sample
 from kme_dist.run.nystrom import Basis, Centres, Features
 from kme_dist.run.pivots import choose_centres
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.sparse_forms import Sparsifiable
+from kme_dist.run.storing import pack, unpack
+from kme_dist.validation import (
+    as_values,
+    check_columns_of,
+    check_labels,
+    remember_columns,
+    remember_names,
+    restore_names,
+    stored_names,
+)
 
 _JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
 _CHOICE_ROWS = 20_000  # rows that centres are chosen among
 _WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
+_ASKED_ROWS = 1_024  # of which quantiles and intervals are computed at a time
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
 
 
-class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
+class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[misc]
     """μ(x) = E[L(Y, ·) | x], estimated by regression in the target kernel's Hilbert space.
 
     Parameters
@@ -94,6 +117,7 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     solver_, solver_reason_ : which solver, and why.
     scores_ : (kernel, λ, held-out error) of every candidate, on a sample.   history_ : one record per learning step.
     retuned_ : errors of the λ that "pcg", "nystrom" and "features" tried on all rows, after the kernel was chosen.
+    n_features_in_, feature_names_in_ : of numeric inputs; names where a data frame or a data set brought them.
     """
 
     def __init__(
@@ -137,12 +161,15 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, Y: Any = None) -> Self:
         """Fit to pairs of rows, or to a data set whose labels (or columns, named by Y) are the targets."""
         self._check_settings()
-        pairs = self._pairs(X, Y)
+        with blas_threads(1):  # whatever the machine has, the same bits
+            return self._fit(self._pairs(X, Y))
+
+    def _fit(self, pairs: Pairs) -> Self:
+        self._left: LeftOut | None = None
         some_X, some_Y = pairs.some(_JUDGED_ROWS, self.random_state)
         self.target_kernel_ = self._target_kernel(some_Y)
         some_Y = as_targets(some_Y, self.target_kernel_)
-        with _threads(some_X):
-            kernel, lam = self._choose(some_X, some_Y, pairs.count)
+        kernel, lam = self._choose(some_X, some_Y, pairs.count)
         self.history_: list[dict[str, Any]] = []
         if self.learn_steps:
             settings = KernelLearning(
@@ -182,21 +209,39 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         if isinstance(X, Dataset):
             pairs = Pairs.of(X, Y, self.scaling)
             self.scaling_ = pairs.scale
+            remember_names(self, [X.feature_names[i] for i in pairs.inputs])
             return pairs
         if Y is None:
             raise DataError("fit needs targets: fit(X, Y), or a data set that brings them")
-        rows, targets = Sample.of(X), Y.to_numpy() if hasattr(Y, "to_numpy") else Y
+        rows, targets = Sample.of(X), self._targets(Y)
         if row_count(targets) != rows.count:
             raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; they come in pairs")
-        if isinstance(targets, np.ndarray) and targets.dtype.kind == "f" and not np.isfinite(targets).all():
-            raise DataError("targets hold NaN or infinity; remove those pairs first")
+        remember_columns(self, X, rows.memory)
         numeric = isinstance(rows.memory, np.ndarray)
         self.scaling_ = Scaling.learn(rows.memory, self.scaling) if numeric else None
         return Pairs(Sample.of(self._scaled(rows.memory)), targets)
 
-    def _scaled(self, X: Any) -> Any:
-        rows = Sample.of(X).memory
+    def _targets(self, Y: Any) -> Any:
+        if isinstance(self.target_kernel, Delta) or self.target_kernel == "delta":
+            check_labels(Y)
+        return as_values(Y)
+
+    def _scaled(self, rows: Any) -> Any:
         return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
+
+    def _rows(self, X: Any) -> Any:
+        """Inputs of a question, as those of the fit: the same columns, on the same scale."""
+        rows = Sample.of(X).read()
+        check_columns_of(self, X, rows)
+        return self._scaled(rows)
+
+    def _asked(self, Y: Any) -> Any:
+        """Targets of a question."""
+        found, own = as_targets(self._targets(Y), self.target_kernel_), self.embedding_.targets
+        shapes = [getattr(part, "shape", ()) for part in (found, own)]
+        if shapes[0][1:] != shapes[1][1:]:
+            raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; they differ in width")
+        return found
 
     def _target_kernel(self, Y: Any) -> Kernel:
         if isinstance(self.target_kernel, str) and self.target_kernel == "delta":
@@ -204,7 +249,7 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         if not isinstance(self.target_kernel, str):
             return kernels.from_config(self.target_kernel, own={"delta": Delta})
         found = kernels.from_config({"name": self.target_kernel})
-        return _with_median(found, as_targets(Y, found), 1.0, self.random_state)
+        return with_median(found, as_targets(Y, found), 1.0, self.random_state)
 
     def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
         """The kernel and λ with the least held-out error of (at most) _JUDGED_ROWS pairs, at the same shift nλ."""
@@ -239,7 +284,7 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         found = kernels.from_config({"name": self.kernel, "ard": True}, n_features=np.shape(X)[-1])
         if not length_scale_names(found):
             return [found]
-        return [_with_median(found, X, width, self.random_state) for width in _WIDTHS]
+        return [with_median(found, X, width, self.random_state) for width in _WIDTHS]
 
     def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
         executor = executor_of(self.client)
@@ -274,8 +319,7 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         labels = isinstance(self.target_kernel_, Delta)
         weights: Weights
         if self.solver_ == "cholesky":
-            with _threads(X):
-                found = solve_embedding(self.kernel_, self.target_kernel_, X, Y, self.regularization_)
+            found = solve_embedding(self.kernel_, self.target_kernel_, X, Y, self.regularization_)
             if self.target_centres is None or labels:
                 return found
             weights = found.weights
@@ -291,8 +335,13 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
                     self.kernel_, self.target_kernel_, X, Y, weights, self.regularization_
                 )  # fmt: skip
         D = self._target_centres(pairs)
-        projected = project(weights, self.target_kernel_, Y, D)
-        return ConditionalEmbedding(self.kernel_, self.target_kernel_, X, D, projected, self.regularization_)
+        small, base = project(weights, self.target_kernel_, Y, D)
+        projected = ConditionalEmbedding(
+            self.kernel_, self.target_kernel_, X, D, small, self.regularization_, None, base
+        )  # fmt: skip
+        if are_numbers(Y, self.target_kernel_):
+            self._left = left_out(projected, weights, Y, self.random_state)
+        return projected
 
     def _inverse(self, pairs: Pairs) -> Inverse:
         if self.client is not None and not pairs.sample.path:
@@ -337,7 +386,7 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
             )
         own = features is not None and not isinstance(self.features, int | np.integer | None)
         variance = 1.0 if features is None or own else float(self.kernel_.scale) ** 2  # type: ignore[attr-defined]
-        found, self.retuned_ = fit_sums(
+        found, self.retuned_, self._left = fit_sums(
             self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
             executor=executor_of(self.client), keep_targets=keep, retune=self.regularization is None,
             seed=self.random_state, variance=variance,
@@ -349,19 +398,31 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
 
     def coefficients(self, X: Any) -> np.ndarray:
         """a(x), one row for each row of X and one column for each target that the model holds."""
-        return np.asarray(self._fitted().coefficients(self._scaled(X))).T
+        model, rows = self._fitted(), self._rows(X)
+        with blas_threads(1):
+            return np.asarray(model.coefficients(rows)).T
 
-    def expectation(self, X: Any, h: Callable[[Any], Any] | Any) -> np.ndarray:
-        """E[h(Y) | x]: `h` takes the targets and returns a value (or row of values) for each, or is those values."""
-        model = self._fitted()
+    def expectation(self, X: Any, h: Callable[[Any], Any] | Any, centred: bool | None = None) -> np.ndarray:
+        """E[h(Y) | x]: `h` takes the targets and returns a value (or row of values) for each, or is those values.
+
+        The weights a(x) do not add up to one (λ draws them towards 0, and far from all rows they are 0), so h is
+        centred by its mean h̄ over the training rows: h̄ + Σ_i a_i(x) (h(y_i) - h̄), which is drawn towards h̄. With
+        `centred=False` it is Σ_i a_i(x) h(y_i), the inner product of h and μ(x). None centres for all targets but
+        labels (`target_kernel="delta"`), where the plain sum is that of the decision probabilities of the multiclass
+        embedding. With target centres h̄ is the mean of h as the target kernel sees it, exact for E[Y | x] itself.
+        """
+        model, rows = self._fitted(), self._rows(X)
         targets = model.targets
         if isinstance(targets, np.ndarray) and targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]  # scalar targets, as they were given
-        values = np.asarray(h(targets) if callable(h) else h, dtype=np.float64)
-        return np.asarray(model.expectation(self._scaled(X), values))
+        values = np.ascontiguousarray(h(targets) if callable(h) else h, dtype=np.float64)
+        if centred is None:
+            centred = not isinstance(self.target_kernel_, Delta)
+        with blas_threads(1):
+            return np.asarray((model.centred_expectation if centred else model.expectation)(rows, values))
 
     def predict(self, X: Any) -> np.ndarray:
-        """E[Y | x] of numeric targets."""
+        """E[Y | x] of numeric targets; far from all training rows it is their mean."""
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf":
             raise DataError(
@@ -371,17 +432,60 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
 
     def evaluate(self, X: Any, Y: Any) -> np.ndarray:
         """μ(x)(y) for every row of X (down) and every target of Y (across)."""
-        return np.asarray(self._fitted().evaluate(self._scaled(X), as_targets(Y, self.target_kernel_)))
+        model, rows = self._fitted(), self._rows(X)
+        with blas_threads(1):
+            return np.asarray(model.evaluate(rows, self._asked(Y)))
 
     def quantiles(self, X: Any, levels: Sequence[float]) -> np.ndarray:
-        """Conditional quantiles of scalar targets, one row for each row of X; negative weights count as none."""
+        """Conditional quantiles of scalar targets, one row for each row of X.
+
+        They are those of the leave-one-out residuals of the training rows around the prediction at x, the rows near x
+        counting most (see `kme_dist.core.intervals`). Of labels (`target_kernel="delta"`) they are the quantiles of the
+        labels under the weights a(x), negative ones counting as none.
+        """
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf" or targets.size != len(targets):
             raise DataError("quantiles are of scalar targets; take expectations of functions of others")
-        asked = np.asarray(levels, dtype=np.float64)
+        asked = np.asarray(levels, dtype=np.float64).reshape(-1)
         if not ((asked >= 0) & (asked <= 1)).all():
             raise ConfigError(f"levels={levels!r}: quantiles need levels from 0 to 1")
-        return conditional_quantiles(targets.reshape(-1), self.coefficients(X).T, asked)
+        if isinstance(self.target_kernel_, Delta):
+            return conditional_quantiles(targets.reshape(-1), self.coefficients(X).T, asked)
+        return np.concatenate([left.quantiles(f[:, 0], Z, asked) for left, f, Z in self._around(X)])
+
+    def interval(self, X: Any, coverage: float = 0.9, local: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends of an interval for a new target at every row of X, for every output: by jackknife+.
+
+        A new target falls inside with about this probability (without `local` with at least 2 coverage - 1, whatever
+        the distribution). With `local` the width follows the size of the residuals near x, without it is nearly the
+        same everywhere. Residuals are leave-one-out, of at most 1,000 rows ("tiled" and "pcg": 512). Infinite where
+        rows are too few for the coverage.
+        """
+        model = self._fitted()
+        if not are_numbers(model.targets, self.target_kernel_):
+            raise DataError("intervals are of numeric targets; take expectations of functions of others")
+        if not 0 < coverage < 1:
+            raise ConfigError(f"coverage={coverage!r}: needs a number between 0 and 1")
+        parts = [left.interval(f, Z, float(coverage), local) for left, f, Z in self._around(X)]
+        low, high = (np.concatenate([part[end] for part in parts]) for end in (0, 1))
+        return (low[:, 0], high[:, 0]) if low.shape[1] == 1 else (low, high)
+
+    def _around(self, X: Any) -> Iterator[tuple[LeftOut, np.ndarray, np.ndarray]]:
+        """What quantiles and intervals need, some rows at a time: residuals, predictions, and z(x) as rows."""
+        model, rows = self._fitted(), self._rows(X)
+        with blas_threads(1):
+            if getattr(self, "_left", None) is None:
+                if isinstance(model.weights, Explicit):
+                    raise ConfigError(
+                        "this embedding kept no residuals (a sparse form of centres, or stored by an older version); "
+                        "ask the embedding it was made from, or fit it again"
+                    )
+                self._left = left_out(model, model.weights, model.targets, self.random_state)
+            assert self._left is not None
+            predicted = np.asarray(model.centred_expectation(rows, model.targets))
+            for part in row_blocks(row_count(rows), _ASKED_ROWS):
+                Z = np.asarray(model.basis(take(rows, part)), dtype=np.float64).T
+                yield self._left, predicted[part], Z
 
     def sample(self, X: Any, size: int, candidates: Any = None) -> list[Any]:
         """For every row of X `size` targets by kernel herding: an evenly weighted sample whose mean is near μ(x).
@@ -389,15 +493,20 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
         They are chosen among `candidates`, by default the targets that the model holds; a list with one entry (an array
         or a list of targets) for each row.
         """
-        model = self._fitted()
-        pool = model.targets if candidates is None else as_targets(candidates, self.target_kernel_)
-        L = np.asarray(self.target_kernel_.gram(pool), dtype=np.float64)
-        values = np.asarray(model.evaluate(self._scaled(X), pool))
+        model, rows = self._fitted(), self._rows(X)
+        pool = model.targets if candidates is None else self._asked(candidates)
+        with blas_threads(1):
+            L = np.asarray(self.target_kernel_.gram(pool), dtype=np.float64)
+            values = np.asarray(model.evaluate(rows, pool))
         return [select(pool, herd(row, L, size)) for row in values]
 
     def errors(self, X: Any, Y: Any) -> np.ndarray:
         """|L(y, ·) - μ(x)|² of every pair, in the target kernel's Hilbert space."""
-        return np.asarray(self._fitted().errors(self._scaled(X), as_targets(Y, self.target_kernel_)))
+        model, rows, targets = self._fitted(), self._rows(X), self._asked(Y)
+        if row_count(rows) != row_count(targets):
+            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; they come in pairs")
+        with blas_threads(1):
+            return np.asarray(model.errors(rows, targets))
 
     def score(self, X: Any, Y: Any) -> float:
         """Minus the mean of `errors`: larger is better."""
@@ -410,67 +519,11 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
             weights.executor = executor_of(self.client)  # the client was closed, or another one was set
         return self.embedding_
 
-    # --- sparse forms ----------------------------------------------------------------------------
-
-    def sparsify(
-        self,
-        penalty: str = "element",
-        gammas: Sequence[float] | int = 20,
-        method: str = "fista",
-        refit: bool = True,
-        steps: int = 200,
-    ) -> list[SparseEmbedding]:
-        """Embeddings with fewer and fewer zeros: one for each γ (method "fista") or number of pivots ("cholesky").
-
-        penalty : "element" | "row" (targets) | "column" (inputs)
-        gammas : how many, or which; for method "cholesky" how many numbers of pivots, or which
-        refit : solve anew on what the penalty kept (it also shrinks what it keeps)
-        steps : of FISTA, which finishes what a splitting of the problem has begun
-        """
-        W, K, L = self.dense_weights()
-        if method == "cholesky":
-            n = len(K)
-            counts = np.unique(np.linspace(1, n, gammas + 1).astype(int)[1:]) if isinstance(gammas, int) else gammas
-            found = [sparse.incomplete_cholesky(W, K, L, int(count)) for count in counts]
-        elif method == "fista":
-            found = list(sparse.path(W, K, L, penalty=penalty, gammas=gammas, steps=steps))
-        else:
-            raise ConfigError(f"method={method!r} is unknown; choose 'fista' or 'cholesky'")
-        whole = sparse.operator_distance(W * 0, W, K, L) or 1.0
-        forms = []
-        for step in found:
-            kept = sparse.refit(step, W, K, L) if refit and method == "fista" else step
-            forms.append(self._sparse(kept, whole))
-            forms[-1].penalised_distance_ = step.distance / whole
-        return forms
-
-    def dense_weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """W, K of the centres and L of the targets."""
-        model = self._fitted()
-        if model.features is not None:
-            raise ConfigError("sparse forms choose among rows, and solver='features' keeps none; use another solver")
-        K = np.asarray(model.kernel.gram(model.centres), dtype=np.float64)
-        L = np.asarray(model.target_kernel.gram(model.targets), dtype=np.float64)
-        return np.asarray(model.weights.forward(np.eye(len(K)))), K, L
-
-    def _sparse(self, step: sparse.SparseStep, whole: float) -> SparseEmbedding:
-        M = np.asarray(step.weights)
-        rows, columns = np.flatnonzero(M.any(axis=1)), np.flatnonzero(M.any(axis=0))
-        model = self._fitted()
-        small = ConditionalEmbedding(
-            model.kernel,
-            model.target_kernel,
-            select(model.centres, columns),
-            select(model.targets, rows),
-            Explicit(M[np.ix_(rows, columns)]),
-            model.regularization,
-        )
+    def _sparse_form(self) -> SparseEmbedding:
+        """One with these settings, not yet filled in (see `sparsify`)."""
         found = SparseEmbedding(**self.get_params(deep=False))
-        found.scaling_, found.solver_, found.embedding_ = self.scaling_, "sparse", small
-        found.kernel_, found.target_kernel_ = small.kernel, small.target_kernel
-        found.regularization_ = small.regularization
-        found.gamma_, found.density_ = step.gamma, step.nonzero / M.size
-        found.distance_, found.relative_distance_ = step.distance, step.distance / whole
+        found.scaling_, found.solver_ = self.scaling_, "sparse"
+        restore_names(found, stored_names(self))
         return found
 
     # --- storing ---------------------------------------------------------------------------------
@@ -478,39 +531,20 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     def save(self, path: str | Path) -> None:
         """Write the fitted embedding as arrays and JSON.
 
-        An exact one is factorised anew after loading: "cholesky" at once, "tiled" and "pcg" when something is asked
-        that was not asked before it was saved.
+        The model that comes back predicts the same bits on the same machine: its arrays are those that were saved, in
+        the same order, and an exact one ("cholesky") is factorised anew, at once, from the same rows by the same steps.
+        "tiled" and "pcg" solve anew when something is asked that was not asked before saving; that agrees to the
+        precision of the solve ("pcg": `tolerance`).
         """
-        model = self._fitted()
-        arrays: dict[str, np.ndarray] = {}
-        attributes: dict[str, Any] = {
+        arrays, attributes = pack(self._fitted(), self._left)
+        attributes |= {
             "model": "ConditionalMeanEmbedding",
             "model_format": FORMAT,
-            "kernel": model.kernel.to_config(),
-            "target_kernel": model.target_kernel.to_config(),
-            "regularization": model.regularization,
             "solver": self.solver_,
             "scaling": self.scaling,
+            "random_state": int(self.random_state),
+            **stored_names(self),
         }
-        if model.features is None:
-            put_rows(arrays, attributes, "centres", model.centres)
-        else:
-            features: Any = model.features
-            if not hasattr(features, "to_config"):
-                raise DataError(f"{features!r} cannot be stored: it has no to_config() and arrays")
-            attributes["features"] = features.to_config()
-            arrays |= {f"features/{name}": value for name, value in features.arrays.items()}
-            if isinstance(model.kernel, OnFeatures):
-                attributes["kernel"] = None  # it is the map's own
-        targets = model.targets
-        if isinstance(targets, np.ndarray) and targets.dtype.kind not in "biuf":
-            targets = targets.tolist()
-        put_rows(arrays, attributes, "targets", targets)
-        if isinstance(model.weights, Explicit):
-            arrays["weights"] = np.asarray(model.weights.matrix)
-        elif isinstance(model.weights, Inverse):
-            attributes["tolerance"] = model.weights.tolerance
-            arrays |= {f"solved/{key}": value for key, value in model.weights.remembered.items()}
         if self.scaling_ is not None:
             arrays["shift"], arrays["factor"] = self.scaling_.shift, self.scaling_.factor
         store.save_arrays(path, arrays, attributes)
@@ -519,31 +553,25 @@ class ConditionalMeanEmbedding(BaseEstimator):  # type: ignore[misc]
     def _restore(
         cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
     ) -> ConditionalMeanEmbedding:
-        known: dict[str, type[Kernel]] = {"delta": Delta, **own}
-        features = restore_features(found["features"], arrays, own) if "features" in found else None
-        own_kernel = found["kernel"] is None
-        kernel = OnFeatures(Linear(), features) if own_kernel else kernels.from_config(found["kernel"], own=known)
-        target_kernel = kernels.from_config(found["target_kernel"], own=known)
-        lam = float(found["regularization"])
-        model = cls(kernel, target_kernel, lam, solver=found["solver"], scaling=found["scaling"])
-        model.kernel_, model.target_kernel_, model.regularization_ = kernel, target_kernel, lam
+        seed = int(found.get("random_state", 0))
+        model = cls(solver=found["solver"], scaling=found["scaling"], random_state=seed)
         model.solver_ = found["solver"]
         model.scaling_ = Scaling(arrays["shift"], arrays["factor"]) if "shift" in arrays else None
-        X = None if features is not None else get_rows(arrays, found, "centres")
-        Y = get_rows(arrays, found, "targets")
-        Y = np.asarray(Y) if isinstance(target_kernel, Delta) else Y
-        if "weights" in arrays:
-            model.embedding_ = ConditionalEmbedding(
-                kernel, target_kernel, X, Y, Explicit(arrays["weights"]), lam, features
-            )  # fmt: skip
-        elif "tolerance" in found:
-            model.tolerance = float(found["tolerance"])
-            weights = model._inverse(Pairs(Sample.of(X), Y))
-            weights.remembered |= {n.removeprefix("solved/"): v for n, v in arrays.items() if n.startswith("solved/")}
-            model.embedding_ = ConditionalEmbedding(kernel, target_kernel, X, Y, weights, lam)
-        else:
-            with _threads(X):
-                model.embedding_ = solve_embedding(kernel, target_kernel, X, Y, lam)
+
+        def inverse(kernel: Kernel, lam: float, X: Any, Y: Any) -> Inverse:
+            model.kernel_, model.regularization_ = kernel, lam
+            return model._inverse(Pairs(Sample.of(X), Y))
+
+        with blas_threads(1):
+            model.embedding_, model._left = unpack(arrays, found, own, inverse)
+        fitted = model.embedding_
+        model.kernel = model.kernel_ = fitted.kernel
+        model.target_kernel = model.target_kernel_ = fitted.target_kernel
+        model.regularization = model.regularization_ = fitted.regularization
+        if isinstance(fitted.weights, Inverse):
+            model.tolerance = fitted.weights.tolerance
+        width = model.scaling_.shift.size if model.scaling_ is not None else None
+        restore_names(model, found, width)
         return model
 
 
@@ -570,16 +598,3 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     @property
     def targets_kept_(self) -> int:
         return row_count(self.embedding_.targets)
-
-
-def _threads(X: Any) -> AbstractContextManager[None]:
-    """One BLAS thread for few rows: quicker, and a model that is factorised anew has the same bits."""
-    return blas_threads(1 if row_count(X) <= _JUDGED_ROWS else None)
-
-
-def _with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
-    names = length_scale_names(kernel)
-    if not names:
-        return kernel
-    width = factor * median_length_scale(np.asarray(take(rows, slice(0, 2000)), dtype=np.float64), seed)
-    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})

@@ -27,10 +27,11 @@ from kme_dist.backend import blas_threads
 from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density, matching_loss, overlap
 from kme_dist.core.kernels import Kernel
 from kme_dist.data import store
-from kme_dist.errors import ConfigError, DataError
-from kme_dist.means import FORMAT, executor_of, kernel_for
+from kme_dist.errors import ConfigError
+from kme_dist.means import FORMAT, executor_of, kernel_for, remember_sample
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import Block, FittedMean, Sample, fit_mean
+from kme_dist.validation import check_columns_of, restore_names, stored_names
 
 _START_ROWS = 5_000  # rows that the starting clusters are found among
 _ROWS = 1_024  # of which densities are computed at a time
@@ -73,6 +74,7 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any = None) -> Self:
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
         sample = Sample.of(X)
+        remember_sample(self, X, sample)
         if not 1 <= self.n_components <= sample.count:
             raise ConfigError(f"n_components={self.n_components}: needs 1 to {sample.count}, the number of rows")
         self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
@@ -115,9 +117,8 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
     def score_samples(self, X: Any) -> np.ndarray:
         """log density of every row."""
         check_is_fitted(self, "shares_")
-        rows = np.asarray(Sample.of(X).read())
-        if rows.shape[1] != self.means_.shape[1]:
-            raise DataError(f"rows have {rows.shape[1]} features, the mixture was fitted to {self.means_.shape[1]}")
+        rows = Sample.of(X).read()
+        check_columns_of(self, X, rows)
         mixture = Gaussians(self.means_, self.variances_)
         parts = [log_density(rows[i : i + _ROWS], self.shares_, mixture) for i in range(0, len(rows), _ROWS)]
         return np.concatenate(parts)
@@ -144,6 +145,7 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
             "kernel": self.kernel_.to_config(),
             "estimator": self.estimator,
             "loss": self.loss_,
+            **stored_names(self),
         }
         store.save_arrays(path, arrays, attributes)
 
@@ -157,6 +159,7 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
         model = cls(len(arrays["shares"]), kernel, found["estimator"])
         model.kernel_, model.loss_ = kernel, float(found["loss"])
         model.shares_, model.means_, model.variances_ = arrays["shares"], arrays["means"], arrays["variances"]
+        restore_names(model, found, model.means_.shape[1])
         return model
 
 

@@ -27,7 +27,7 @@ from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.model_selection import StratifiedKFold
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from kme_dist.core import kernels
 from kme_dist.core.kernels import Kernel
@@ -39,6 +39,16 @@ from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import length_scale_names, median_length_scale
 from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.storing import get_rows, put_rows
+from kme_dist.validation import (
+    check_columns_of,
+    remember_columns,
+    remember_names,
+    restore_names,
+    rows_and_labels,
+    rows_asked,
+    stored_names,
+)
 
 FORMAT = 1
 _MEDIAN_ROWS = 2_000
@@ -48,6 +58,14 @@ _JUDGED_ROWS = 2_000  # rows by which a length scale is chosen
 def executor_of(client: Any) -> Executor:
     """Dask workers where a client is given, this process where not."""
     return SerialExecutor() if client is None else DaskExecutor(client)
+
+
+def remember_sample(model: Any, X: Any, sample: Sample) -> None:
+    """Names and width of the rows that an estimator is fitted to, in memory or on disk."""
+    if sample.path:
+        remember_names(model, open_dataset(sample.path).feature_names)
+    else:
+        remember_columns(model, X, sample.memory)
 
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: int) -> Kernel:
@@ -128,6 +146,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         if self.centres is not None and (self.estimator != "s-kmse" or self.centres < 1):
             raise ConfigError(f"centres={self.centres!r}: needs a whole number from 1, and estimator='s-kmse'")
         sample = Sample.of(X, self.dtype)
+        remember_sample(self, X, sample)
         kernel = kernel_for(self.kernel, sample, self.random_state)
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
         frequencies = None
@@ -171,13 +190,20 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
     def evaluate(self, X: Any) -> np.ndarray:
         """μ(x) at every row of X."""
         check_is_fitted(self, "fitted_")
-        return self.fitted_.evaluate(Sample.of(X, self.dtype).read(), executor=executor_of(self.client))
+        rows = Sample.of(X, self.dtype).read()
+        check_columns_of(self, X, rows)
+        return self.fitted_.evaluate(rows, executor=executor_of(self.client))
 
     def inner(self, other: KernelMean) -> float:
         """<μ, ν>; both means must have the same kernel."""
         check_is_fitted(self, "fitted_")
         check_is_fitted(other, "fitted_")
         a, b = self.fitted_, other.fitted_
+        widths = [getattr(mean, "n_features_in_", None) for mean in (self, other)]
+        if widths[0] != widths[1]:
+            raise DataError(
+                f"one mean is of rows of {widths[0]} features, the other of {widths[1]}; they need the same columns"
+            )
         if a.kernel != b.kernel:
             raise ConfigError(f"means of different kernels cannot be compared: {a.kernel!r} and {b.kernel!r}")
         plain = all(np.ndim(f.weights) == 0 and (f.target is None or not f.alpha) for f in (a, b))
@@ -234,6 +260,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
             "regularization": fitted.regularization,
             "unexplained": fitted.unexplained,
             "error_bound": fitted.error_bound,
+            **stored_names(self),
         }
         if fitted.sample.path:
             attributes |= {"dataset": fitted.sample.path, "ranges": [list(part) for part in fitted.sample.ranges]}
@@ -264,21 +291,9 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         lam = found["regularization"]
         errors = float(found.get("unexplained", 0.0)), float(found.get("error_bound", 0.0))
         model._keep(FittedMean(kernel, sample, weights, float(found["shrinkage"]), target, None, lam, *errors))
+        width = data.features if "dataset" in found else getattr(sample.memory, "shape", (0, None))[1]
+        restore_names(model, found, width)
         return model
-
-
-def put_rows(arrays: dict[str, np.ndarray], attributes: dict[str, Any], name: str, rows: Any) -> None:
-    """Rows among the arrays of a model; rows that are no numbers (texts) among its attributes."""
-    if hasattr(rows, "shape"):
-        arrays[name] = np.asarray(rows)
-    elif all(isinstance(row, str | int | float | bool) for row in rows):
-        attributes[name] = list(rows)
-    else:
-        raise DataError(f"rows of type {type(rows[0]).__name__} cannot be stored; arrays, texts and numbers can")
-
-
-def get_rows(arrays: Mapping[str, np.ndarray], attributes: Mapping[str, Any], name: str) -> Any:
-    return arrays[name] if name in arrays else attributes[name]
 
 
 class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -322,7 +337,7 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Choose the length scale and the slope inside the given rows, then the means of all of them."""
         if self.estimator not in ESTIMATORS:
             raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        X, y = rows_and_labels(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -410,7 +425,7 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def class_scores(self, X: Any) -> np.ndarray:
         """f_c(x), one column per class."""
         check_is_fitted(self, "weights_")
-        X = validate_data(self, X, dtype=np.float64, reset=False)
+        X = rows_asked(self, X, dtype=np.float64)
         rows = self.scaling_.apply(X, "float64")
         found: np.ndarray = weighted_features(self.kernel_, rows, self.points_, self.weights_) - self.halves_
         return found
@@ -451,6 +466,7 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "slope": self.slope_,
             "classes": labels,
             "classes_dtype": self.classes_.dtype.str,
+            **stored_names(self),
         }
         store.save_arrays(path, arrays, attributes)
 
@@ -464,7 +480,7 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         model.points_, model.weights_, model.halves_ = arrays["points"], arrays["weights"], arrays["halves"]
         model.scaling_ = Scaling(arrays["shift"], arrays["factor"])
         model.classes_ = np.array(found["classes"], dtype=np.dtype(found["classes_dtype"]))
-        model.n_features_in_ = model.points_.shape[1]
+        restore_names(model, found, model.points_.shape[1])
         return model
 
 

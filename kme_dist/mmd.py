@@ -22,6 +22,7 @@ from scipy.stats import norm
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.means import tile_sums
 from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbiased
+from kme_dist.data.dataset import open_dataset
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.means import executor_of, kernel_for
 from kme_dist.run.executors import Executor
@@ -82,6 +83,13 @@ def mmd_test(
     m, n = first.count, second.count
     if min(m, n) < 2:
         raise DataError(f"a two-sample test needs at least two rows of each, got {m} and {n}")
+    widths = _features(first), _features(second)
+    if widths[0] != widths[1]:
+        shown = ["no table of numbers" if width is None else f"{width} features" for width in widths]
+        raise DataError(
+            f"the first sample has {shown[0]}, the second {shown[1]}; two samples are compared by the same columns"
+        )
+    _check_names(X, Y)
     pooled = _pooled(first, second, _SPECTRAL_ROWS, random_state)
     found = kernel_for(kernel, Sample.of(pooled), random_state)
     executor = executor_of(client)
@@ -109,6 +117,21 @@ def mmd_test(
     spread = math.sqrt(squares / (count - 1) / count)
     p_value = float(norm.sf(mean / spread)) if spread > 0 else float(mean <= 0)
     return MMDTest(float(mean), p_value, method, null, found, np.zeros(0))
+
+
+def _features(sample: Sample) -> int | None:
+    """How many numbers a row has; None where rows are something else."""
+    if sample.path:
+        return open_dataset(sample.path).features
+    return int(sample.memory.shape[1]) if isinstance(sample.memory, np.ndarray) else None
+
+
+def _check_names(X: Any, Y: Any) -> None:
+    names = [list(part.columns) if hasattr(part, "columns") else None for part in (X, Y)]
+    if None not in names and names[0] != names[1]:
+        raise DataError(
+            f"the samples have columns {names[0]!r} and {names[1]!r}; bring them into the same order: Y[X.columns]"
+        )
 
 
 def _pooled(first: Sample, second: Sample, size: int, seed: int) -> Any:

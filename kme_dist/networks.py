@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
@@ -44,6 +44,7 @@ from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
+from kme_dist.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 
 FORMAT = 1
 
@@ -168,7 +169,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if y is not None:
                 raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
             return self._fit_dataset(X, report, watch, saved)
-        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
+        X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         self._check_classes()
@@ -191,7 +192,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         split = "train" if "train" in data.splits else None
         self.classes_ = np.asarray(data.classes)
         self._check_classes()
-        self.n_features_in_ = data.features
+        remember_names(self, data.feature_names)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         rows = data.split_rows(split)
         if self._kernel_head() is not None:
@@ -473,7 +474,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _rows(self, X: Any) -> Any:
         check_is_fitted(self, "features_")
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        X = rows_asked(self, X, dtype=[np.float64, np.float32])
         # In double: a row's result must not depend on the rows that come with it.
         return devices.to_device(self.scaling_.apply(X, "float64"), devices.resolve(self.backend))
 
@@ -547,7 +548,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "probability_floor": self.probability_floor_,
             **labels_to_json(self.classes_),
             "inputs": self.n_features_in_,
-            "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+            **stored_names(self),
             "bound": None if math.isnan(self.bound_) else self.bound_,
             "history": self.history_,
             "curve": self.curve_,
@@ -562,9 +563,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         model = cls(**{**found["settings"], "hidden": tuple(found["settings"]["hidden"])})
         model.features_ = learning.restore_features(found["features"], arrays, own)
         model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
-        model.classes_, model.n_features_in_ = labels_from_json(found), int(found["inputs"])
-        if found["feature_names"]:
-            model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
+        model.classes_ = labels_from_json(found)
+        restore_names(model, found, found["inputs"])
         model.weights_, inner = arrays["weights"], None
         model.regularization_ = float(found["regularization"])
         if found["kernel"] is not None:

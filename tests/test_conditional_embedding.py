@@ -76,8 +76,9 @@ def test_exact_solvers_answer_every_question_by_the_formula(solver, pairs, small
     L, k = target.gram(y[:, None]), KERNEL.gram(X, X[:9])
     tight = {"rtol": 1e-5, "atol": 1e-6} if solver == "pcg" else {"rtol": 1e-8, "atol": 1e-9}
     np.testing.assert_allclose(model.coefficients(X[:9]), (W @ k).T, **tight)
-    both = model.expectation(X[:9], lambda y: np.stack([y, 3 * y, y**2, 0 * y], axis=1))  # of rank two
-    np.testing.assert_allclose(both, k.T @ W @ np.stack([y, 3 * y, y**2, 0 * y], axis=1), **tight)
+    H = np.stack([y, 3 * y, y**2, 0 * y], axis=1)  # of rank two
+    np.testing.assert_allclose(model.expectation(X[:9], H, centred=False), k.T @ W @ H, **tight)
+    np.testing.assert_allclose(model.expectation(X[:9], H), H.mean(axis=0) + k.T @ W @ (H - H.mean(axis=0)), **tight)
     np.testing.assert_allclose(model.evaluate(X[:9], y[:4]), k.T @ W @ L[:, :4], **tight)
     a = W @ k
     errors = np.diag(L)[:9] - 2 * np.sum(L[:, :9] * a, axis=0) + np.sum(a * (L @ a), axis=0)
@@ -155,14 +156,16 @@ def test_lambda_is_chosen_by_leaving_rows_out_of_the_fit_to_all(solver, pairs, s
         assert model.retuned_[lam] == pytest.approx(naive, rel=1e-3)
 
 
-def test_expectations_are_ridge_regression_on_the_values_of_h(pairs):
+def test_expectations_are_ridge_regression_on_the_centred_values_of_h(pairs):
     X, y = pairs
     model = kme.ConditionalMeanEmbedding(KERNEL, regularization=0.002, scaling=None).fit(X, y)
     K, k = KERNEL.gram(X), KERNEL.gram(X[:7], X)
     A = K + len(X) * 0.002 * np.eye(len(X))
     for h in (lambda y: y, lambda y: y**2, lambda y: np.stack([np.cos(y), y > 0], axis=1)):
-        expected = k @ np.linalg.solve(A, np.asarray(h(y), dtype=float))
+        H = np.asarray(h(y), dtype=float)
+        expected = H.mean(axis=0) + k @ np.linalg.solve(A, H - H.mean(axis=0))
         np.testing.assert_allclose(model.expectation(X[:7], h), expected, rtol=1e-8)
+        np.testing.assert_allclose(model.expectation(X[:7], h, centred=False), k @ np.linalg.solve(A, H), rtol=1e-8)
     np.testing.assert_allclose(model.predict(X[:7]), model.expectation(X[:7], y), rtol=1e-12)
 
 
@@ -285,7 +288,10 @@ def test_sparse_forms_predict_with_what_they_kept(penalty, pairs):
     rows = [int(np.flatnonzero((y[:, None] == t).all(axis=1))[0]) for t in last.embedding_.targets]
     columns = [int(np.flatnonzero((c == X).all(axis=1))[0]) for c in last.embedding_.centres]
     full[np.ix_(rows, columns)] = last.embedding_.weights.matrix
-    np.testing.assert_allclose(last.predict(X[:5]), kme.kernels.Gaussian(0.5).gram(X[:5], X) @ full.T @ y, atol=1e-10)
+    expected = y.mean() + kme.kernels.Gaussian(0.5).gram(X[:5], X) @ full.T @ (
+        y - y.mean()
+    )  # of all rows, not those kept
+    np.testing.assert_allclose(last.predict(X[:5]), expected, atol=1e-10)
     if penalty == "row":
         assert found[0].targets_kept_ < 40
     if penalty == "column":

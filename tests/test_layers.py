@@ -15,6 +15,7 @@ OURS = [*SOURCES, *sorted((ROOT / "pipelines").glob("*.py")), *sorted((ROOT / "b
 # What each part may import from the others. Whatever is not named here is at the top and may import anything.
 BELOW = {
     "errors": set(),
+    "validation": {"errors"},
     "meter": set(),
     "telemetry": {"errors"},
     "metrics": {"telemetry", "dashboard"},
@@ -24,13 +25,13 @@ BELOW = {
     "core": {"backend", "meter", "errors"},
     "data": {"errors"},
     "torch_features": {"core", "backend", "errors"},
-    "run": {"data", "core", "backend", "meter", "torch_features", "errors"},
-    "estimators": {"run", "data", "core", "backend", "errors"},
-    "means": {"run", "data", "core", "errors"},
-    "mmd": {"means", "run", "core", "errors"},
-    "bags": {"means", "run", "data", "core", "errors"},
-    "density": {"means", "run", "data", "core", "backend", "errors"},
-    "conditional": {"means", "run", "data", "core", "backend", "errors"},
+    "run": {"data", "core", "backend", "meter", "torch_features", "validation", "errors"},
+    "estimators": {"run", "data", "core", "backend", "validation", "errors"},
+    "means": {"run", "data", "core", "validation", "errors"},
+    "mmd": {"means", "run", "data", "core", "errors"},
+    "bags": {"means", "run", "data", "core", "validation", "errors"},
+    "density": {"means", "run", "data", "core", "backend", "validation", "errors"},
+    "conditional": {"means", "run", "data", "core", "backend", "validation", "errors"},
 }
 # Libraries with one importer: a module or a folder.
 DOORS = {

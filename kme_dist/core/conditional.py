@@ -1,7 +1,11 @@
 """Conditional mean embeddings as regressors, for targets with any kernel.   [CME]
 
     μ(x) = Σ_i a_i(x) L(y_i, ·),   a(x) = W k(x),   W = (K + nλI)⁻¹
-    E[h(Y) | x] = Σ_i a_i(x) h(y_i)
+    E[h(Y) | x] = h̄ + Σ_i a_i(x) (h(y_i) - h̄),   h̄ the mean of h over the training targets
+
+The weights a(x) do not add up to one: Σ_i a_i(x) h(y_i) alone is drawn towards 0 by λ, and far from the data it is 0. A
+function centred by its mean is drawn towards that mean instead. μ(x) itself, and all that is said of it in the target
+kernel's Hilbert space (values, errors), is the plain sum.
 
 K and k are of the inputs, L of the targets. Whatever solver or sparsifier made it, an embedding is a kernel, centres,
 targets and weights between them: `Factored` (W applied by a Cholesky factor), `Explicit` (a matrix with one row for
@@ -105,12 +109,30 @@ class ConditionalEmbedding:
     weights: Weights
     regularization: float
     features: FeatureMap | None = None
+    base: Array | None = None  # weights of the targets in the mean over all training rows; None: equal ones
+
+    def basis(self, X: Any) -> Array:
+        """k(centres, x) or φ(x) for every row of X, as columns."""
+        return self.kernel.gram(self.centres, X) if self.features is None else self.features.forward(X).T
 
     def coefficients(self, X: Any) -> Array:
         """a(x) for every row of X, as columns: (targets, rows)."""
-        if self.features is not None:
-            return self.weights.forward(self.features.forward(X).T)
-        return self.weights.forward(self.kernel.gram(self.centres, X))
+        return self.weights.forward(self.basis(X))
+
+    def mean(self, H: Array) -> Array:
+        """h̄, the mean over the training rows of what has the values H at the targets."""
+        if H.shape[0] != row_count(self.targets):
+            raise DataError(f"h needs one value for each of {row_count(self.targets)} targets, got shape {H.shape}")
+        xp = namespace_of(H)
+        if self.base is None:
+            return xp.mean(H, axis=0)
+        base = like(self.base, H)
+        return xp.sum((base if H.ndim == 1 else base[:, None]) * H, axis=0)
+
+    def centred_expectation(self, X: Any, H: Array) -> Array:
+        """h̄ + Σ_i a_i(x) (h(y_i) - h̄) from the values H of h at the targets."""
+        centre = self.mean(H)
+        return centre + self.expectation(X, H - centre)
 
     def expectation(self, X: Any, H: Array) -> Array:
         """E[h(Y) | x] from the values H of h at the targets; no matrix of rows by targets is held."""
@@ -144,6 +166,30 @@ def solve_embedding(
     K = kernel.gram(X)
     set_diagonal(K, diag + row_count(X) * regularization)
     return ConditionalEmbedding(kernel, target_kernel, X, Y, Factored(cholesky(K)), regularization)
+
+
+def marginal_weights(L: Array, mean_features: Array, values: Array | None = None, mean: Array | None = None) -> Array:
+    """Weights of target centres D in the mean over all training rows: b with Σ_d b_d h(d) near the mean of h.
+
+    L is the Gram matrix of D and `mean_features` the mean of L(D, y) over the rows. Of all weights that add up to one,
+    and give the mean of numeric targets exactly (`values` of the centres, `mean` of the rows), these are the nearest to
+    the mean embedding of the rows in the target kernel's Hilbert space: L⁻¹ l̄, corrected along L⁻¹C for the
+    constraints Cᵀb = c.
+    """
+    n = len(L)
+    factor = cholesky(np.asfortranarray(L + 1e-11 * np.trace(L) / n * np.eye(n)))
+    free = factor.solve(mean_features[:, None])[:, 0]
+    C = np.ones((n, 1))
+    if values is not None and mean is not None:
+        apart = values - mean  # the constraint in this form is Σ b (d - ȳ) = 0, well scaled wherever the targets lie
+        size = np.abs(apart).max(axis=0)
+        C = np.concatenate([C, apart / np.where(size > 0, size, 1.0)], axis=1)
+    target = np.zeros(C.shape[1])
+    target[0] = 1.0
+    LC = factor.solve(C)
+    for _ in range(2):  # the second time takes the rounding of the first
+        free = free + LC @ (np.linalg.pinv(C.T @ LC, rcond=1e-12, hermitian=True) @ (target - C.T @ free))
+    return free
 
 
 def held_out_scores(

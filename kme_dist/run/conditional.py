@@ -3,6 +3,7 @@
     solve_embedding(kernel, target_kernel, X, Y, lam)       exact, in memory (kme_dist.core.conditional)
     Inverse(pairs, kernel, lam, "tiled" | "pcg", ...)        exact, out of core: W = (K + nλI)⁻¹ as something to apply
     project(weights, target_kernel, Y, D)                   the same, on target centres D
+    left_out(embedding, weights, Y, seed)                   residuals of rows under the fit without them
     fit_sums(kernel, target_kernel, pairs, lam, basis, D)   centres or features of inputs: one pass over the rows
     learn_kernel(kernel, target_kernel, X, Y, lam, settings)  input kernel by held-out loss, step by step
 
@@ -21,6 +22,12 @@ L(y, ·) along the target centres, the leave-one-out residual of row i along the
     (W l(Y))_i / W_ii                                    conjugate gradients: columns of W for some rows
 
 and what lies across them does not depend on λ. Both are exact for each row; a random sample of rows is judged.
+Quantiles and intervals stand on the same residuals of the targets themselves: all rows of an exact embedding up to
+1,000, else a sample of 1,000 ("cholesky", "nystrom", "features") or of at most 512 ("tiled" and "pcg", where each takes
+a column of W).
+
+The mean over the rows that functions are centred by is a sum over rows like the others. With target centres it is kept
+as weights of these, which give the mean of numeric targets exactly (`marginal_weights`).
 """
 
 from __future__ import annotations
@@ -41,7 +48,15 @@ import numpy as np
 
 from kme_dist.backend import Factor, blas_threads, cholesky, free_bytes
 from kme_dist.core import optim
-from kme_dist.core.conditional import ConditionalEmbedding, Delta, Explicit, Weights, held_out_objective
+from kme_dist.core.conditional import (
+    ConditionalEmbedding,
+    Delta,
+    Explicit,
+    Weights,
+    held_out_objective,
+    marginal_weights,
+)
+from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
@@ -49,7 +64,7 @@ from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, NumericalError
 from kme_dist.run.blocks import Rows, Scratch, Task
 from kme_dist.run.executors import Executor
-from kme_dist.run.learn import Record, select
+from kme_dist.run.learn import Record, length_scale_names, median_length_scale, select
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.nystrom import Basis, Features
 from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
@@ -62,6 +77,8 @@ _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
 _COLUMN_ROWS = 256  # and where it takes columns of W
 _LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
 _WIDE = 128  # right sides solved together by conjugate gradients
+_RESIDUAL_ROWS, _RESIDUAL_RUNS = 1_000, 128  # rows left out for quantiles and intervals; ranges of a data set they are
+_LEAST_COLUMNS, _MOST_COLUMNS, _COLUMN_BYTES = 64, 512, 2**28  # and where each takes a solve and n numbers
 _REMEMBERED = 8  # solutions kept, of at most _WIDE columns
 
 
@@ -103,14 +120,14 @@ class Pairs:
             for block, rows in zip(parts, spans, strict=True)
         ]
 
-    def some(self, size: int, seed: int) -> tuple[Any, Any]:
+    def some(self, size: int, seed: int, runs: int = 16) -> tuple[Any, Any]:
         """At most `size` pairs, for choosing centres and parameters."""
         if not self.sample.path:
             if self.count <= size:
                 return self.sample.memory, self.targets
             rows = np.sort(np.random.default_rng(seed).choice(self.count, size, replace=False))
             return select(self.sample.memory, rows), select(self.targets, rows)
-        return read_pair(self.sample.scattered(size, seed), None, self)
+        return read_pair(self.sample.scattered(size, seed, runs), None, self)
 
 
 def _position(data: Dataset, column: str | int) -> int:
@@ -134,22 +151,38 @@ def read_pair(block: Block, targets: Any, pairs: Pairs) -> tuple[Any, Any]:
     return inputs, y
 
 
-def _moments(
-    basis: Basis, target_kernel: Kernel, D: Any, block: Block, targets: Any, pairs: Pairs
-) -> tuple[np.ndarray, np.ndarray]:
+@dataclass(frozen=True)
+class _Sums:
+    """Over rows: G = Σ z zᵀ, B = Σ z l(D, y)ᵀ, Σ l(D, y), and Σ y where targets are numbers."""
+
+    G: np.ndarray
+    B: np.ndarray
+    features: np.ndarray
+    targets: np.ndarray
+
+    def plus(self, other: _Sums) -> _Sums:
+        return _Sums(
+            self.G + other.G, self.B + other.B, self.features + other.features, self.targets + other.targets
+        )  # fmt: skip
+
+
+def _moments(basis: Basis, target_kernel: Kernel, D: Any, block: Block, targets: Any, pairs: Pairs) -> _Sums:
     X, Y = read_pair(block, targets, pairs)
     Y = as_targets(Y, target_kernel)
-    G = np.zeros((basis.size, basis.size))
+    G, features = np.zeros((basis.size, basis.size)), np.zeros(row_count(D))
     B = np.zeros((basis.size, row_count(D)))
     for rows in row_blocks(row_count(X), _SLAB_ROWS):
         Z = np.asarray(basis.rows(take(X, rows)), dtype=np.float64)
+        L = np.asarray(target_kernel.gram(take(Y, rows), D), dtype=np.float64)
         G += Z.T @ Z
-        B += Z.T @ target_kernel.gram(take(Y, rows), D)
-    return G, B
+        B += Z.T @ L
+        features += L.sum(axis=0)
+    return _Sums(G, B, features, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
 
 
-def _join(left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    return left[0] + right[0], left[1] + right[1]
+def are_numbers(Y: Any, target_kernel: Kernel) -> bool:
+    """Whether targets are rows of numbers, which have means and residuals; labels have probabilities."""
+    return isinstance(Y, np.ndarray) and Y.dtype.kind in "biuf" and not isinstance(target_kernel, Delta)
 
 
 def as_targets(Y: Any, target_kernel: Kernel) -> Any:
@@ -157,7 +190,7 @@ def as_targets(Y: Any, target_kernel: Kernel) -> Any:
     if isinstance(target_kernel, Delta):
         return np.asarray(Y)
     if isinstance(Y, np.ndarray) and Y.dtype.kind in "biuf":
-        Y = Y.astype(np.float64)
+        Y = np.ascontiguousarray(Y, dtype=np.float64)
         return Y[:, None] if Y.ndim == 1 else Y
     return Y
 
@@ -178,14 +211,16 @@ def fit_sums(
     retune: bool = False,
     seed: int = 0,
     variance: float = 1.0,
-) -> tuple[ConditionalEmbedding, dict[float, float]]:
-    """One pass over the rows, then systems of the size of the basis on the driver; and the errors of the λ tried.
+) -> tuple[ConditionalEmbedding, dict[float, float], LeftOut | None]:
+    """One pass over the rows, then systems of the size of the basis on the driver; the errors of the λ tried, and
+    leave-one-out residuals of a sample of rows where targets are numbers.
 
     `keep_targets` keeps every target (pairs in memory) instead of projecting on the centres, which then only judge λ.
     `variance` is what the basis leaves out of the kernel as a factor (scale², for random features of a scaled kernel).
     """
     calls = [(basis, target_kernel, target_centres, *block) for block in pairs.blocks()]
-    G, B = executor.map_reduce(_moments, calls, _join, name="embedding-moments")
+    sums: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
+    G, B = sums.G, sums.B
     n, metric = pairs.count, basis.metric()
     M = np.eye(basis.size) if metric is None else np.asarray(metric, dtype=np.float64)
     tried: dict[float, float] = {}
@@ -203,19 +238,43 @@ def fit_sums(
             scale = float(np.mean(kernel.diag(X))) or 1.0
             regularization, _, tried = search_regularization(evaluate, scale=scale / n, start=regularization)
         A = G + n * regularization / variance * M
-        targets = target_centres
+        targets, base = target_centres, None
         if keep_targets:
             targets = as_targets(pairs.targets, target_kernel)
             weights = padded_solve(A, np.asarray(basis.rows(pairs.sample.memory), dtype=np.float64).T).T
         else:
             L = np.asarray(target_kernel.gram(target_centres), dtype=np.float64)
             weights = padded_solve(L, padded_solve(A, B).T)
-    features = basis.features if isinstance(basis, Features) else None
-    centres = None if features is not None else basis.points  # type: ignore[attr-defined]
-    found = ConditionalEmbedding(
-        kernel, target_kernel, centres, targets, Explicit(weights), regularization, features
-    )  # fmt: skip
-    return found, tried
+            base = _base(L, sums.features / n, target_centres, sums.targets / n, target_kernel)
+        features = basis.features if isinstance(basis, Features) else None
+        centres = None if features is not None else basis.points  # type: ignore[attr-defined]
+        found = ConditionalEmbedding(
+            kernel, target_kernel, centres, targets, Explicit(np.ascontiguousarray(weights)), regularization, features,
+            base,
+        )  # fmt: skip
+        return found, tried, _left_out_of_sums(found, pairs, basis, A, seed)
+
+
+def _base(L: np.ndarray, mean_features: np.ndarray, D: Any, mean: np.ndarray, target_kernel: Kernel) -> np.ndarray:
+    """Weights of the target centres in the mean over all rows."""
+    if are_numbers(D, target_kernel):
+        return np.asarray(marginal_weights(L, mean_features, D, mean))
+    return np.asarray(marginal_weights(L, mean_features))
+
+
+def _left_out_of_sums(
+    model: ConditionalEmbedding, pairs: Pairs, basis: Basis, A: np.ndarray, seed: int
+) -> LeftOut | None:
+    """(y - f(x)) / (1 - h), h = zᵀ A⁻¹ z the leverage, for a sample of rows under the fit to all."""
+    X, Y = pairs.some(_RESIDUAL_ROWS, seed, runs=_RESIDUAL_RUNS)
+    Y = as_targets(Y, model.target_kernel)
+    if not are_numbers(Y, model.target_kernel):
+        return None
+    Z = np.asarray(basis.rows(X), dtype=np.float64)
+    columns = padded_solve(A, Z.T)
+    room = np.maximum(1 - np.sum(columns * Z.T, axis=0), 1e-6)
+    apart = Y - np.asarray(model.centred_expectation(X, model.targets))
+    return LeftOut.of(columns, Z, apart / room[:, None])
 
 
 def _leverage_error(
@@ -391,10 +450,53 @@ class Inverse:
         return panels, Preconditioner.build(panels, self._task, rank=default_rank(self.pairs.count))
 
 
-def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> Explicit:
-    """L_DD⁻¹ L_DY W: weights on the target centres D alone."""
-    V = np.asarray(weights.adjoint(np.asarray(target_kernel.gram(Y, D), dtype=np.float64)))
-    return Explicit(padded_solve(np.asarray(target_kernel.gram(D), dtype=np.float64), V.T))
+def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> tuple[Explicit, np.ndarray]:
+    """L_DD⁻¹ L_DY W: weights on the target centres D alone; and those of the mean over all rows."""
+    L_YD = np.asarray(target_kernel.gram(Y, D), dtype=np.float64)
+    L = np.asarray(target_kernel.gram(D), dtype=np.float64)
+    mean = Y.mean(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0)
+    found = padded_solve(L, np.asarray(weights.adjoint(L_YD)).T)
+    return Explicit(found), _base(L, L_YD.mean(axis=0), D, mean, target_kernel)
+
+
+def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed: int) -> LeftOut:
+    """Leave-one-out residuals of an exact embedding with W = (K + nλI)⁻¹, from columns of W for a sample of rows.
+
+    V_i / W_ii, V = W (y - ȳ), is the residual of row i under the fit to the others (with the mean of all). Where the
+    model has projected its targets (`Y` are those before), 1 - h_i = nλ W_ii serves its own residuals instead.
+    """
+    n = row_count(Y)
+    size = min(n, _RESIDUAL_ROWS)
+    if isinstance(weights, Inverse):
+        size = min(size, max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _COLUMN_BYTES // (8 * n))))
+    chosen = np.arange(n)
+    if size < n:
+        chosen = np.sort(np.random.default_rng([seed, 9]).choice(n, size, replace=False))
+    E = np.zeros((n, size))
+    E[chosen, np.arange(size)] = 1.0
+    columns = np.asarray(weights.forward(E))
+    own = columns[chosen, np.arange(size)]
+    if not (own > 0).all():
+        raise NumericalError(
+            f"the inverse of K + nλI lost its diagonal to rounding at regularization {model.regularization:.1e}; raise "
+            "`regularization`", rows=n, regularization=model.regularization, dtype="float64",
+        )  # fmt: skip
+    X = select(model.centres, chosen)
+    if model.weights is weights:
+        residuals = np.asarray(weights.adjoint(Y - model.mean(Y)))[chosen] / own[:, None]
+    else:
+        apart = Y[chosen] - np.asarray(model.centred_expectation(X, model.targets))
+        residuals = apart / (n * model.regularization * own)[:, None]
+    return LeftOut.of(columns, np.asarray(model.basis(X), dtype=np.float64).T, residuals)
+
+
+def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
+    """The kernel with so many times the median distance between rows as its length scales."""
+    names = length_scale_names(kernel)
+    if not names:
+        return kernel
+    width = factor * median_length_scale(np.asarray(take(rows, slice(0, 2000)), dtype=np.float64), seed)
+    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
 
 
 # --- learning the input kernel -------------------------------------------------------------------------------

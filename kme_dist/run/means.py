@@ -45,6 +45,7 @@ from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import Executor
 from kme_dist.run.pivots import choose_centres
+from kme_dist.validation import as_rows
 
 BLOCK_ROWS = 8_192
 SPECTRAL_ROWS, SPECTRAL_CENTRES = 5_000, 1_000  # s-kmse: exact up to so many rows; beyond, so many centres
@@ -115,16 +116,7 @@ class Sample:
                 split = "train" if "train" in X.splits else None
             rows = X.split_rows(split)
             return cls(_some(rows, X.path), None, X.path, os.urandom(8).hex(), X.ranges(split), dtype)
-        if hasattr(X, "to_numpy"):  # a data frame
-            X = X.to_numpy()
-        if isinstance(X, np.ndarray) and X.dtype.kind in "biuf":
-            if X.ndim != 2:
-                raise DataError(f"rows need two axes, rows and features; got an array of shape {X.shape}")
-            X = X.astype(dtype, copy=False)
-            if not np.isfinite(X).all():
-                raise DataError("rows hold NaN or infinity; remove or replace them first")
-        elif isinstance(X, np.ndarray):
-            X = X.tolist()
+        X = as_rows(X, dtype)
         return cls(_some(row_count(X), "the table"), X, dtype=dtype)
 
     def blocks(self, size: int = BLOCK_ROWS) -> list[Block]:
@@ -161,11 +153,11 @@ class Sample:
             return [self.memory[i] for i in chosen]
         return self.scattered(size, seed).read()
 
-    def scattered(self, size: int, seed: int) -> Block:
-        """At most `size` rows of a data set, as one block of several ranges."""
+    def scattered(self, size: int, seed: int, runs: int = 16) -> Block:
+        """At most `size` rows of a data set, as one block of about so many ranges."""
         if self.count <= size:
             return self.blocks(self.count)[0]
-        run = max(1, size // 16)
+        run = max(1, size // runs)
         starts = np.random.default_rng(seed).choice(self.count // run, size // run, replace=False)
         parts = [self._within(int(start) * run, int(start + 1) * run) for start in np.sort(starts)]
         return Block(None, self.path, self.token, tuple(piece for part in parts for piece in part), self.dtype)

@@ -1,0 +1,108 @@
+"""Where Y lies given x, from leave-one-out residuals: quantiles, and intervals by jackknife+.   [CME]
+
+The embedding's weights a(x) spread over all rows within the kernel's width, so the targets under them vary with Y given
+x and with the mean function inside that width. Residuals around the prediction have only the former. With e_i the
+leave-one-out residual of row i, f the prediction, w(x) = max(a(x), 0) normalised, m(x) = 1/Σ w_i(x)² the number of rows
+that count:
+
+    s(x) = (m Σ_i w_i |e_i| + 5 mean |e|) / (m + 5)                     the size of residuals near x
+    F(t | x) = Σ_i [ω w_i(x) + (1 - ω)/n] 1{f(x) + e_i s(x)/s_i ≤ t},     ω = m/(m + 40)
+
+s_i is s at row i without row i itself. Residuals near x count most, so that noise may change its size and its shape
+with x; where they are few, those of all rows help, brought to the size of the residuals near x. (Weighting by w alone
+ends at the outermost of some fifteen residuals where n is 200: 89 % of targets within a 95 % interval.)
+
+Jackknife+ (Barber, Candès, Ramdas and Tibshirani, 2021): with f₋ᵢ(x) = f(x) - a_i(x) e_i the prediction without row i,
+
+    [ ⌊(1 - c)(n + 1)⌋-th smallest of f₋ᵢ(x) - |e_i| s(x)/s_i ,  ⌈c (n + 1)⌉-th smallest of f₋ᵢ(x) + |e_i| s(x)/s_i ]
+
+covers a new target with probability at least 1 - 2(1 - c) whatever the distribution, and about c in practice. Without
+`local` both sizes s are one. Too few rows for the coverage asked for give an infinite interval.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_SCALE_ROWS = 5.0  # s(x) leans on all residuals as if they were so many near x
+_SHAPE_ROWS = 40.0  # and F(t | x) likewise
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Leave-one-out residuals of some training rows, and what the answer at any x owes to each of those rows."""
+
+    columns: np.ndarray  # (centres or features, rows): a(x) = columnsᵀ z(x)
+    residuals: np.ndarray  # (rows, outputs)
+    sizes: np.ndarray  # s_i, (rows, outputs)
+
+    @classmethod
+    def of(cls, columns: np.ndarray, Z: np.ndarray, residuals: np.ndarray) -> LeftOut:
+        """`Z` holds z(x_i) of the same rows, one below the other."""
+        a = columns.T @ Z.T  # a_j(x_i); without row i they are a_j / (1 - a_i), the same once normalised
+        np.fill_diagonal(a, 0.0)
+        return cls(np.ascontiguousarray(columns), residuals, _sizes(residuals, normalised(a)))
+
+    @property
+    def count(self) -> int:
+        return len(self.residuals)
+
+    def quantiles(self, f: np.ndarray, Z: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        """Quantiles of one output at rows with predictions f and z(x) as the rows of Z: (rows, levels)."""
+        w = normalised(self.columns.T @ Z.T)
+        here, e = _sizes(self.residuals, w)[:, 0], self.residuals[:, 0] / self.sizes[:, 0]
+        m = 1 / np.sum(w * w, axis=0)
+        omega = m / (m + _SHAPE_ROWS)
+        mass = omega * w + (1 - omega) / self.count
+        order = np.argsort(e, kind="stable")
+        found: np.ndarray = f[:, None] + here[:, None] * _weighted_quantiles(e[order], mass[order], levels)
+        return found
+
+    def interval(
+        self, f: np.ndarray, Z: np.ndarray, coverage: float, local: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends of every output, (rows, outputs), for predictions f of that shape."""
+        a = self.columns.T @ Z.T
+        here = _sizes(self.residuals, normalised(a)) if local else np.ones_like(f)
+        sizes = self.sizes if local else np.ones_like(self.sizes)
+        low, high = np.empty_like(f), np.empty_like(f)
+        n = self.count
+        # Rounding must not push a whole number over to the next one: 0.9 * (9 + 1) is 9.
+        under, over = math.floor((1 - coverage) * (n + 1) + 1e-9), math.ceil(coverage * (n + 1) - 1e-9)
+        for j in range(f.shape[1]):
+            e = self.residuals[:, j]
+            without = f[:, j][:, None] - a.T * e
+            reach = here[:, j][:, None] * (np.abs(e) / sizes[:, j])
+            low[:, j] = np.partition(without - reach, under - 1, axis=1)[:, under - 1] if under >= 1 else -np.inf
+            high[:, j] = np.partition(without + reach, over - 1, axis=1)[:, over - 1] if over <= n else np.inf
+        return low, high
+
+
+def normalised(a: np.ndarray) -> np.ndarray:
+    """Columns without their negative entries, adding up to one; equal entries where none is positive."""
+    mass = np.maximum(a, 0.0)
+    total = mass.sum(axis=0)
+    return np.where(total > 0, mass / np.where(total > 0, total, 1.0), 1.0 / max(len(a), 1))
+
+
+def _sizes(residuals: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """s(x) of every output for weights w, (columns of w, outputs); 1 where all residuals are 0."""
+    m = (1 / np.sum(w * w, axis=0))[:, None]
+    size, overall = np.abs(residuals), np.abs(residuals).mean(axis=0)
+    found = (m * (w.T @ size) + _SCALE_ROWS * overall) / (m + _SCALE_ROWS)
+    return np.where(overall > 0, found, 1.0)
+
+
+def _weighted_quantiles(values: np.ndarray, mass: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Quantiles of sorted values under weights (columns), interpolated: (columns, levels).
+
+    m equally weighted values stand at the levels i/(m + 1), so that a new value falls below the quantile with the
+    probability of its level; m is 1/Σ w² for other weights.
+    """
+    m = 1 / np.sum(mass * mass, axis=0)
+    positions = ((np.cumsum(mass, axis=0) - mass / 2) * m + 0.5) / (m + 1)
+    found = [np.interp(levels, positions[:, i], values) for i in range(mass.shape[1])]
+    return np.asarray(found).reshape(mass.shape[1], len(levels))

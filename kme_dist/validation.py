@@ -1,0 +1,285 @@
+"""What callers hand in, looked at once: rows, columns, labels, names.
+
+    rows = as_rows(X)                  numbers as a C-ordered matrix of floats; texts and the like as they are
+    check_columns(X)                   a column of dates is refused by its name, before anything else trips over it
+    check_labels(y)                    labels of mixed types, dates and holes are refused, by row
+    remember_columns(model, X, rows)   at fit: `feature_names_in_` and `n_features_in_`
+    check_columns_of(model, X, rows)   at every question after that: the same names in the same order, the same width
+    remember_names(model, names)       at fit of a data set
+    rows_and_labels, rows_asked        all of that around scikit-learn's `validate_data`, at fit and after it
+    stored_names, restore_names        what a stored model keeps of it
+
+`check_columns` and `check_labels` return nothing and change nothing, so they can stand in front of scikit-learn's own
+`validate_data`. A data set's generated names (x0, x1, ...) stand for positions and are no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import check_array, validate_data
+
+from kme_dist.errors import DataError
+
+_NUMBERS = ("b", "i", "u", "f")
+_DATES = ("m", "M")
+_LOOKED_AT = 1_000  # rows of a column of objects
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+def as_rows(X: Any, dtype: str = "float64") -> Any:
+    """Rows as kernels take them.
+
+    A table of numbers (an array, a data frame, a list of equally long rows) becomes a C-ordered matrix of `dtype`, so
+    that the same values give the same bits however they were laid out. Whatever is no table of numbers (texts, ...)
+    stays as it is, for the kernel to judge.
+    """
+    check_columns(X)
+    if hasattr(X, "to_numpy"):  # a data frame or one of its columns
+        X = _from_frame(X)
+    elif isinstance(X, list | tuple):
+        X = _from_list(X)
+    if not isinstance(X, np.ndarray):
+        return X
+    if X.dtype.kind == "O" and X.ndim == 2:
+        X = _numbers_or_same(X)
+    if X.dtype.kind not in _NUMBERS:
+        return X.tolist()
+    if X.ndim != 2:
+        raise DataError(
+            f"rows need two axes, rows and features; got an array of shape {X.shape}. For a single feature pass "
+            "X.reshape(-1, 1), for a single row X.reshape(1, -1)"
+        )
+    X = np.ascontiguousarray(X, dtype=dtype)
+    if not np.isfinite(X).all():
+        raise DataError("rows hold NaN or infinity; remove or replace them first")
+    return X
+
+
+def _from_frame(X: Any) -> np.ndarray:
+    values = np.asarray(X.to_numpy())
+    if values.dtype.kind in _NUMBERS or values.ndim != 2:
+        return values
+    found = _numbers_or_same(values)
+    if found.dtype.kind in _NUMBERS or values.shape[1] < 2:
+        return found
+    for name, column in zip(_column_names(X, values.shape[1]), values.T, strict=True):
+        for row, value in enumerate(column):
+            if not _is_number(value):
+                raise DataError(
+                    f"column {name!r} holds {_shown(value)} in row {row}, and a kernel of rows needs numbers; encode "
+                    f"the column as numbers first, or leave it out: X.drop(columns={name!r})"
+                )
+    return values
+
+
+def _from_list(X: Sequence[Any]) -> Any:
+    """A list of equally long rows of numbers as an array; any other list as it is."""
+    if not len(X) or isinstance(X[0], str):
+        return X
+    try:
+        found = np.asarray(X)
+    except ValueError:  # rows of several lengths: sequences, for a kernel that takes them
+        return X
+    if found.ndim == 2 and found.dtype.kind == "O":
+        found = _numbers_or_same(found)
+    return found if found.ndim == 2 and found.dtype.kind in _NUMBERS else X
+
+
+def _numbers_or_same(values: np.ndarray) -> np.ndarray:
+    """An array of objects as floats where all of them are numbers (None is a hole)."""
+    if any(not _is_number(value) for value in values.ravel()):
+        return values
+    found = [np.nan if _is_hole(value) else float(value) for value in values.ravel()]
+    return np.array(found, np.float64).reshape(values.shape)
+
+
+def _is_number(value: Any) -> bool:
+    if _is_hole(value) or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        return True
+    return isinstance(value, Decimal | Fraction)
+
+
+def _is_hole(value: Any) -> bool:
+    return value is None or type(value).__name__ == "NAType"  # pandas' missing number
+
+
+def check_columns(X: Any) -> None:
+    """Refuse dates and durations, by the name (or number) of their column."""
+    if hasattr(X, "columns") and hasattr(X, "dtypes"):
+        for name, dtype in zip(X.columns, X.dtypes, strict=True):
+            if getattr(dtype, "kind", "") in _DATES or str(dtype).lower().startswith(("date", "time", "period")):
+                _refuse_dates(repr(name), str(dtype), f"X[{name!r}]")
+            if getattr(dtype, "kind", "") == "O" and not hasattr(X, "dask"):
+                _check_objects(X[[name]].to_numpy()[:_LOOKED_AT], [name])
+    elif getattr(getattr(X, "dtype", None), "kind", "") in _DATES:
+        _refuse_dates("0", str(X.dtype), "X")
+    elif isinstance(X, np.ndarray) and X.dtype.kind == "O" and X.ndim == 2:
+        _check_objects(X[:_LOOKED_AT], range(X.shape[1]))
+    elif isinstance(X, list | tuple) and len(X) and isinstance(X[0], list | tuple):
+        _check_objects(X[:1], range(len(X[0])))
+
+
+def _check_objects(rows: Any, names: Sequence[Any]) -> None:
+    for row in rows:
+        for name, value in zip(names, row, strict=False):
+            if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
+                _refuse_dates(repr(name), type(value).__name__, "")
+
+
+def _refuse_dates(column: str, kind: str, where: str) -> None:
+    how = f"{where}.astype('datetime64[s]').astype('int64') / 86_400" if where else "seconds / 86_400"
+    raise DataError(
+        f"column {column} holds dates or times ({kind}), and a kernel of rows needs numbers; make it numbers first "
+        f"(days since 1970: {how}), or leave it out"
+    )
+
+
+def _column_names(X: Any, width: int) -> list[Any]:
+    return list(X.columns) if hasattr(X, "columns") else list(range(width))
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def as_values(Y: Any) -> Any:
+    """Targets: numbers as an array of one or two axes, texts and labels as they are; dates are refused."""
+    check_columns(Y)
+    if hasattr(Y, "to_numpy"):
+        Y = np.asarray(Y.to_numpy())
+    if isinstance(Y, np.ndarray) and Y.dtype.kind == "O":
+        Y = _numbers_or_same(Y)
+    elif isinstance(Y, list | tuple) and len(Y) and not isinstance(Y[0], str):
+        flat = np.asarray(Y) if all(_is_number(value) for value in Y) else _from_list(Y)
+        Y = _numbers_or_same(flat) if isinstance(flat, np.ndarray) and flat.dtype.kind == "O" else flat
+    if isinstance(Y, np.ndarray) and Y.dtype.kind in _DATES:
+        raise DataError(f"targets are dates or times ({Y.dtype}); turn them into numbers first")
+    if isinstance(Y, np.ndarray) and Y.dtype.kind == "f" and not np.isfinite(Y).all():
+        raise DataError("targets hold NaN or infinity; remove those pairs first")
+    return Y
+
+
+# --- labels -------------------------------------------------------------------------------------------------
+
+
+def check_labels(y: Any) -> None:
+    """Refuse labels that cannot be put in one order: texts among numbers, missing ones, dates."""
+    if y is None or hasattr(y, "dask"):
+        return
+    kind = getattr(getattr(y, "dtype", None), "kind", "O")
+    if kind in _DATES:
+        raise DataError(f"labels are dates or times ({y.dtype}); use texts or numbers as labels, e.g. y.astype(str)")
+    if kind != "O" or not (hasattr(y, "__len__") or hasattr(y, "__array__")):
+        return
+    values = list(y) if isinstance(y, list | tuple) else list(np.asarray(y, dtype=object).ravel())
+    first: dict[str, tuple[int, Any]] = {}
+    for row, value in enumerate(values):
+        if isinstance(value, list | tuple | np.ndarray):
+            return  # several outputs: not ours to judge
+        if _is_hole(value) or type(value).__name__ == "NaTType":
+            raise DataError(f"the label of row {row} is missing ({value!r}); remove that row, or give it a label")
+        if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
+            raise DataError(
+                f"the label of row {row} is {_shown(value)}; use texts or numbers as labels, e.g. [str(v) for v in y]"
+            )
+        first.setdefault("texts" if isinstance(value, str) else "others", (row, value))
+        if len(first) == 2:
+            (a, one), (b, other) = first.values()
+            raise DataError(
+                f"labels mix types: {_shown(one)} in row {a} and {_shown(other)} in row {b}; make them all texts, e.g. "
+                "[str(v) for v in y], or all numbers"
+            )
+
+
+# --- names and widths ---------------------------------------------------------------------------------------
+
+
+def remember_columns(model: Any, X: Any, rows: Any) -> None:
+    """At fit: `feature_names_in_` where X has names, `n_features_in_` where its rows are a matrix."""
+    model.fitted_to_dataset_ = False
+    validate_data(model, X, "no_validation", reset=True, skip_check_array=True, ensure_2d=False)
+    if isinstance(rows, np.ndarray) and rows.ndim == 2:
+        model.n_features_in_ = int(rows.shape[1])
+    elif hasattr(model, "n_features_in_"):
+        del model.n_features_in_
+
+
+def remember_names(model: Any, names: Sequence[Any]) -> None:
+    """The same for a data set: names and width as it has them.
+
+    Its rows are read as plain arrays, so plain arrays may be asked about without the warning that scikit-learn has for
+    a model with names; tables with names are checked by them.
+    """
+    model.fitted_to_dataset_ = True
+    model.n_features_in_ = len(names)
+    if hasattr(model, "feature_names_in_"):
+        del model.feature_names_in_
+    if [str(name) for name in names] != [f"x{i}" for i in range(len(names))]:
+        model.feature_names_in_ = np.array([str(name) for name in names], dtype=object)
+
+
+def rows_and_labels(model: Any, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    """At fit of a classifier: scikit-learn's `validate_data`, after dates and mixed labels were refused."""
+    check_columns(X)
+    check_labels(y)
+    model.fitted_to_dataset_ = False
+    found: tuple[np.ndarray, np.ndarray] = validate_data(model, X, y, ensure_min_samples=2, **settings)
+    return found
+
+
+def rows_asked(model: Any, X: Any, **settings: Any) -> np.ndarray:
+    """At a question: scikit-learn's `validate_data`, after dates were refused."""
+    check_columns(X)
+    if not getattr(model, "fitted_to_dataset_", False) or hasattr(X, "columns"):
+        return np.asarray(validate_data(model, X, reset=False, **settings))
+    rows = check_array(X, input_name="X", estimator=model, **settings)
+    check_columns_of(model, X, rows)
+    return np.asarray(rows)
+
+
+def check_columns_of(model: Any, X: Any, rows: Any) -> None:
+    """At a question: names as scikit-learn checks them (another order is refused), and as many features as at fit."""
+    if not getattr(model, "fitted_to_dataset_", False) or hasattr(X, "columns"):
+        validate_data(model, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
+    wanted = getattr(model, "n_features_in_", None)
+    if wanted is None:
+        return
+    if not isinstance(rows, np.ndarray):
+        raise DataError(
+            f"{type(model).__name__} was fitted to rows of {wanted} numbers; got a {type(rows).__name__} of other "
+            "things. Pass a table of numbers with the same columns"
+        )
+    if rows.shape[1] != wanted:
+        raise DataError(
+            f"X has {rows.shape[1]} features, but {type(model).__name__} is expecting {wanted} features, as many as it "
+            "was fitted to; pass the same columns"
+        )
+
+
+def stored_names(model: Any) -> dict[str, Any]:
+    """Names and width, as attributes of a stored model."""
+    names = [str(name) for name in getattr(model, "feature_names_in_", [])]
+    to_dataset = bool(getattr(model, "fitted_to_dataset_", False))
+    return {
+        "feature_names": names,
+        "n_features_in": getattr(model, "n_features_in_", None),
+        "fitted_to_dataset": to_dataset,
+    }
+
+
+def restore_names(model: Any, found: Any, width: int | None = None) -> None:
+    """And back; models stored before names were kept have none. `width` serves those that kept no width either."""
+    model.fitted_to_dataset_ = bool(found.get("fitted_to_dataset", False))
+    if found.get("feature_names"):
+        model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
+    width = found.get("n_features_in", width)
+    if width is not None:
+        model.n_features_in_ = int(width)
