@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
@@ -27,7 +27,7 @@ from kme_dist.core.objective import generalisation_bound
 from kme_dist.data import store
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import Dataset, RowSource, generated_names
+from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
@@ -36,6 +36,7 @@ from kme_dist.run.learn import OBJECTIVES, Record
 from kme_dist.run.refining import Refinable
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
+from kme_dist.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 
 _FORMAT = 1
 _SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration
@@ -177,7 +178,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             stack.callback(place.delete_all)
             return X, executor, place
         X, y = (in_memory(part) for part in (X, y))
-        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], ensure_min_samples=2)
+        X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(y)
         classes, codes = np.unique(y, return_inverse=True)
         if len(classes) < 2:
@@ -280,11 +281,8 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         assert data.classes is not None
         split, fit = data.training_split(split), trained.fit
         self.classes_ = np.asarray(data.classes)
-        self.n_features_in_ = data.features
-        if data.named:
-            self.feature_names_in_ = np.asarray(data.feature_names, dtype=object)
-        elif hasattr(self, "feature_names_in_"):
-            del self.feature_names_in_  # of an earlier fit
+        if isinstance(data, Dataset):
+            remember_names(self, data.feature_names)
         self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
         self.probability_floor_ = recipe.floor(fit.rows, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
@@ -324,7 +322,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
     def decision_probabilities(self, X: Any) -> np.ndarray:
         """f(x), one column per class; rows need not add up to one and entries may leave [0, 1]."""
         check_is_fitted(self, "embedding_")
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+        X = rows_asked(self, X, dtype=[np.float64, np.float32])
         # In double whatever the model's precision: weights can be large, and single precision would make a row's result
         # depend on the rows that come with it (matrix products of other shapes add up in other orders).
         rows = devices.to_device(self.scaling_.apply(X, "float64"), self._device())
@@ -397,7 +395,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             "classes": labels,
             "classes_dtype": self.classes_.dtype.str,
             "features": self.n_features_in_,
-            "feature_names": [str(name) for name in getattr(self, "feature_names_in_", [])],
+            **stored_names(self),
             "objective": self.objective_,
             "solver": self.solver_,
             "solver_reason": self.solver_reason_,
@@ -434,10 +432,9 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         if dtype.kind not in "biufUO":
             raise CorruptError(f"labels of type {dtype} do not belong in a model")
         model.classes_ = np.array(found["classes"], dtype=dtype)
-        model.n_features_in_ = int(found["features"])
-        names = found["feature_names"] or found.get("columns")  # older models from `run` have the latter
-        if names and not generated_names(list(names)):
-            model.feature_names_in_ = np.array(names, dtype=object)
+        restore_names(model, found, int(found["features"]))
+        if found.get("columns"):  # how runs stored names before models had them
+            remember_names(model, found["columns"])
         model.objective_, model.bound_ = found["objective"], found["bound"]
         model.solver_, model.solver_reason_ = found["solver"], found["solver_reason"]
         model.loo_log_loss_, model.history_ = found["loo_log_loss"], found["history"]

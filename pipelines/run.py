@@ -476,10 +476,10 @@ class _Stages:
         measured = self.folder.stages["evaluate"]["result"]["metrics"]
         for attempt in self.job.attempts:
             place = self.folder.path / attempt.folder
-            attempt.model = _unnamed(load(place / "model.zarr"))
+            attempt.model = load(place / "model.zarr")
             attempt.metrics = measured["predictions.zarr"]
             if attempt.folder:
-                attempt.given = _unnamed(load(place / "given.zarr"))
+                attempt.given = load(place / "given.zarr")
                 attempt.metrics = measured[f"{attempt.folder}/model-predictions.zarr"]
                 attempt.metrics_given = measured[f"{attempt.folder}/given-predictions.zarr"]
         best = self.job.attempts[self.best]
@@ -526,13 +526,6 @@ class _Stages:
                 if attempt.given is not None
             ],
         }
-
-
-def _unnamed(model: Any) -> Any:
-    """For the rows of a run, which are arrays with the columns in the order of the data set."""
-    if hasattr(model, "feature_names_in_"):
-        del model.feature_names_in_
-    return model
 
 
 def _facts(trained: Trained) -> dict[str, Any]:
