@@ -6,7 +6,7 @@ With u the unit roundoff, V = (K + sI)⁻¹ Y computed in that precision has a r
 
 Measured over seven kinds of kernels, 2 to 30 features, 60 and 300 rows, with and without near-duplicates, with length
 scales from 0.3 to 3 times the typical distance and s from 1e-2 to 1e-5 of |K|, c was at most 6 for V, 2 for decisions
-and for the value of the objective, and, but for near-duplicates at an s that single precision is not used for, 9 for
+and for the value of `rcb_objective`, and, but for near-duplicates at an s too small for single precision, 9 for
 its gradient. (The logarithm of a probability near 0 has a condition of its own, which no solve can mend.)
 
 Three digits are asked for. Single precision has them down to s = |K| / 1,700; below that, rows are promoted before they
