@@ -331,7 +331,8 @@ def stop_at(step):
 
 @pytest.mark.parametrize("optimizer", ["adam", "momentum", "adadelta"])
 def test_an_interrupted_run_goes_on_to_the_same_bits(data, tmp_path, optimizer):
-    settings = LearnSettings(steps=12, batch_size=100, optimizer=optimizer, seed=3)
+    # A rate at which momentum converges: of a run that diverges each processor makes something else, or an overflow.
+    settings = LearnSettings(steps=12, batch_size=100, optimizer=optimizer, learning_rate=1e-3, seed=3)
     whole = bits(run(data, settings=settings))
     for step in (5, 9):
         with pytest.raises(Stop):
