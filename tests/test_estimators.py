@@ -58,8 +58,8 @@ def test_every_solver_and_precision(dtype, solver, iris):
     clf.fit(X[::2], y[::2])
     assert clf.solver_ == solver
     assert clf.score(X[1::2], y[1::2]) > 0.9
-    # Weights may be large and cancel: they stay in the precision of the solve, which is double where single cannot carry
-    # it, and always for centres.
+    # Weights may be large and cancel: they stay in the precision of the solve, which is double where single cannot
+    # carry it, and always for centres.
     assert str(backend.to_host(clf.embedding_.weights).dtype) in (
         ("float64",) if solver == "nystrom" else (dtype, "float64")
     )
