@@ -18,6 +18,7 @@ The learned map is `features_`: `MCEClassifier(features=model.features_)` makes 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,17 +49,16 @@ from kme_dist.core.spectral import (
 )
 from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data import store
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.networks import FORMAT
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
-from kme_dist.run.executors import DaskExecutor, Executor
+from kme_dist.run.executors import Executor
 from kme_dist.run.features import (
-    ArraySource,
     FeatureEmbedding,
     Source,
-    StoredSource,
     learn_task,
     restore_features,
     start_of,
@@ -66,6 +66,7 @@ from kme_dist.run.features import (
 )
 from kme_dist.run.learn import LearnSettings, Record
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for, share
 from kme_dist.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 
 _CHUNK_ROWS = 4_096
@@ -158,19 +159,13 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"random_state={self.random_state!r}: needs a whole number from 0, or None")
         return int(self.random_state)
 
-    def _executor(self) -> Executor | None:
-        return None if self.client is None else DaskExecutor(self.client)
+    def _executor(self) -> Executor:
+        return executor_for(self.client)
 
-    def _memory_source(self, X: np.ndarray, y: np.ndarray) -> ArraySource:
-        self.scaling_ = Scaling.learn(X, self.scaling)
-        rows = devices.to_device(self.scaling_.apply(X, self.dtype), devices.resolve(self.backend))
-        return ArraySource(rows, y, min(int(self.batch_size), len(y)), self._seed())
-
-    def _stored_source(self, data: Dataset, target: tuple[float, float] | None = None) -> StoredSource:
-        split = "train" if "train" in data.splits else None
-        remember_names(self, data.feature_names)
+    def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Source:
+        split = data.training_split()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
-        return StoredSource.of(
+        return Source.of(
             data,
             split=split,
             scaling=self.scaling_,
@@ -232,11 +227,8 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
         )
 
     def _bound(self, source: Source, n_classes: int | None) -> float:
-        """The bound at the training rows (at their first batches, where rows are stored)."""
-        if isinstance(source, ArraySource):
-            X, y = source.X, source.y
-        else:
-            X, y = source.prepared(*(np.asarray(part) for part in source.dataset.read_rows(*source.chunks()[0])))
+        """The bound at the training rows (at those of the first chunk, where there are many)."""
+        X, y = source.prepared(*(np.asarray(part) for part in source.dataset.read_rows(*source.chunks()[0])))
         total, squares, lipschitz = 0.0, 0.0, 0.0
         for rows in row_blocks(len(y), _CHUNK_ROWS):
             Z = devices.to_host(self.features_.forward(X[rows, :]))
@@ -379,21 +371,24 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
         from.
         """
         self._check_settings()
-        if isinstance(X, Dataset):
-            if X.classes is None or y is not None:
-                raise DataError(f"{X.path}: fit(dataset) takes a data set with class labels, and no y")
-            self.classes_ = np.asarray(X.classes)
-            source: Source = self._stored_source(X)
-        else:
-            X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
-            check_classification_targets(y)
-            self.classes_, codes = np.unique(y, return_inverse=True)
-            source = self._memory_source(X, codes)
-        if len(self.classes_) < 2:
-            raise DataError(
-                f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
-            )
-        self._learn(source, len(self.classes_), len(self.classes_), callback, checkpoints)
+        with contextlib.ExitStack() as stack:
+            data: RowSource
+            if isinstance(X, Dataset):
+                if X.classes is None or y is not None:
+                    raise DataError(f"{X.path}: fit(dataset) takes a data set with class labels, and no y")
+                remember_names(self, X.feature_names)
+                data, self.classes_ = X, np.asarray(X.classes)
+            else:
+                X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
+                check_classification_targets(y)
+                self.classes_, codes = np.unique(y, return_inverse=True)
+                data = ArrayRows(X, codes, self.classes_)
+                share(data, self.client, stack)
+            if len(self.classes_) < 2:
+                raise DataError(
+                    f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
+                )
+            self._learn(self._source(data), len(self.classes_), len(self.classes_), callback, checkpoints)
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -492,18 +487,20 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         from.
         """
         self._check_settings()
-        if isinstance(X, Dataset):
-            if X.classes is not None or X.y is None or y is not None:
-                raise DataError(f"{X.path}: fit(dataset) takes a data set with numbers to predict, and no y")
-            found = X.attributes["target_statistics"]
-            self.target_ = _centre_and_width(float(found["mean"][0]), float(found["variance"][0]))
-            source: Source = self._stored_source(X, (self.target_[0], 1 / self.target_[1]))
-        else:
-            X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32], y_numeric=True)
-            y = np.asarray(y, np.float64)
-            self.target_ = _centre_and_width(float(y.mean()), float(y.var()))
-            source = self._memory_source(X, (y - self.target_[0]) / self.target_[1])
-        self._learn(source, None, 1, callback, checkpoints)
+        with contextlib.ExitStack() as stack:
+            data: RowSource
+            if isinstance(X, Dataset):
+                if X.classes is not None or X.y is None or y is not None:
+                    raise DataError(f"{X.path}: fit(dataset) takes a data set with numbers to predict, and no y")
+                remember_names(self, X.feature_names)
+                data = X
+            else:
+                X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32], y_numeric=True)
+                data = ArrayRows(X, np.asarray(y, np.float64))
+                share(data, self.client, stack)
+            found = data.target_statistics
+            self.target_ = _centre_and_width(float(found.mean[0]), float(found.variance[0]))
+            self._learn(self._source(data, (self.target_[0], 1 / self.target_[1])), None, 1, callback, checkpoints)
         return self
 
     def predict(self, X: Any) -> np.ndarray:

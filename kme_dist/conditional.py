@@ -39,14 +39,14 @@ from kme_dist.core.conditional import (
     herd,
     solve_embedding,
 )
-from kme_dist.core.features import SAMPLERS, Spectral
+from kme_dist.core.features import SAMPLERS
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.means import FORMAT, executor_of
+from kme_dist.means import FORMAT
 from kme_dist.run.conditional import (
     Inverse,
     KernelLearning,
@@ -62,10 +62,11 @@ from kme_dist.run.conditional import (
 from kme_dist.run.features import as_features
 from kme_dist.run.fitting import SOLVERS, choose
 from kme_dist.run.learn import length_scale_names, select
-from kme_dist.run.means import Sample, spectrum_sample
+from kme_dist.run.means import Sample, random_features
 from kme_dist.run.nystrom import Basis, Centres, Features
 from kme_dist.run.pivots import choose_centres
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for
 from kme_dist.run.sparse_forms import Sparsifiable
 from kme_dist.run.storing import pack, unpack
 from kme_dist.validation import (
@@ -82,7 +83,7 @@ _JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
 _CHOICE_ROWS = 20_000  # rows that centres are chosen among
 _WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
-_ASKED_ROWS = 1_024  # of which quantiles and intervals are computed at a time
+_ASKED_ROWS = 1_024  # of quantiles at a time
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
 
 
@@ -91,8 +92,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
 
     Parameters
     ----------
-    kernel : of the inputs: a name (length scale by cross-validation around the median distance), a kernel, or a list of
-        kernels to choose from.
+    kernel : of the inputs: a name (length scale by cross-validation), a kernel, or a list of kernels to choose from.
     target_kernel : of the targets: a name (length scale is the median distance), "delta" for labels, or a kernel.
     regularization : λ, or None to choose it by cross-validation.
     folds : None leaves out one pair at a time; a number makes so many folds. In closed form either way.
@@ -287,7 +287,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         return [with_median(found, X, width, self.random_state) for width in _WIDTHS]
 
     def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
-        executor = executor_of(self.client)
+        executor = executor_for(self.client)
         room = int(0.6 * free_bytes("numpy") / max(1, executor.workers))
         centres = self.centres or self.target_centres
         found, reason = choose(self.solver, pairs.count, centres, features, executor.workers, room, "float64")
@@ -310,7 +310,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
                 f"{kernel!r} has no random features; choose a kernel of {', '.join(SAMPLERS)}, give a feature map as "
                 "`features`, or use another solver"
             )
-        return Spectral(spectrum_sample(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state))
+        return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state)
 
     def _exact(self, pairs: Pairs) -> ConditionalEmbedding:
         """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
@@ -352,7 +352,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
                     "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
                 )
         return Inverse(
-            pairs, self.kernel_, self.regularization_, self.solver_, executor=executor_of(self.client),
+            pairs, self.kernel_, self.regularization_, self.solver_, executor=executor_for(self.client),
             tolerance=self.tolerance, seed=self.random_state,
         )  # fmt: skip
 
@@ -388,7 +388,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         variance = 1.0 if features is None or own else float(self.kernel_.scale) ** 2  # type: ignore[attr-defined]
         found, self.retuned_, self._left = fit_sums(
             self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
-            executor=executor_of(self.client), keep_targets=keep, retune=self.regularization is None,
+            executor=executor_for(self.client), keep_targets=keep, retune=self.regularization is None,
             seed=self.random_state, variance=variance,
         )  # fmt: skip
         self.regularization_ = found.regularization
@@ -516,7 +516,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         check_is_fitted(self, "embedding_")
         weights = self.embedding_.weights
         if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
-            weights.executor = executor_of(self.client)  # the client was closed, or another one was set
+            weights.executor = executor_for(self.client)  # the client was closed, or another one was set
         return self.embedding_
 
     def _sparse_form(self) -> SparseEmbedding:

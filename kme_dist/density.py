@@ -28,9 +28,10 @@ from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density,
 from kme_dist.core.kernels import Kernel
 from kme_dist.data import store
 from kme_dist.errors import ConfigError
-from kme_dist.means import FORMAT, executor_of, kernel_for, remember_sample
+from kme_dist.means import FORMAT, kernel_for, remember_sample
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import Block, FittedMean, Sample, fit_mean
+from kme_dist.run.sharing import executor_for
 from kme_dist.validation import check_columns_of, restore_names, stored_names
 
 _START_ROWS = 5_000  # rows that the starting clusters are found among
@@ -78,7 +79,7 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
         if not 1 <= self.n_components <= sample.count:
             raise ConfigError(f"n_components={self.n_components}: needs 1 to {sample.count}, the number of rows")
         self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
-        executor = executor_of(self.client)
+        executor = executor_for(self.client)
         target = fit_mean(self.kernel_, sample, self.estimator, executor=executor)
         rows = np.asarray(sample.sample(_START_ROWS, self.random_state))
         with blas_threads(1):

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -30,11 +29,12 @@ from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
-from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
+from kme_dist.run.executors import Executor
 from kme_dist.run.features import FeatureEmbedding, as_features, features_of, restore_features, with_features
 from kme_dist.run.learn import OBJECTIVES, Record
 from kme_dist.run.refining import Refinable
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 from kme_dist.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 
@@ -167,7 +167,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         self, X: Any, y: Any, stack: contextlib.ExitStack
     ) -> tuple[RowSource, Executor, str | Path | Place | None]:
         """The rows, who works on them, and where tasks leave arrays for each other."""
-        executor: Executor = SerialExecutor() if self.client is None else DaskExecutor(self.client)
+        executor = executor_for(self.client)
         if isinstance(X, Dataset):
             if y is not None:
                 raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
@@ -184,11 +184,8 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         if len(classes) < 2:
             raise DataError(f"y holds one class only ({classes[0]!r}); a classifier needs rows of at least two classes")
         data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
-        if self.client is None:
-            return data, executor, None
-        _check_one_machine(self.client)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-dist-"))
-        return data.spill(folder), executor, folder
+        folder = share(data, self.client, stack)
+        return data, executor, folder
 
     def _check_settings(self) -> None:
         Calibration(self.calibration)
@@ -483,16 +480,6 @@ def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: M
 def in_memory(part: Any) -> Any:
     """A Dask array or data frame, gathered; anything else as it is."""
     return part.compute() if hasattr(part, "dask") and hasattr(part, "compute") else part
-
-
-def _check_one_machine(client: Any) -> None:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
-    hosts = {worker["host"] for address, worker in workers.items() if not address.startswith("inproc://")}
-    if not hosts <= {"127.0.0.1", "::1", "localhost"}:
-        raise DataError(
-            f"fit: rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
-            "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
-        )
 
 
 def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:

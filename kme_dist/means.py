@@ -35,10 +35,10 @@ from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_feature
 from kme_dist.data import store
 from kme_dist.data.dataset import open_dataset
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.learn import length_scale_names, median_length_scale
 from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for
 from kme_dist.run.storing import get_rows, put_rows
 from kme_dist.validation import (
     check_columns_of,
@@ -53,11 +53,6 @@ from kme_dist.validation import (
 FORMAT = 1
 _MEDIAN_ROWS = 2_000
 _JUDGED_ROWS = 2_000  # rows by which a length scale is chosen
-
-
-def executor_of(client: Any) -> Executor:
-    """Dask workers where a client is given, this process where not."""
-    return SerialExecutor() if client is None else DaskExecutor(client)
 
 
 def remember_sample(model: Any, X: Any, sample: Sample) -> None:
@@ -158,7 +153,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
                 kernel,
                 sample,
                 self.estimator,
-                executor=executor_of(self.client),
+                executor=executor_for(self.client),
                 regularization=self.regularization,
                 positive_part=self.positive_part,
                 target=target,
@@ -192,7 +187,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "fitted_")
         rows = Sample.of(X, self.dtype).read()
         check_columns_of(self, X, rows)
-        return self.fitted_.evaluate(rows, executor=executor_of(self.client))
+        return self.fitted_.evaluate(rows, executor=executor_for(self.client))
 
     def inner(self, other: KernelMean) -> float:
         """<μ, ν>; both means must have the same kernel."""
@@ -209,7 +204,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         plain = all(np.ndim(f.weights) == 0 and (f.target is None or not f.alpha) for f in (a, b))
         if not plain:
             return self.mean_.inner(other.mean_)
-        executor = executor_of(self.client)
+        executor = executor_for(self.client)
         scale = a.sample.count * float(a.weights) * b.sample.count * float(b.weights)
         if a is b:
             return scale * (a.moments or gram_moments(a.kernel, a.sample, executor=executor)).rho

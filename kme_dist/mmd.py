@@ -24,9 +24,10 @@ from kme_dist.core.means import tile_sums
 from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbiased
 from kme_dist.data.dataset import open_dataset
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.means import executor_of, kernel_for
+from kme_dist.means import kernel_for
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import Block, Sample, block_pairs
+from kme_dist.run.sharing import executor_for
 
 _BLOCK_ROWS = 2_048
 _SPECTRAL_ROWS = 1_000
@@ -92,7 +93,7 @@ def mmd_test(
     _check_names(X, Y)
     pooled = _pooled(first, second, _SPECTRAL_ROWS, random_state)
     found = kernel_for(kernel, Sample.of(pooled), random_state)
-    executor = executor_of(client)
+    executor = executor_for(client)
     if method == "unbiased":
         rng = np.random.default_rng([random_state, 2])
         labels = _labels(m, n, permutations if null == "permutation" else 0, rng)

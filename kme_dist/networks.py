@@ -16,6 +16,7 @@ The networks of Hsu, Nock and Ramos; see `kme_dist.core.objective` for the paper
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,19 +35,22 @@ from kme_dist.core.calibration import class_probabilities, expectation
 from kme_dist.core.kernels import Kernel, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.data import store
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import features as learning
 from kme_dist.run import full, solve
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
-from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
+from kme_dist.run.executors import Executor
 from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
 from kme_dist.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 
 FORMAT = 1
+_WHOLE_ROWS = 20_000  # up to so many rows an exact gradient is one batch; beyond, three passes over the chunks
 
 
 class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -75,7 +79,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
     average : what is kept is the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
     scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
-    client : a dask.distributed.Client. Rows of a stored data set are read by the workers; arrays travel with the calls.
+    client : a dask.distributed.Client. The workers read the rows of a stored data set, or of a copy of rows in memory.
     compare_softmax : where `fit` is given rows to watch, the same network is learned under a softmax layer too, from
         the same start, by the same batches, rate and dropout; its curve is `softmax_curve_`. Takes as long again.
 
@@ -165,45 +169,35 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._check_settings()
         report = callback or (_print_record if self.verbose else None)
         saved = as_checkpoints(checkpoints)
+        with contextlib.ExitStack() as stack:
+            data = self._source_of(X, y, stack)
+            self._fit_rows(data, report, watch, saved)
+        return self
+
+    def _source_of(self, X: Any, y: Any, stack: contextlib.ExitStack) -> RowSource:
         if isinstance(X, Dataset):
             if y is not None:
                 raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
-            return self._fit_dataset(X, report, watch, saved)
+            if X.classes is None:
+                raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
+            remember_names(self, X.feature_names)
+            return X
         X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(y)
-        self.classes_, codes = np.unique(y, return_inverse=True)
-        self._check_classes()
-        self.scaling_ = Scaling.learn(X, self.scaling)
-        rows = devices.to_device(self.scaling_.apply(X, self.dtype), devices.resolve(self.backend))
-        source = learning.ArraySource(rows, codes, self._batch_size(len(codes)), self._seed())
-        if self.client is not None and self._batch_size(len(codes)) is None:
-            raise ConfigError(
-                "client with batch_size=None: exact full gradients over a cluster need a stored data set, "
-                "fit(kme_dist.open_dataset(...)); or set batch_size, and batches travel to the workers"
-            )
-        self._learn(source, report, watch, saved)
-        return self
+        classes, codes = np.unique(y, return_inverse=True)
+        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
+        share(data, self.client, stack)
+        return data
 
-    def _fit_dataset(
-        self, data: Dataset, report: Callable[[Record], None] | None, watch: Any, saved: Checkpoints | None
-    ) -> Self:
-        if data.classes is None:
-            raise DataError(f"{data.path} has no class labels; ingest it again with the column named by `label`")
-        split = "train" if "train" in data.splits else None
+    def _fit_rows(
+        self, data: RowSource, report: Callable[[Record], None] | None, watch: Any, saved: Checkpoints | None
+    ) -> None:
+        split = data.training_split()
         self.classes_ = np.asarray(data.classes)
         self._check_classes()
-        remember_names(self, data.feature_names)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         rows = data.split_rows(split)
-        if self._kernel_head() is not None:
-            X, codes = data.read(split)
-            if codes is None:
-                raise DataError(f"{data.path} has no labels; ingest it again with the column named by `label`")
-            scaled = devices.to_device(self.scaling_.apply(X, self.dtype), devices.resolve(self.backend))
-            kept = learning.ArraySource(scaled, codes, self._batch_size(rows), self._seed())
-            self._learn(kept, report, watch, saved)
-            return self
-        source = learning.StoredSource.of(
+        source = learning.Source.of(
             data,
             split=split,
             scaling=self.scaling_,
@@ -212,11 +206,10 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             seed=self._seed(),
             backend=self.backend,
         )
-        if self._batch_size(rows) is None:
+        if self._batch_size(rows) is None and rows > _WHOLE_ROWS and self._kernel_head() is None:
             self._learn_full(data, split, source, report, saved)
         else:
             self._learn(source, report, watch, saved)
-        return self
 
     def _learn(
         self,
@@ -231,8 +224,6 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.softmax_curve_: list[Record] = []
         self.history_: list[Record] = []
         if head is not None:
-            if not isinstance(source, learning.ArraySource):
-                raise ConfigError("a kernel head is learned from rows in memory")
             self._learn_kernel(OnFeatures(head, features), source, settings, report, saved)
             return
         task = NetworkTask(
@@ -312,9 +303,9 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _learn_full(
         self,
-        data: Dataset,
+        data: RowSource,
         split: str | None,
-        source: learning.StoredSource,
+        source: learning.Source,
         report: Callable[[Record], None] | None,
         saved: Checkpoints | None,
     ) -> None:
@@ -329,7 +320,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             self._start(),
             self.regularization,
             self._settings(source.rows),
-            executor=self._executor() or SerialExecutor(),
+            executor=self._executor(),
             callback=report,
             checkpoints=saved,
             split=split,
@@ -344,7 +335,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _learn_kernel(
         self,
         start: OnFeatures,
-        source: learning.ArraySource,
+        source: learning.Source,
         settings: LearnSettings,
         report: Callable[[Record], None] | None,
         saved: Checkpoints | None,
@@ -365,12 +356,13 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if not isinstance(kernel, OnFeatures):
                 raise ConfigError(f"learning turned {start!r} into {kernel!r}")
             self.features_ = kernel.features
-            Z = self.features_.forward(source.X)
+            X, codes = source.all_rows()
+            Z = self.features_.forward(X)
             floor = self._floor(source.rows)
             solution = solve.fit(
                 kernel.kernel,
                 Z,
-                source.y,
+                codes,
                 len(self.classes_),
                 regularization=learned_lam,
                 retune=self.refit_regularization,
@@ -444,8 +436,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"probability_floor={self.probability_floor!r}: needs a number from 0 to below 1")
         return float(self.probability_floor)
 
-    def _executor(self) -> Executor | None:
-        return None if self.client is None else DaskExecutor(self.client)
+    def _executor(self) -> Executor:
+        return executor_for(self.client)
 
     def _settings(self, n: int) -> LearnSettings:
         return LearnSettings(

@@ -330,7 +330,6 @@ def test_expectations_and_entropies(iris):
         ({"head": "gaussian", "dropout": 0.5}, "kernel head takes no dropout"),
         ({"network": "fourrier"}, "is unknown"),
         ({"hidden": ()}, "needs the sizes"),
-        ({"client": object()}, "need a stored data set"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(options, message, iris):

@@ -75,12 +75,21 @@ class ArrayRows(RowSource):
 
     @functools.cached_property
     def statistics(self) -> Statistics:  # type: ignore[override]
-        if not isinstance(self._X, np.ndarray):
-            return Statistics.empty(self.features)
-        X, total = self._X.reshape(self.rows, -1), Statistics.empty(self.features)
-        for start in range(0, self.rows, self._shard_rows):  # as ingest measures them, shard by shard
-            total = total + Statistics.of(X[start : start + self._shard_rows])
-        return Statistics.from_json(total.to_json(), self.features)  # which divides and multiplies by the count
+        numbers = isinstance(self._X, np.ndarray)
+        return self._measured(self._X.reshape(self.rows, -1)) if numbers else Statistics.empty(self.features)
+
+    @functools.cached_property
+    def target_statistics(self) -> Statistics:
+        if self._y is None or self._y.dtype.kind != "f":
+            raise DataError("the rows have no numbers to predict")
+        return self._measured(self._y[:, None])
+
+    def _measured(self, values: np.ndarray) -> Statistics:
+        """As ingest does it, shard by shard, and as its record gives it back, divided and multiplied by the count."""
+        total = Statistics.empty(values.shape[1])
+        for start in range(0, self.rows, self._shard_rows):
+            total = total + Statistics.of(values[start : start + self._shard_rows])
+        return Statistics.from_json(total.to_json(), values.shape[1])
 
     def split_statistics(self, split: str | None = None) -> Statistics:
         self.ranges(split)

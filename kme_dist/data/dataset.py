@@ -94,6 +94,11 @@ class RowSource:
     def split_rows(self, split: str | None = None) -> int:
         return sum(stop - start for start, stop in self.ranges(split))
 
+    @property
+    def target_statistics(self) -> Statistics:
+        """Range and moments of the numbers to predict."""
+        raise ConfigError(f"{type(self).__name__} must define target_statistics")
+
     def split_statistics(self, split: str | None = None) -> Statistics:
         """Ranges and moments of the features over one split (over everything when None)."""
         raise ConfigError(f"{type(self).__name__} must define split_statistics(split)")
@@ -212,6 +217,13 @@ class Dataset(RowSource):
         names = ("digests", "rows", "classes", "feature_names")
         known = json.dumps({name: self.attributes[name] for name in names}, sort_keys=True, default=str)
         return hashlib.sha256(known.encode()).hexdigest()
+
+    @property
+    def target_statistics(self) -> Statistics:
+        found = self.attributes["target_statistics"]
+        if found is None:
+            raise DataError(f"{self.path} has no numbers to predict; ingest it with task='regression'")
+        return Statistics.from_json(found, 1)
 
     def span_digests(self, start: int, stop: int) -> tuple[str, str]:
         number, begun = divmod(start, self.chunk_rows)

@@ -37,7 +37,6 @@ import hashlib
 import math
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,19 +57,29 @@ from kme_dist.core.conditional import (
 )
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.core.objective import Objective
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, NumericalError
 from kme_dist.run.blocks import Rows, Scratch, Task
 from kme_dist.run.executors import Executor
-from kme_dist.run.learn import Record, length_scale_names, median_length_scale, select
+from kme_dist.run.learn import (
+    LearnSettings,
+    Record,
+    assemble,
+    length_scale_names,
+    log_parameters,
+    median_length_scale,
+    select,
+)
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.nystrom import Basis, Features
 from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization
 from kme_dist.run.tiled import Tiles, apply_inverse, factorise
+from kme_dist.run.trainer import Round, Trainer
 
 _SLAB_ROWS = 2_048
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
@@ -527,35 +536,22 @@ def learn_kernel(
     n = row_count(X)
     if n < 4:
         raise DataError(f"learning a kernel needs at least 4 pairs to hold some out, got {n}")
-    parameters = optim.to_log({**kernel.parameters, "regularization": np.asarray(regularization)})
-    optimizer = optim.adam()
-    state = optimizer.init(parameters)
-    history: list[Record] = []
-    lam = regularization
-    for step in range(settings.steps):
+    steps = LearnSettings(steps=settings.steps, learning_rate=settings.learning_rate, seed=settings.seed)
+
+    def play(step: int, parameters: optim.Named) -> Round:
+        now, lam = assemble(kernel, parameters)
         rng = np.random.default_rng([settings.seed, 7, step])
         batch = rng.permutation(n)[: settings.batch_size]
         cut = min(max(round(settings.train_share * len(batch)), 1), len(batch) - 1)
         fitted, held = batch[:cut], batch[cut:]
         Y_fit, Y_held = select(Y, fitted), select(Y, held)
         grams = (target_kernel.gram(Y_fit), target_kernel.gram(Y_fit, Y_held), target_kernel.diag(Y_held))
-        began = time.perf_counter()
-        found = held_out_objective(kernel, select(X, fitted), select(X, held), grams, lam, settings.complexity_weight)
-        change, state = optimizer.update(found.gradient, state, settings.learning_rate)
-        parameters = {name: value + change[name] for name, value in parameters.items()}
-        values = optim.from_log(parameters)
-        lam = float(values.pop("regularization"))
-        kernel = kernel.replace(values)
-        record = {
-            "step": step + 1,
-            "steps": settings.steps,
-            "objective": found.value,
-            "loss": found.loss / len(held),
-            "norm": found.norm,
-            "regularization": lam,
-            "seconds": time.perf_counter() - began,
-        }
-        history.append(record)
-        if callback is not None:
-            callback(record)
-    return kernel, lam, history
+        found = held_out_objective(now, select(X, fitted), select(X, held), grams, lam, settings.complexity_weight)
+        loss, none = found.loss / len(held), float("nan")
+        out = Objective(found.value, loss, found.norm, none, found.gradient, none, "float64")
+        return Round(out, len(batch), {"loss": loss, "norm": found.norm})
+
+    trainer = Trainer(log_parameters(kernel, regularization), steps, phase="held-out", remember=True)
+    told = None if callback is None else lambda record, _: callback(record)
+    outcome = trainer.run(play, {}, callback=told)
+    return *assemble(kernel, outcome.parameters), outcome.history

@@ -1,7 +1,7 @@
 """Learning feature maps by batches: one loop for networks and spectral kernels, in memory or over a cluster.
 
     settings = LearnSettings(steps=500, batch_size=1000)
-    source = ArraySource(X, y, batch_size=1000, seed=0)               # or StoredSource.of(dataset, ...)
+    source = ArraySource(X, y, batch_size=1000, seed=0)               # or Source.of(dataset, ...)
     found = learn_task(NetworkTask(features, settings, n_classes=10), source, start_of(features, 1.0), settings)
     head = solve_features(with_parameters(features, found.parameters), source, 10, regularization=1.0)
 
@@ -14,14 +14,12 @@ are averaged in that order, so what is learned does not depend on who did the wo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -31,7 +29,6 @@ import numpy as np
 from kme_dist.backend import (
     Array,
     astype,
-    blas_threads,
     cholesky,
     like,
     namespace_of,
@@ -45,24 +42,17 @@ from kme_dist.core.embedding import Embedding, log_loss
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective, one_hot
 from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
-from kme_dist.errors import ConfigError, DataError, KMEError
-from kme_dist.run.checkpoints import Checkpoints, Snapshot
-from kme_dist.run.executors import Executor, SerialExecutor, tree_combine
-from kme_dist.run.learn import (
-    LearnSettings,
-    PlateauWatch,
-    Record,
-    batch_rows,
-    select,
-    step_record,
-)
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.executors import Executor, SerialExecutor
+from kme_dist.run.learn import LearnSettings, mean_objectives
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization
+from kme_dist.run.trainer import Callback, Outcome, Round, Trainer
 
 PREFIX = "features."
-_MEAN = "averaged"  # beside the slots of the optimiser
 _CHUNK_ROWS = 4_096
 _LOO_ROWS = 20_000
 
@@ -87,48 +77,12 @@ def with_parameters(features: Any, parameters: optim.Named) -> Any:
 # --- where batches come from ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ArraySource:
-    """Rows in memory: a batch travels with the call."""
-
-    X: Array
-    y: np.ndarray
-    batch_size: int | None
-    seed: int
-
-    @property
-    def rows(self) -> int:
-        return len(self.y)
-
-    @property
-    def batch(self) -> int:
-        return min(self.batch_size or self.rows, self.rows)
-
-    @property
-    def digest(self) -> str:
-        """Of the rows, their labels and their order."""
-        whole = hashlib.sha256(np.ascontiguousarray(to_host(self.X)).data)
-        whole.update(np.ascontiguousarray(self.y).data)
-        return whole.hexdigest()
-
-    def call(
-        self, task: Task, number: int, parameters: optim.Named
-    ) -> tuple[Callable[..., Objective], tuple[Any, ...]]:
-        rows = batch_rows(self.rows, self.batch_size, number, self.seed)
-        X, y = (self.X, self.y) if rows is None else (select(self.X, rows), self.y[rows])
-        return _judge_arrays, (task, number, parameters, X, y)
-
-
-def _judge_arrays(task: Task, number: int, parameters: optim.Named, X: Array, y: np.ndarray) -> Objective:
-    return task.judge(parameters, X, y, number)
-
-
 @dataclass(frozen=True, eq=False)
-class StoredSource:
-    """Rows of a data set: a worker reads its batch by the plan and the batch's number."""
+class Source:
+    """Rows, in memory or stored, cut into batches: whoever computes one reads it by the plan and its number."""
 
     token: str
-    dataset: Dataset
+    dataset: RowSource
     plan: BatchPlan
     scale: Scaling
     dtype: str
@@ -138,7 +92,7 @@ class StoredSource:
     @classmethod
     def of(
         cls,
-        dataset: Dataset,
+        dataset: RowSource,
         *,
         split: str | None,
         scaling: Scaling,
@@ -147,9 +101,7 @@ class StoredSource:
         seed: int,
         target: tuple[float, float] | None = None,
         backend: str = "numpy",
-    ) -> StoredSource:
-        if dataset.y is None:
-            raise DataError(f"{dataset.path} has no labels; ingest it again with the column named by `label`")
+    ) -> Source:
         batch = max(1, min(batch_size, dataset.split_rows(split)))
         plan = plan_batches(dataset, batch_size=batch, seed=seed, split=split)
         return cls(os.urandom(8).hex(), dataset, plan, scaling, dtype, target, backend)
@@ -158,7 +110,7 @@ class StoredSource:
         return hash(self.token)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoredSource) and other.token == self.token
+        return isinstance(other, Source) and other.token == self.token
 
     @property
     def rows(self) -> int:
@@ -170,8 +122,8 @@ class StoredSource:
 
     @property
     def digest(self) -> str:
-        """Of the rows, their labels and the plan that cuts them into batches."""
-        plan = {**self.plan.to_json(), "scaling": [self.scale.shift.tolist(), self.scale.factor.tolist()]}
+        """Of the rows, their labels and the plan that cuts them into batches (but for its seed, which is a setting)."""
+        plan = {**self.plan.to_json(), "seed": None, "scaling": [self.scale.shift.tolist(), self.scale.factor.tolist()]}
         return hashlib.sha256((self.dataset.digest + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
 
     def call(
@@ -183,6 +135,12 @@ class StoredSource:
         rows = to_device(self.scale.apply(X, self.dtype), resolve(self.backend))
         return rows, y if self.target is None else (np.asarray(y, np.float64) - self.target[0]) * self.target[1]
 
+    def all_rows(self) -> tuple[Array, np.ndarray]:
+        """Every row, for what needs them at once."""
+        parts = [self.dataset.read_rows(*span) for span in self.plan.ranges]
+        X, y = np.concatenate([X for X, _ in parts]), np.concatenate([np.asarray(y) for _, y in parts])
+        return self.prepared(X, y)
+
     def chunks(self) -> list[tuple[int, int]]:
         size = self.dataset.chunk_rows
         return [
@@ -190,24 +148,26 @@ class StoredSource:
         ]  # fmt: skip
 
 
-def _judge_stored(task: Task, number: int, parameters: optim.Named, source: StoredSource) -> Objective:
+def _batch(source: Source, number: int) -> tuple[Array, np.ndarray]:
     batch = read_batch(source.dataset, source.plan, number)
-    X, y = source.prepared(batch.X, np.asarray(batch.y))
+    if batch.y is None:
+        raise DataError(f"{source.dataset.path} has no labels; ingest it again with the column named by `label`")
+    return source.prepared(batch.X, np.asarray(batch.y))
+
+
+@functools.lru_cache(maxsize=1)
+def _every_row(source: Source) -> tuple[Array, np.ndarray]:
+    """Where every batch holds all rows, they are prepared once."""
+    return _batch(source, 0)
+
+
+def _judge_stored(task: Task, number: int, parameters: optim.Named, source: Source) -> Objective:
+    whole = source.plan.rows_per_batch == source.plan.rows
+    X, y = _every_row(source) if whole else _batch(source, number)
     return task.judge(parameters, X, y, number)
 
 
-Source = ArraySource | StoredSource
-
-
-# --- the loop ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Where learning ended: the last iterate, or the best where a stopping rule watched."""
-
-    parameters: optim.Named
-    history: list[Record]
+# --- the rounds -------------------------------------------------------------------------------------
 
 
 def learn_task(
@@ -218,7 +178,7 @@ def learn_task(
     *,
     executor: Executor | None = None,
     batches_per_step: int = 1,
-    callback: Callable[[Record, optim.Named], None] | None = None,
+    callback: Callback | None = None,
     after: Callable[[optim.Named, float], optim.Named] | None = None,
     phase: str = "rcb",
     checkpoints: Checkpoints | None = None,
@@ -226,69 +186,22 @@ def learn_task(
 ) -> Outcome:
     """Step after step: batches judged where the executor works, gradients averaged in order, one update here.
 
-    `start` holds parameters as they are learned (λ as a logarithm). `after` is applied to the parameters after every
-    update, with the rate of the step: a proximal operator. `callback` receives the record of every step and the
-    parameters after it. Without an executor everything happens in this process. `checkpoints` is where to save, and to
-    resume from when settings and data agree: a run that was killed gives the bits of one that was not. With `average`
-    above 0 what comes out, and what `callback` sees, is the mean of the parameters over about 1/(1 - average) steps.
+    `start` holds parameters as they are learned (λ as a logarithm). Without an executor everything happens in this
+    process. See `Trainer` for the rest.
     """
     if batches_per_step < 1:
-        raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
-    parameters = dict(start)
-    names = optim.learnable(parameters, settings.frozen)
-    optimizer = optim.optimizer_by_name(settings.optimizer)
-    rate = (settings.schedule or (lambda rate, steps: optim.constant(rate)))(settings.learning_rate, settings.steps)
-    watch = PlateauWatch(settings.patience)
-    state = optimizer.init({name: parameters[name] for name in names})
-    now = Snapshot(0, parameters, {**state, _MEAN: parameters} if average else state, _plain(watch, False))
+        raise ConfigError(f"batches_per_step={batches_per_step}: must be an integer >= 1")
     identity = {} if checkpoints is None else _identity(task, source, start, settings, batches_per_step)
     if average:
         identity = {**identity, "average": average}
-    if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
-        now = found
-        watch.restore(now.watch)
-    history, began, first = list(now.history), time.perf_counter() - now.seconds, now.step
-    try:
-        with blas_threads(1):
-            while now.step < settings.steps and not now.watch["stopped"]:
-                step, parameters, state = now.step, now.parameters, dict(now.optimizer)
-                mean = state.pop(_MEAN, None)
-                out = _judge_step(task, source, parameters, step, batches_per_step, executor)
-                gradient = {name: _finite(out.gradient[name]) for name in names}
-                lam = float(np.exp(parameters["regularization"])) if "regularization" in parameters else 0.0
-                seconds = time.perf_counter() - began
-                record = step_record(settings, step, out, lam, optim.norm(gradient), source.batch, seconds)
-                record = {name: value for name, value in record.items() if value == value}  # accuracy of numbers: NaN
-                record["phase"] = phase
-                stopped = watch.should_stop(out.value, parameters)
-                if not stopped:
-                    delta, state = optimizer.update(optim.clip(gradient, settings.clip_norm), state, rate(step))
-                    parameters = {n: value + delta[n] if n in delta else value for n, value in parameters.items()}
-                    if after is not None:
-                        parameters = after(parameters, rate(step))
-                if mean is not None:
-                    kept = min(average, (1 + step) / (10 + step))  # the first steps go far: soon forgotten
-                    mean = {name: kept * mean[name] + (1 - kept) * value for name, value in parameters.items()}
-                    state[_MEAN] = mean
-                if callback is not None:
-                    callback(record, parameters if mean is None else mean)
-                history.append(record)
-                now = Snapshot(step + 1, parameters, state, _plain(watch, stopped), seconds, history)
-                if checkpoints is not None:
-                    checkpoints.offer(now, identity)
-    except BaseException:
-        if checkpoints is not None and now.step > first:
-            with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
-                checkpoints.save(now, identity)
-        raise
-    if checkpoints is not None and now.step > first:
-        checkpoints.save(now, identity)
-    last = now.optimizer[_MEAN] if average else now.parameters
-    return Outcome(last if settings.patience is None else watch.best_parameters(last), history)
+    workers = executor or SerialExecutor()
 
+    def play(step: int, parameters: optim.Named) -> Round:
+        out = _judge_step(task, source, parameters, step, batches_per_step, workers)
+        return Round(out, source.batch, {})
 
-def _plain(watch: PlateauWatch, stopped: bool) -> dict[str, Any]:
-    return {**watch.state(), "stopped": int(stopped)}
+    trainer = Trainer(start, settings, after=after, average=average, phase=phase, remember=True)
+    return trainer.run(play, identity, checkpoints, callback)
 
 
 def _identity(
@@ -325,32 +238,13 @@ def _short(value: np.ndarray) -> float | str:
     return float(array) if array.ndim == 0 else hashlib.sha256(array.data).hexdigest()[:16]
 
 
-def _finite(value: np.ndarray) -> np.ndarray:
-    return value if np.isfinite(value).all() else np.nan_to_num(value)
-
-
 def _judge_step(
-    task: Task, source: Source, parameters: optim.Named, step: int, batches: int, executor: Executor | None
+    task: Task, source: Source, parameters: optim.Named, step: int, batches: int, executor: Executor
 ) -> Objective:
     calls = [source.call(task, step * batches + i, parameters) for i in range(batches)]
     function, arguments = calls[0][0], [call[1] for call in calls]
-    if executor is None:
-        outs = [function(*call) for call in arguments]
-    else:
-        outs = executor.map(function, arguments, name="feature-gradient")
-    return outs[0] if batches == 1 else mean_of(outs)
-
-
-def mean_of(outs: list[Objective]) -> Objective:
-    """The mean over batches, added up in order by a fixed tree."""
-    names = ("value", "risk", "complexity", "bound", "accuracy")
-    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
-    gradient = tree_combine([out.gradient for out in outs], _add)
-    return Objective(
-        **dict(zip(names, numbers.tolist(), strict=True)),
-        gradient={name: value / len(outs) for name, value in gradient.items()},
-        dtype=max(out.dtype for out in outs),
-    )
+    outs = executor.map(function, arguments, name="feature-gradient")
+    return outs[0] if batches == 1 else mean_objectives(outs)
 
 
 # --- the final fit of a linear head -----------------------------------------------------------------
@@ -371,7 +265,7 @@ def _sums(features: Any, X: Array, y: np.ndarray, n_classes: int) -> dict[str, n
     return {"G": to_host(Z.T @ Z), "B": to_host(Z.T @ Y), "n": np.asarray(float(len(y)))}
 
 
-def _stored_sums(source: StoredSource, span: tuple[int, int], features: Any, n_classes: int) -> dict[str, np.ndarray]:
+def _stored_sums(source: Source, span: tuple[int, int], features: Any, n_classes: int) -> dict[str, np.ndarray]:
     X, y = source.dataset.read_rows(*span)
     return _sums(features, *source.prepared(X, np.asarray(y)), n_classes)
 
@@ -396,13 +290,8 @@ def solve_features(
     have seen every row: it is a rough guide where the map was learned on few rows. It is taken at the first rows of a
     data set where there are many.
     """
-    if isinstance(source, StoredSource):
-        calls = [(source, span, features, n_classes) for span in source.chunks()]
-        sums = (executor or SerialExecutor()).map_reduce(_stored_sums, calls, _add, name="feature-sums")
-    else:
-        blocks = list(row_blocks(source.rows, _CHUNK_ROWS))
-        parts = (_sums(features, source.X[rows, :], source.y[rows], n_classes) for rows in blocks)
-        sums = functools.reduce(_add, parts)
+    calls = [(source, span, features, n_classes) for span in source.chunks()]
+    sums = (executor or SerialExecutor()).map_reduce(_stored_sums, calls, _add, name="feature-sums")
     n, G, B = float(sums["n"]), sums["G"], sums["B"]
     lam, loss = float(regularization), None
     if retune:
@@ -413,8 +302,6 @@ def solve_features(
 
 
 def _first_rows(source: Source) -> tuple[Array, np.ndarray]:
-    if isinstance(source, ArraySource):
-        return source.X[:_LOO_ROWS, :], source.y[:_LOO_ROWS]
     parts, count = [], 0
     for span in source.chunks():
         X, y = source.dataset.read_rows(*span)

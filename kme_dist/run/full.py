@@ -33,14 +33,15 @@ from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.jobs import Job, job_basis
-from kme_dist.run.learn import LearnSettings, Record
-from kme_dist.run.rounds import Loop, Round, run_identity
+from kme_dist.run.learn import LearnSettings, Record, log_parameters
+from kme_dist.run.rounds import run_identity
+from kme_dist.run.trainer import Round, Trainer
 
 PREFIX = "features."
 CACHE_BYTES = 256 << 20
@@ -137,7 +138,7 @@ def _add(left: Sums, right: Sums) -> Sums:
 
 
 def full_gradient(
-    dataset: Dataset,
+    dataset: RowSource,
     features: FeatureMap,
     regularization: float,
     *,
@@ -209,7 +210,7 @@ def _judge(
 
 
 def _make_job(
-    dataset: Dataset,
+    dataset: RowSource,
     split: str | None,
     scaling: str | None,
     dtype: str,
@@ -258,7 +259,7 @@ def _replaced(features: FeatureMap, parameters: optim.Named) -> tuple[FeatureMap
 
 
 def learn_features(
-    dataset: Dataset,
+    dataset: RowSource,
     features: FeatureMap,
     regularization: float,
     settings: LearnSettings,
@@ -281,7 +282,7 @@ def learn_features(
     start: dict[str, Any] = {name: value.tolist() for name, value in _Named(features).parameters.items()}
     model = {"start": start, "regularization": regularization, "dtype": dtype, "scaling": scaling, "alpha": alpha}
 
-    loop = Loop(_Named(features), regularization, settings, rows)
+    trainer = Trainer(log_parameters(_Named(features), regularization), settings)
 
     def play(step: int, parameters: optim.Named) -> Round:
         began = time.perf_counter()
@@ -291,5 +292,6 @@ def learn_features(
         pace = {"round_seconds": seconds, "rows_per_second": rows / seconds, "workers": executor.workers}
         return Round(out, rows, pace)
 
-    history = loop.run(play, run_identity(dataset, settings, plan, model, 1), checkpoints, callback)
-    return LearnedFeatures(*_replaced(features, loop.result()), history)
+    identity = run_identity(dataset, settings, plan, model, 1)
+    found = trainer.run(play, identity, checkpoints, None if callback is None else lambda record, _: callback(record))
+    return LearnedFeatures(*_replaced(features, found.parameters), found.history)

@@ -11,7 +11,6 @@ side effects: what they return depends on their arguments and on the stored data
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import threading
@@ -30,8 +29,15 @@ from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
-from kme_dist.run.executors import tree_combine
-from kme_dist.run.learn import LearnSettings, LengthScalePrior, assemble, batch_objective
+from kme_dist.run.learn import (
+    LearnSettings,
+    Stepper,
+    assemble,
+    batch_objective,
+    mean_named,
+    mean_objectives,
+    without_schedule,
+)
 from kme_dist.run.scaling import Scaling
 
 BATCH_ROWS = 1000  # where the settings leave the batch size open
@@ -124,12 +130,7 @@ def make_job(
     if plan is None:
         batch = min(settings.batch_size or BATCH_ROWS, dataset.split_rows(split))
         plan = plan_batches(dataset, batch_size=max(batch, 1), seed=settings.seed, split=split)
-    return BatchJob(**basis, plan=plan, settings=travelling(settings), kernel=kernel, backend=backend)
-
-
-def travelling(settings: LearnSettings) -> LearnSettings:
-    """Without the schedule, which is a function and the driver's business."""
-    return dataclasses.replace(settings, schedule=None)
+    return BatchJob(**basis, plan=plan, settings=without_schedule(settings), kernel=kernel, backend=backend)
 
 
 # --- one batch --------------------------------------------------------------------------------------
@@ -178,32 +179,6 @@ def _who() -> str:
 
 
 @dataclass(frozen=True)
-class Stepper:
-    """From gradients to parameters: the same wherever the step is made."""
-
-    settings: LearnSettings
-    names: tuple[str, ...]  # of the parameters that are learned
-    prior: LengthScalePrior
-
-    def start(self, parameters: optim.Named) -> optim.State:
-        return self._optimizer.init({name: parameters[name] for name in self.names})
-
-    def gradient(self, out: Objective, parameters: optim.Named, rows: int) -> optim.Named:
-        """With the share of the prior that a batch of `rows` carries."""
-        return self.prior.add_to({name: np.nan_to_num(out.gradient[name]) for name in self.names}, parameters, rows)
-
-    def move(
-        self, gradient: optim.Named, parameters: optim.Named, state: optim.State, rate: float
-    ) -> tuple[optim.Named, optim.State]:
-        delta, state = self._optimizer.update(optim.clip(gradient, self.settings.clip_norm), state, rate)
-        return {name: value + delta.get(name, 0.0) for name, value in parameters.items()}, state
-
-    @property
-    def _optimizer(self) -> optim.Optimizer:
-        return optim.optimizer_by_name(self.settings.optimizer)
-
-
-@dataclass(frozen=True)
 class ReplicaRecord:
     """Where a replica has come by steps of its own."""
 
@@ -240,22 +215,8 @@ def together(records: list[BatchRecord]) -> BatchRecord:
 
 
 def mean_objective(records: list[BatchRecord]) -> Objective:
-    """The mean over batches, added up in plan order by a fixed tree."""
-    outs = [record.objective for record in records]
-    names = ("value", "risk", "complexity", "bound", "accuracy")
-    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
-    return Objective(
-        **dict(zip(names, numbers.tolist(), strict=True)),
-        gradient=mean_named([out.gradient for out in outs]),
-        dtype=max(out.dtype for out in outs),
-        jitter=max(out.jitter for out in outs),
-    )
-
-
-def mean_named(items: list[optim.Named]) -> optim.Named:
-    """The mean of dictionaries of arrays, added up in plan order by a fixed tree."""
-    total = tree_combine(items, lambda a, b: {name: a[name] + b[name] for name in a})
-    return {name: value / len(items) for name, value in total.items()}
+    """The mean over batches, in plan order."""
+    return mean_objectives([record.objective for record in records])
 
 
 def mean_state(states: list[optim.State]) -> optim.State:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from kme_dist.core.objective import (
     validation_objective,
 )
 from kme_dist.errors import ConfigError
+from kme_dist.run.executors import tree_combine
 
 OBJECTIVES = ("rcb", "validation", "loo", "erm")
 Record = dict[str, Any]
@@ -137,6 +138,29 @@ def assemble(kernel: Kernel, log_parameters: dict[str, np.ndarray]) -> tuple[Ker
     return kernel.replace(values), lam
 
 
+def log_parameters(start: Any, regularization: float) -> optim.Named:
+    """Parameters of a kernel (or of whatever else has some by name) and λ, as they are learned."""
+    return optim.to_log({**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)})
+
+
+def mean_objectives(outs: list[Objective]) -> Objective:
+    """The mean over batches, added up in their order by a fixed tree."""
+    names = ("value", "risk", "complexity", "bound", "accuracy")
+    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
+    return Objective(
+        **dict(zip(names, numbers.tolist(), strict=True)),
+        gradient=mean_named([out.gradient for out in outs]),
+        dtype=max(out.dtype for out in outs),
+        jitter=max(out.jitter for out in outs),
+    )
+
+
+def mean_named(items: list[optim.Named]) -> optim.Named:
+    """The mean of dictionaries of arrays, added up in their order by a fixed tree."""
+    total = tree_combine(items, lambda a, b: {name: a[name] + b[name] for name in a})
+    return {name: value / len(items) for name, value in total.items()}
+
+
 def step_record(
     settings: LearnSettings, step: int, out: Objective, lam: float, gradient_norm: float, rows: int, seconds: float
 ) -> Record:
@@ -177,6 +201,50 @@ class LengthScalePrior:
     def add_to(self, gradient: optim.Named, parameters: dict[str, np.ndarray], batch: int) -> optim.Named:
         pull = {name: self._weight * batch * (parameters[name] - self._start[name]) for name in self._names}
         return {name: g + pull.get(name, 0.0) for name, g in gradient.items()}
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """From gradients to parameters: the same wherever the step is made."""
+
+    settings: LearnSettings
+    names: tuple[str, ...]  # of the parameters that are learned
+    prior: LengthScalePrior | None = None
+
+    @classmethod
+    def of(cls, parameters: optim.Named, settings: LearnSettings, prior: LengthScalePrior | None = None) -> Stepper:
+        return cls(without_schedule(settings), tuple(optim.learnable(parameters, settings.frozen)), prior)
+
+    def start(self, parameters: optim.Named) -> optim.State:
+        return self._optimizer.init({name: parameters[name] for name in self.names})
+
+    def gradient(self, out: Objective, parameters: optim.Named, rows: int) -> optim.Named:
+        """With the share of the prior that a batch of `rows` carries."""
+        own = {name: _finite(out.gradient[name]) for name in self.names}
+        return own if self.prior is None else self.prior.add_to(own, parameters, rows)
+
+    def penalty(self, parameters: optim.Named, rows: int) -> float:
+        """The value of that share."""
+        return 0.0 if self.prior is None else self.prior.value(parameters, rows)
+
+    def move(
+        self, gradient: optim.Named, parameters: optim.Named, state: optim.State, rate: float
+    ) -> tuple[optim.Named, optim.State]:
+        delta, state = self._optimizer.update(optim.clip(gradient, self.settings.clip_norm), state, rate)
+        return {name: value + delta[name] if name in delta else value for name, value in parameters.items()}, state
+
+    @property
+    def _optimizer(self) -> optim.Optimizer:
+        return optim.optimizer_by_name(self.settings.optimizer)
+
+
+def without_schedule(settings: LearnSettings) -> LearnSettings:
+    """As settings travel to workers: the schedule is a function, and the driver's business."""
+    return replace(settings, schedule=None)
+
+
+def _finite(value: np.ndarray) -> np.ndarray:
+    return value if np.isfinite(value).all() else np.nan_to_num(value)
 
 
 class PlateauWatch:

@@ -1,4 +1,4 @@
-"""Learning from a data set that no process holds: the loop of `learn`, its batches read and judged by workers.
+"""Learning a kernel: the rounds that the trainer asks for, their batches read and evaluated where the executor works.
 
     executor = DaskExecutor(client)
     learned = learn_on_dataset(data, kernel, 1.0, LearnSettings(steps=500, batch_size=2000),
@@ -17,46 +17,48 @@ bits come from one process, from any number of workers, and from a run that was 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from kme_dist.backend import is_cupy, precision, to_host
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, row_count
-from kme_dist.core.objective import Objective
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
-from kme_dist.errors import ConfigError, KMEError
+from kme_dist.errors import ConfigError
 from kme_dist.run import jobs
-from kme_dist.run.checkpoints import Checkpoints, Snapshot
+from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.jobs import (
     BatchJob,
     BatchRecord,
-    Stepper,
     batch_gradient,
     make_job,
-    mean_named,
     mean_objective,
     mean_state,
     read_rows,
 )
-from kme_dist.run.learn import Learned, LearnSettings, LengthScalePrior, PlateauWatch, Record, assemble, step_record
+from kme_dist.run.learn import (
+    Learned,
+    LearnSettings,
+    LengthScalePrior,
+    Record,
+    assemble,
+    log_parameters,
+    mean_named,
+)
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.trainer import PlayRound, Round, Trainer
 
 __all__ = [
     "BatchRecord",
-    "Loop",
-    "Round",
     "batch_gradient",
     "learn",
     "learn_on_dataset",
@@ -65,7 +67,6 @@ __all__ = [
     "run_identity",
 ]
 
-HISTORY_RECORDS = 1000  # kept in memory; the callback sees every one
 GRADIENT, READ, REPLICA = "rcb-gradient", "read-batch", "local-steps"  # as the dashboard shows them
 
 
@@ -125,14 +126,14 @@ def learn_on_dataset(
         identity = run_identity(dataset, settings, job.plan, model, batches_per_step)
         if local_steps is not None:
             identity["learn"] |= {"mode": "local", "local_steps": local_steps}
-    loop = Loop(kernel, regularization, settings, job.plan.rows)
+    start = log_parameters(kernel, regularization)
+    trainer = Trainer(start, settings, prior=LengthScalePrior(kernel, start, settings, job.plan.rows))
     if local_steps is None:
         play = _synchronous(job, batches_per_step, executor)
     else:
-        play = _local(job, loop, batches_per_step, local_steps, executor)
-    history = loop.run(play, identity, checkpoints, callback)
-    learned_kernel, lam = assemble(kernel, loop.result())
-    return Learned(learned_kernel, lam, history, stopped_early=loop.stopped)
+        play = _local(job, trainer, batches_per_step, local_steps, executor)
+    found = trainer.run(play, identity, checkpoints, None if callback is None else lambda record, _: callback(record))
+    return Learned(*assemble(kernel, found.parameters), found.history, stopped_early=found.stopped_early)
 
 
 def learn(
@@ -168,7 +169,7 @@ def learn(
     return replace(learned, history=records)
 
 
-def _synchronous(job: BatchJob, batches: int, executor: Executor) -> Play:
+def _synchronous(job: BatchJob, batches: int, executor: Executor) -> PlayRound:
     gpu = job.backend == "cupy"
 
     def play(step: int, parameters: optim.Named) -> Round:
@@ -188,13 +189,13 @@ def _synchronous(job: BatchJob, batches: int, executor: Executor) -> Play:
     return play
 
 
-def _local(job: BatchJob, loop: Loop, replicas: int, steps: int, executor: Executor) -> Play:
+def _local(job: BatchJob, trainer: Trainer, replicas: int, steps: int, executor: Executor) -> PlayRound:
     """Replica r of the round that begins at step s makes its steps on the batches from s · replicas + r · steps."""
 
     def play(step: int, parameters: optim.Named) -> Round:
         began, first = time.perf_counter(), step * replicas
-        rates = [loop.rate(number) for number in range(step, step + steps)]
-        calls = [(job, first + r * steps, loop.stepper, rates, parameters, loop.state) for r in range(replicas)]
+        rates = [trainer.rate(number) for number in range(step, step + steps)]
+        calls = [(job, first + r * steps, trainer.stepper, rates, parameters, trainer.state) for r in range(replicas)]
         found = executor.map(jobs.local_steps, calls, name=REPLICA, gpu=job.backend == "cupy", quick=True)
         records = [replica.record for replica in found]
         pace = _pace(records, time.perf_counter() - began, executor.workers)
@@ -207,121 +208,6 @@ def _local(job: BatchJob, loop: Loop, replicas: int, steps: int, executor: Execu
         )
 
     return play
-
-
-# --- the loop ---------------------------------------------------------------------------------------
-
-
-class Parametrised(Protocol):
-    """What a loop learns: a kernel, or whatever else has parameters by name."""
-
-    @property
-    def parameters(self) -> Mapping[str, np.ndarray]: ...
-
-
-class Round(NamedTuple):
-    """What a round has found: the mean objective and gradient of its batches, or already where it leads."""
-
-    objective: Objective
-    rows: int  # of one batch
-    pace: Record
-    steps: int = 1
-    reached: tuple[optim.Named, optim.State] | None = None  # None: one update with the gradient is still to be made
-
-
-# From the number of steps made and the parameters: a round. Its last two fields may be left out.
-Play = Callable[[int, optim.Named], Round | tuple[Objective, int, Record]]
-
-
-class Loop:
-    """Parameters, optimiser state and stopping rule: all that changes from round to round."""
-
-    def __init__(self, start: Parametrised, regularization: float, settings: LearnSettings, rows: int) -> None:
-        self.settings = settings
-        self.parameters = optim.to_log(
-            {**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)}
-        )
-        names = tuple(optim.learnable(self.parameters, settings.frozen))
-        prior = LengthScalePrior(start, self.parameters, settings, rows)  # type: ignore[arg-type]
-        self.stepper = Stepper(jobs.travelling(settings), names, prior)
-        self.state = self.stepper.start(self.parameters)
-        schedule = settings.schedule or (lambda rate, steps: optim.constant(rate))
-        self.rate = schedule(settings.learning_rate, settings.steps)
-        self.watch = PlateauWatch(settings.patience)
-        self.step, self.stopped = 0, False
-        self._began, self._earlier = time.perf_counter(), 0.0
-        self._snapshot = self._take()
-
-    def run(
-        self,
-        play: Play,
-        identity: dict[str, Any],
-        checkpoints: Checkpoints | None = None,
-        callback: Callable[[Record], None] | None = None,
-    ) -> list[Record]:
-        """Round after round to the end, from the last checkpoint where there is one; the last records."""
-        if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
-            self.restore(found)
-        history: deque[Record] = deque(maxlen=HISTORY_RECORDS)
-        with self._saved_on_the_way_out(checkpoints, identity):
-            while self.step < self.settings.steps and not self.stopped:
-                played = Round(*play(self.step, dict(self.parameters)))
-                history.append({**self.advance(played), **played.pace})
-                if callback:
-                    callback(history[-1])
-                if checkpoints is not None:
-                    checkpoints.offer(self._snapshot, identity)
-        return list(history)
-
-    def advance(self, played: Round) -> Record:
-        """To where the round leads."""
-        out, rows = played.objective, played.rows
-        gradient = self.stepper.gradient(out, self.parameters, rows)
-        lam = float(optim.from_log({"regularization": self.parameters["regularization"]})["regularization"])
-        last = self.step + played.steps - 1
-        record = step_record(self.settings, last, out, lam, optim.norm(gradient), rows, self.seconds)
-        if self.watch.should_stop(out.value + self.stepper.prior.value(self.parameters, rows), self.parameters):
-            self.stopped = True
-        elif played.reached is not None:
-            self.parameters, self.state = played.reached
-        else:
-            moved = self.stepper.move(gradient, self.parameters, self.state, self.rate(self.step))
-            self.parameters, self.state = moved
-        self.step += played.steps
-        self._snapshot = self._take()
-        return record
-
-    def result(self) -> optim.Named:
-        return self.parameters if self.settings.patience is None else self.watch.best_parameters(self.parameters)
-
-    @property
-    def seconds(self) -> float:
-        return self._earlier + time.perf_counter() - self._began
-
-    def _take(self) -> Snapshot:
-        watch = {**self.watch.state(), "stopped": int(self.stopped)}
-        return Snapshot(self.step, self.parameters, self.state, watch, self.seconds)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self.step, self.parameters, self.state = snapshot.step, snapshot.parameters, snapshot.optimizer
-        self.watch.restore(snapshot.watch)
-        self.stopped = bool(snapshot.watch["stopped"])
-        self._earlier, self._began = snapshot.seconds, time.perf_counter()
-        self._snapshot = self._take()
-
-    @contextlib.contextmanager
-    def _saved_on_the_way_out(self, checkpoints: Checkpoints | None, identity: dict[str, Any]) -> Iterator[None]:
-        """Save the last whole round, whether the run ends well or is interrupted in the middle of the next one."""
-        start = self.step
-        try:
-            yield
-        except BaseException:
-            if checkpoints is not None and self._snapshot.step > start:
-                with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
-                    checkpoints.save(self._snapshot, identity)
-            raise
-        if checkpoints is not None and self.step > start:
-            checkpoints.save(self._snapshot, identity)
 
 
 # --- records ----------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from kme_dist.core.objective import LOSS_FLOOR, Objective, Workspace, feature_ob
 from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.features import PREFIX, Source, learn_task, mean_of, start_of, with_parameters
-from kme_dist.run.learn import LearnSettings, Record, assemble, batch_objective, select
+from kme_dist.run.features import PREFIX, Source, learn_task, start_of, with_parameters
+from kme_dist.run.learn import LearnSettings, Record, assemble, batch_objective, mean_objectives, select
 
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
@@ -96,7 +96,7 @@ def _by_halves(Z_solve: Array, Z_judge: Array, y: np.ndarray, options: dict[str,
     concat = namespace_of(Z_solve).concat
     solved = concat([out.feature_gradient[0] for out in outs], axis=0) / 2
     judged = concat([out.feature_gradient[1] for out in outs[::-1]], axis=0) / 2
-    return replace(mean_of(outs), feature_gradient=(solved, judged))
+    return replace(mean_objectives(outs), feature_gradient=(solved, judged))
 
 
 @dataclass(frozen=True)

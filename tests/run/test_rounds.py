@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -23,9 +24,10 @@ from kme_dist.run import executors, jobs, rounds
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.jobs import BatchRecord, batch_gradient, make_job
-from kme_dist.run.learn import LearnSettings
+from kme_dist.run.learn import LearnSettings, log_parameters
 from kme_dist.run.rounds import learn_on_dataset
 from kme_dist.run.scaling import Scaling
+from kme_dist.run.trainer import Trainer
 
 FEATURES = 5
 KERNEL = Gaussian(length_scale=np.full(FEATURES, 0.8))
@@ -133,7 +135,7 @@ def test_a_batch_without_some_classes_is_no_problem(tmp_path):
     y = np.arange(400) // 100
     data = ingest((X, y), tmp_path / "sorted.zarr", chunk_bytes="2KiB", shard_bytes="4KiB")
     job = make_job(data, KERNEL, SETTINGS, split=None, scaling="unit", dtype="float32")
-    job = jobs.dataclasses.replace(job, plan=jobs.dataclasses.replace(job.plan, mode="contiguous", batch_size=50))
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, mode="contiguous", batch_size=50))
     record = batch_gradient(job, 0, optim.to_log({**KERNEL.parameters, "regularization": np.array(0.1)}))
     assert isinstance(record, BatchRecord)
     assert record.objective.gradient["length_scale"].shape == (FEATURES,)
@@ -224,9 +226,9 @@ def test_replicas_that_meet_after_every_step_are_the_mean_gradient(data):
 def test_a_round_of_replicas_is_their_mean_in_plan_order(data):
     settings = LearnSettings(steps=4, batch_size=100, seed=3)
     job = make_job(data, KERNEL, settings, split="train", scaling="unit", dtype="float32")
-    loop = rounds.Loop(KERNEL, 0.1, settings, job.plan.rows)
+    trainer = Trainer(log_parameters(KERNEL, 0.1), settings)
     replicas = [
-        jobs.local_steps(job, r * 4, loop.stepper, [0.1] * 4, loop.parameters, loop.state) for r in range(3)
+        jobs.local_steps(job, r * 4, trainer.stepper, [0.1] * 4, trainer.parameters, trainer.state) for r in range(3)
     ]  # fmt: skip
     learned = run(data, settings=settings, **LOCAL)
     logs = np.mean([replica.parameters["length_scale"] for replica in replicas], axis=0)
@@ -377,7 +379,7 @@ def test_a_run_whose_rate_falls_to_its_end_cannot_be_made_longer(data, tmp_path)
     falling = LearnSettings(steps=6, batch_size=100, schedule=optim.cosine_decay, seed=3)
     run(data, settings=falling, checkpoints=Checkpoints(tmp_path))
     with pytest.raises(ConfigError, match=r"learn\.steps was 6, now it is 8"):
-        run(data, settings=jobs.dataclasses.replace(falling, steps=8), checkpoints=Checkpoints(tmp_path))
+        run(data, settings=dataclasses.replace(falling, steps=8), checkpoints=Checkpoints(tmp_path))
 
 
 def test_other_data_are_refused(data, tmp_path):
@@ -436,16 +438,16 @@ def test_a_killed_driver_goes_on_to_the_same_bits(data, tmp_path, kind, kills):
 WAITING = """
 import time
 from kme_dist.cli import main
-from kme_dist.run.rounds import Loop
+from kme_dist.run.trainer import Trainer
 
-real = Loop.advance
+real = Trainer.advance
 
 def advance(self, *arguments):
     if self.step == 10:
         time.sleep(600)
     return real(self, *arguments)
 
-Loop.advance = advance
+Trainer.advance = advance
 main()
 """
 

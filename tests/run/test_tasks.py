@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from kme_dist.core import features as maps
-from kme_dist.run.features import ArraySource
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.run.features import Source
 from kme_dist.run.learn import LearnSettings
+from kme_dist.run.scaling import Scaling
 from kme_dist.run.tasks import SoftmaxTask, learn_softmax
 
 
@@ -49,7 +51,9 @@ def test_it_learns_and_tells_the_accuracy_of_every_epoch(rng):
     y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0)
     settings = LearnSettings(steps=80, batch_size=50, learning_rate=0.03)
     task = SoftmaxTask(maps.dense_network(4, (12,), seed=0), settings, 3)
-    history = learn_softmax(task, ArraySource(X, y, 50, 0), width=12, per_epoch=4, watch=(X, y))
+    plain = {"split": None, "scaling": Scaling(np.zeros(4), np.ones(4)), "dtype": "float64"}
+    source = Source.of(ArrayRows(X, y), batch_size=50, seed=0, **plain)
+    history = learn_softmax(task, source, width=12, per_epoch=4, watch=(X, y))
     curve = [record["watched_accuracy"] for record in history if "watched_accuracy" in record]
     assert len(curve) == 20
     assert curve[-1] > 0.9 > curve[0]

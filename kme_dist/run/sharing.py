@@ -1,0 +1,32 @@
+"""Rows in memory for workers: written once to a folder of this machine that all of them map into their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import Any
+
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.errors import DataError
+from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
+
+
+def executor_for(client: Any) -> Executor:
+    """The workers of a client; this process without one."""
+    return SerialExecutor() if client is None else DaskExecutor(client)
+
+
+def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | None:
+    """Put rows where the workers of `client` find them, until `stack` closes; returns the folder (None: no client)."""
+    if client is None:
+        return None
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    hosts = {worker["host"] for address, worker in workers.items() if not address.startswith("inproc://")}
+    if not hosts <= {"127.0.0.1", "::1", "localhost"}:
+        raise DataError(
+            f"fit: rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
+            "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
+        )
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-dist-"))
+    rows.spill(folder)
+    return folder
