@@ -39,6 +39,7 @@ MOST_STEPS = 1_000
 _DEPENDENT = 1e-14  # a direction of the residual block so far below the largest is rounding
 _KEPT_BYTES = 1 << 28  # of earlier directions and their products with A
 _PATIENCE = 200  # steps without progress before a run gives up
+_WORTH = 0.01  # share of what all steps have brought so far that makes a step, or a run, progress
 
 Product = Callable[[np.ndarray], np.ndarray]
 
@@ -70,23 +71,29 @@ def block_cg(
         guessed = B - product(start)
         serves = np.linalg.norm(guessed, axis=0) < size
         X[:, serves], R[:, serves] = start[:, serves], guessed[:, serves]
-    left, steps = np.linalg.norm(R, axis=0), 0
+    left, steps, energy = np.linalg.norm(R, axis=0), 0, np.zeros(B.shape[1])
+    nearest, least = X.copy(), left.copy()
     while steps < most_steps:
-        todo = np.flatnonzero(~(left <= tolerance * size))
+        todo = np.flatnonzero(~(least <= tolerance * size))
         if not len(todo):
             break
-        length = left[todo]
-        wanted = tolerance * size[todo] / length
-        change, made = _one_run(product, precondition, R[:, todo] / length, wanted, most_steps - steps)
+        length, unit = left[todo], R[:, todo] / left[todo]
+        change, made = _one_run(product, precondition, unit, tolerance * size[todo] / length, most_steps - steps)
         tried = X.copy()
         tried[:, todo] += change * length
         true = B - product(tried)
-        now, steps = np.linalg.norm(true, axis=0), steps + made
-        nearer, gained = now < left, (now < 0.5 * left).any()
-        X[:, nearer], R[:, nearer], left = tried[:, nearer], true[:, nearer], np.where(nearer, now, left)
-        if not gained:
+        steps += made
+        # By so much, over |b|², has half the squared error in the norm of A fallen: what the steps minimise. The
+        # residual may well have grown on the way there.
+        fallen = 0.5 * np.sum(change * (unit + true[:, todo] / length), axis=0) * (length / size[todo]) ** 2
+        now, energy[todo] = np.linalg.norm(true[:, todo], axis=0), energy[todo] + np.maximum(fallen, 0.0)
+        gained = (now < 0.5 * length) | (fallen > _WORTH * energy[todo])
+        nearer, better = todo[now < least[todo]], todo[fallen > 0]
+        nearest[:, nearer], least[nearer] = tried[:, nearer], now[now < least[todo]]
+        X[:, better], R[:, better], left[better] = tried[:, better], true[:, better], now[fallen > 0]
+        if not gained.any():
             break
-    return Solved(X, steps, float(np.max(left / np.where(size > 0, size, 1.0), initial=0.0)))
+    return Solved(nearest, steps, float(np.max(least / np.where(size > 0, size, 1.0), initial=0.0)))
 
 
 def _one_run(
@@ -128,7 +135,7 @@ class _Progress:
         worst = float(np.max(lengths / self._wanted))
         # The residual may stay as it is for long while the error, in the norm of A, goes on falling: by |taken|².
         self._energy = self._energy + np.sum(taken**2, axis=0)
-        further = bool((self._energy > 1.01 * self._counted)[lengths > self._wanted].any())
+        further = bool((self._energy > (1 + _WORTH) * self._counted)[lengths > self._wanted].any())
         if worst < 0.9 * self._shortest or further:
             self._shortest, self._counted, self._waited = min(worst, self._shortest), self._energy, 0
         else:

@@ -110,17 +110,22 @@ def test_a_block_takes_no_more_steps_than_its_columns_alone(preconditioned, rng)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("condition", [1e5, 1e8, 1e12])
-def test_ill_conditioned_systems_are_solved_as_far_as_rounding_allows(kind, condition, rng):
-    """No method leaves less than about u |A| |x|, and what is left is stated."""
-    A = with_spectrum(150, condition, rng)
-    B = related(kind, 150, rng)
-    found = block_cg(lambda S: A @ S, B, 1e-8)
-    X, size = found.solution, np.linalg.norm(B, axis=0)
-    reach = 20 * U * np.linalg.norm(X, axis=0) / np.where(size > 0, size, 1.0)
-    left = residuals(A, X, B)
-    assert (left <= np.maximum(1.01e-8, reach)).all()
-    assert found.residual == pytest.approx(left.max(), rel=0.5)
-    assert found.steps <= 150
+def test_ill_conditioned_systems_are_solved_as_far_as_rounding_allows(kind, condition):
+    """No method leaves less than about u |A| |x|, and what is left is stated.
+
+    Several draws: a run may end with a residual larger than it began with, nearer in the norm of A all the same, and
+    must not be thrown away.
+    """
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        A, B = with_spectrum(150, condition, rng), related(kind, 150, rng)
+        found = block_cg(lambda S, A=A: A @ S, B, 1e-8)
+        X, size = found.solution, np.linalg.norm(B, axis=0)
+        reach = 20 * U * np.linalg.norm(X, axis=0) / np.where(size > 0, size, 1.0)
+        left = residuals(A, X, B)
+        assert (left <= np.maximum(1.01e-8, reach)).all()
+        assert found.residual == pytest.approx(left.max(), rel=0.5)
+        assert found.steps <= 150
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
