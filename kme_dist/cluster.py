@@ -27,6 +27,7 @@ import ipaddress
 import logging
 import os
 import platform
+import signal
 import socket
 import warnings
 from collections.abc import Iterator
@@ -232,6 +233,7 @@ def _listen(settings: ClusterConfig) -> dict[str, Any]:
 
 def _needed(module: str, package: str, extra: str) -> Any:
     """A library that only one kind of cluster needs."""
+    interrupted = signal.getsignal(signal.SIGINT)
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -239,6 +241,10 @@ def _needed(module: str, package: str, extra: str) -> Any:
             f"this kind of cluster needs {package}, which cannot be imported here ({error}); "
             f"install it: pip install 'kme-dist[{extra}]'"
         ) from error
+    finally:
+        # dask-jobqueue makes ctrl-C a success as soon as it is imported: exit code 0, and no word on how to go on.
+        if interrupted is not None and signal.getsignal(signal.SIGINT) is not interrupted:
+            signal.signal(signal.SIGINT, interrupted)
 
 
 def _local_cuda(settings: ClusterConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -187,8 +188,22 @@ def test_a_cuda_cluster_has_a_worker_for_each_device_with_a_pool_that_cupy_share
     assert keywords["rmm_allocator_external_lib_list"] == "cupy"
 
 
+def test_a_library_for_one_kind_of_cluster_leaves_ctrl_c_alone():
+    """dask-jobqueue answers it with exit code 0 from its import on; in a fresh process, where that is still to come."""
+    if importlib.util.find_spec("dask_jobqueue") is None:
+        pytest.skip("dask-jobqueue is not installed")
+    script = (
+        "import signal, sys; from kme_dist import cluster; before = signal.getsignal(signal.SIGINT);"
+        "cluster._needed('dask_jobqueue', 'dask-jobqueue', 'jobqueue');"
+        "assert 'dask_jobqueue.runner' in sys.modules; assert signal.getsignal(signal.SIGINT) is before"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_slurm_job_starts_one_worker_on_one_core():
-    pytest.importorskip("dask_jobqueue")
+    if importlib.util.find_spec("dask_jobqueue") is None:
+        pytest.skip("dask-jobqueue is not installed")
     settings = {"memory": "4GiB", "queue": "gpu", "account": "kme", "walltime": "02:00:00", "gpus": 1}
     more = {"directives": ["--constraint=a100"], "prologue": ["source /opt/kme/bin/activate"]}
     with cluster._slurm_cluster(ClusterConfig(kind="slurm", dashboard=False, **settings, **more)) as started:

@@ -318,8 +318,22 @@ def address_of(client):
     return client.dashboard_link.rsplit("/", 1)[0]
 
 
-def test_the_page_answers_on_the_schedulers_own_dashboard(client):
-    with Client(client.scheduler.address) as early, telemetry(early, run="early", stage="learn") as told:
+@pytest.fixture
+def untouched():
+    """A client of a scheduler that nobody has installed the page on."""
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp://") as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def test_the_page_answers_on_the_schedulers_own_dashboard(untouched):
+    client = untouched
+    with (
+        Client(client.scheduler.address, set_as_default=False) as early,
+        telemetry(early, run="early", stage="learn") as told,
+    ):
         told.step(step(1))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(address_of(client) + "/kme")

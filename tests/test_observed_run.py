@@ -59,10 +59,10 @@ def config(client, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(client, config, tmp_path_factory):
-    """What `kme-dist run` said to people, and the file of its performance report."""
-    lines, file = [], tmp_path_factory.mktemp("report") / "performance.html"
+    """What `kme-dist run` said to people, the file of its performance report, and what the worker counted of it."""
+    lines, file, before = [], tmp_path_factory.mktemp("report") / "performance.html", scraped(client)
     whole.run(config("five"), name="five", listener=Listener(say=lines.append), performance=file)
-    return lines, file
+    return lines, file, {key: value - before.get(key, 0.0) for key, value in scraped(client).items()}
 
 
 def stages_of(client, run, stage, wanted=()):
@@ -98,8 +98,8 @@ def test_the_stages_of_a_run_are_told_apart_by_kind_of_work(client, said):
     assert stages_of(client, "five", "evaluate", {"reduce"}) >= {"reduce"}
 
 
-def test_workers_count_every_task_of_a_run_without_being_asked(client, said):
-    found = scraped(client)
+def test_workers_count_every_task_of_a_run_without_being_asked(said):
+    _, _, found = said
     assert {labels for name, labels in found if name == "kme_stage_seconds_total"} == {f'stage="{s}"' for s in STAGES}
     gradients = found["kme_tiles_computed_total", 'outcome="done",phase="batch_gradient"']
     assert gradients >= 6, "one for each step; more where an answer was too long on its way, and was computed again"
@@ -123,7 +123,7 @@ def test_the_page_shows_scales_checkpoints_and_chunks(client, said):
 
 
 def test_a_run_says_where_to_watch_it_and_leaves_a_report(client, said):
-    lines, file = said
+    lines, file, _ = said
     assert any(line.endswith(client.dashboard_link.replace("/status", "/kme")) for line in lines), lines
     assert "cdn.bokeh.org" not in file.read_text(encoding="utf-8")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import contextlib
 import os
 import re
 import shlex
@@ -183,9 +182,9 @@ def test_signals_reach_the_command_and_it_may_take_its_time(tmp_path, sent, code
         process.send_signal(sent)
         assert process.wait(timeout=20) == code
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the command too
-        process.wait()
+        if process.poll() is None:  # it did not end: nor did the command
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     assert (tmp_path / "state").read_text() == "saved\n"
 
 
