@@ -215,3 +215,39 @@ def test_explicit_features_are_stored_and_loaded_with_the_model(iris, tmp_path):
         again = kme_dist.load(tmp_path / f"{number}.zarr")
         np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
         assert again.score(X, y) > 0.9
+
+
+LEARNERS = {
+    "network": lambda **more: kme_dist.CENClassifier(hidden=(8, 4), steps=8, batch_size=40, **more),
+    "network, exact gradient": lambda **more: kme_dist.CENClassifier(hidden=(6,), steps=4, **more),
+    "network, two batches a step": lambda **more: kme_dist.CENClassifier(
+        hidden=(6,), steps=4, batch_size=30, batches_per_step=2, refit_regularization=True, **more
+    ),
+    "kernel on a network": lambda **more: kme_dist.CENClassifier(hidden=(5,), head="gaussian", steps=4, **more),
+    "spectral": lambda **more: kme_dist.ASKLClassifier(features=30, epochs=2, loss="cross_entropy", **more),
+}
+
+
+@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
+def test_learned_features_have_the_same_bits_alone_over_a_client_and_from_disk(iris, client, learner):
+    X, y = iris.read("train")
+    Xq, _ = iris.read("test")
+    alone = learner().fit(X, y)
+    for other in (learner(client=client).fit(X, y), learner(client=client).fit(iris), learner().fit(iris)):
+        np.testing.assert_array_equal(other.weights_, alone.weights_)
+        np.testing.assert_array_equal(other.decision_function(Xq), alone.decision_function(Xq))
+        assert other.bound_ == alone.bound_
+
+
+def test_spectral_regression_has_the_same_bits_alone_over_a_client_and_from_disk(client, tmp_path):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(150, 3))
+    y = 1e3 + np.sin(X[:, 0]) + 0.1 * rng.normal(size=150)
+    data = ingest((X, y), tmp_path / "numbers.zarr", task="regression", dtype="float64")
+    alone = kme_dist.ASKLRegressor(features=30, epochs=2).fit(X, y)
+    for other in (
+        kme_dist.ASKLRegressor(features=30, epochs=2, client=client).fit(X, y),
+        kme_dist.ASKLRegressor(features=30, epochs=2, client=client).fit(data),
+        kme_dist.ASKLRegressor(features=30, epochs=2).fit(data),
+    ):
+        np.testing.assert_array_equal(other.predict(X), alone.predict(X))
