@@ -136,17 +136,17 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
         for name in ("features", "batch_size", "batches_per_step"):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < 1:
-                raise ConfigError(f"{name}={value!r}: needs a whole number from 1")
+                raise ConfigError(f"{name}={value!r}: must be an integer >= 1")
         if not isinstance(self.epochs, int | np.integer) or self.epochs < 0:
-            raise ConfigError(f"epochs={self.epochs!r}: needs a whole number from 0")
+            raise ConfigError(f"epochs={self.epochs!r}: must be an integer >= 0")
         for name in ("deviation", "learning_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: needs a positive number")
+                raise ConfigError(f"{name}={value!r}: must be a positive number")
         for name in ("weight_penalty", "feature_penalty"):
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r}: needs a number from 0")
+                raise ConfigError(f"{name}={value!r}: must be a number >= 0")
         if self.schedule not in ("constant", "cosine"):
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose 'constant' or 'cosine'")
         if self.dtype not in ("float32", "float64"):
@@ -156,7 +156,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
         if self.random_state is None:
             return int(np.random.SeedSequence().generate_state(1)[0])
         if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
-            raise ConfigError(f"random_state={self.random_state!r}: needs a whole number from 0, or None")
+            raise ConfigError(f"random_state={self.random_state!r}: must be an integer >= 0, or None")
         return int(self.random_state)
 
     def _executor(self) -> Executor:

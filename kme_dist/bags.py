@@ -245,7 +245,7 @@ class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
     def fit(self, bags: Sequence[Any], y: Any = None) -> Self:
         """Kernel means of the bags, then the smallest region of them."""
         if not 0 < self.nu <= 1:
-            raise ConfigError(f"nu={self.nu!r}: needs a number above 0, at most 1")
+            raise ConfigError(f"nu={self.nu!r}: must be a number > 0 and <= 1")
         G = self._prepare(bags)
         self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
         self.machine_ = OneClassSVM(kernel="precomputed", nu=self.nu).fit(G / self.unit_)

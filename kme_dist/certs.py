@@ -72,7 +72,7 @@ def days_left(path: str | Path) -> float:
 
 
 def ends_at(certificate: str | Path) -> float:
-    """When a certificate, by its path or as PEM text, stops to be valid, in seconds since 1970."""
+    """When a certificate, by its path or as PEM text, expires, in seconds since 1970."""
     if "-----BEGIN" in str(certificate):
         return float(_x509().load_pem_x509_certificate(str(certificate).encode()).not_valid_after_utc.timestamp())
     return float(_certificate(Path(certificate)).not_valid_after_utc.timestamp())

@@ -132,7 +132,7 @@ def learn(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Learn kernel and regularisation from a data set over a cluster, or go on where that was interrupted."""
+    """Learn kernel and regularisation from a data set over a cluster, or resume an interrupted run."""
     settings = load_config(config, [*(overrides or []), *_at(scheduler)])
     job, typed = _pipeline("learn"), ["kme-dist", "learn", str(config), *(f"--set={c}" for c in overrides or [])]
     with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
@@ -244,7 +244,7 @@ def ingest(
     split_column: Annotated[str | None, typer.Option(help="Column that names the part of each row.")] = None,
     stratify: Annotated[bool, typer.Option("--stratify", help="Keep the class shares alike in all parts.")] = False,
     format: Annotated[str | None, typer.Option(help="Kind of file, where its name does not tell.")] = None,
-    delimiter: Annotated[str | None, typer.Option(help="Sign between the fields of a csv file.")] = None,
+    delimiter: Annotated[str | None, typer.Option(help="Field delimiter of a csv file.")] = None,
     header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether a csv file has one.")] = None,
     encoding: Annotated[str, typer.Option(help="Encoding of a csv file.")] = "utf-8",
     compression: Annotated[str, typer.Option(help="auto, zstd or none.")] = "auto",

@@ -156,7 +156,7 @@ def submit(
         return
     print(job.id)
     if not quiet:
-        print(f"it goes on by itself; see `kme-dist jobs status {job.id}`", file=sys.stderr)
+        print(f"it keeps running; see `kme-dist jobs status {job.id}`", file=sys.stderr)
 
 
 @jobs_app.command("list")
@@ -213,7 +213,7 @@ def status(
         (found,) = on_scheduler([job], _cluster(scheduler, tls, insecure))
         facts["scheduler"] = found
         if found["state"] is None and facts["state"] in ("waiting", "running", "retrying"):
-            facts["advice"] = f"the scheduler does not know it; go on with `kme-dist jobs resume {job.id}`"
+            facts["advice"] = f"the scheduler does not know it; resume it with `kme-dist jobs resume {job.id}`"
     if as_json:
         _print_json(facts)
     else:

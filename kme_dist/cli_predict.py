@@ -49,7 +49,7 @@ def predict(
     expectation: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="E[g(Y) | x] for the g in a YAML or JSON file.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="So many most probable classes.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of top classes.")] = None,
     format: Annotated[str | None, typer.Option(help="zarr or parquet.")] = None,
     split: Annotated[str | None, typer.Option(help="Part of the data set; all of it when absent.")] = None,
     like: Annotated[str | None, typer.Option(help="Data set whose columns Parquet is read by.")] = None,
@@ -64,7 +64,7 @@ def predict(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict all rows of a data set, chunk by chunk, each exactly once; run it again to go on where it stopped."""
+    """Predict all rows of a data set, chunk by chunk, each exactly once; run it again to resume."""
     pipeline = _pipeline("predict")
     flags = {
         "model": model,
@@ -104,7 +104,7 @@ def predict(
     for entry in result["quarantined"]:
         last = entry["first_row"] + entry["rows"] - 1
         print(
-            f"set aside: chunk {entry['chunk']} (rows {entry['first_row']} to {last}): {entry['error']}",
+            f"skipped chunk {entry['chunk']} (quarantined; rows {entry['first_row']} to {last}): {entry['error']}",
             file=sys.stderr,
         )
     if result["quarantined"]:

@@ -197,13 +197,13 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         if self.features is not None and self.solver not in ("auto", "features"):
             raise ConfigError(f"features are for solver='features', not {self.solver!r}; leave one of them out")
         if not self.tolerance > 0:
-            raise ConfigError(f"tolerance={self.tolerance!r}: needs a positive number")
+            raise ConfigError(f"tolerance={self.tolerance!r}: must be a positive number")
         if self.regularization is not None and not self.regularization > 0:
-            raise ConfigError(f"regularization={self.regularization!r}: needs a positive number, or None")
+            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
         for name in ("centres", "target_centres", "folds"):
             value, least = getattr(self, name), 2 if name == "folds" else 1
             if value is not None and (not isinstance(value, int | np.integer) or value < least):
-                raise ConfigError(f"{name}={value!r}: needs a whole number from {least}, or None")
+                raise ConfigError(f"{name}={value!r}: must be an integer >= {least}, or None")
 
     def _pairs(self, X: Any, Y: Any) -> Pairs:
         if isinstance(X, Dataset):
@@ -465,7 +465,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         if not are_numbers(model.targets, self.target_kernel_):
             raise DataError("intervals are of numeric targets; take expectations of functions of others")
         if not 0 < coverage < 1:
-            raise ConfigError(f"coverage={coverage!r}: needs a number between 0 and 1")
+            raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
         parts = [left.interval(f, Z, float(coverage), local) for left, f, Z in self._around(X)]
         low, high = (np.concatenate([part[end] for part in parts]) for end in (0, 1))
         return (low[:, 0], high[:, 0]) if low.shape[1] == 1 else (low, high)

@@ -65,7 +65,7 @@ class CorruptError(KMEError, OSError):
 
 
 class RetryError(KMEError, RuntimeError):
-    """Nothing is wrong with the request; the surroundings failed. The same command may succeed later."""
+    """Nothing is wrong with the request; the infrastructure failed. The same command may succeed later."""
 
     exit_code = 75
 

@@ -195,15 +195,15 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         if self.dtype not in ("float32", "float64"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown; choose 'float32' or 'float64'")
         if not isinstance(self.steps, int | np.integer) or self.steps < 0:
-            raise ConfigError(f"steps={self.steps!r}: needs a whole number from 0")
+            raise ConfigError(f"steps={self.steps!r}: must be an integer >= 0")
         if self.batch_size is not None and (not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1):
-            raise ConfigError(f"batch_size={self.batch_size!r}: needs a whole number from 1, or None")
+            raise ConfigError(f"batch_size={self.batch_size!r}: must be an integer >= 1, or None")
         if self.centres is not None and (not isinstance(self.centres, int | np.integer) or self.centres < 1):
-            raise ConfigError(f"centres={self.centres!r}: needs a whole number from 1, or None")
+            raise ConfigError(f"centres={self.centres!r}: must be an integer >= 1, or None")
         for name in ("regularization", "learning_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: needs a positive number")
+                raise ConfigError(f"{name}={value!r}: must be a positive number")
         self._check_features()
 
     def _check_features(self) -> None:
@@ -232,14 +232,14 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         if self.probability_floor is None:
             return 1.0 / (n + len(self.classes_))
         if not isinstance(self.probability_floor, int | float | np.number) or not 0 <= self.probability_floor < 1:
-            raise ConfigError(f"probability_floor={self.probability_floor!r}: needs a number from 0 to below 1")
+            raise ConfigError(f"probability_floor={self.probability_floor!r}: must be a number >= 0 and < 1")
         return float(self.probability_floor)
 
     def _seed(self) -> int:
         if self.random_state is None:
             return int(np.random.SeedSequence().generate_state(1)[0])
         if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
-            raise ConfigError(f"random_state={self.random_state!r}: needs a whole number from 0, or None")
+            raise ConfigError(f"random_state={self.random_state!r}: must be an integer >= 0, or None")
         return int(self.random_state)
 
     def _device(self) -> str:

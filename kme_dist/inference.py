@@ -210,7 +210,7 @@ class _Spec:
                 raise ConfigError(f"expectation {name!r}: a name has letters, digits, '_', '-' and '.'")
         k = 0 if top_k is None else top_k
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
-            raise ConfigError(f"top_k={top_k!r}: needs a whole number from 1")
+            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 1")
         labels = classes.tolist()
         values = tuple((name, tuple(class_values(g, labels).tolist())) for name, g in (expectations or {}).items())
         if not (outputs or values or k):
@@ -262,7 +262,7 @@ class _Scorer:
 def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
     found = _model_digest(Place.of(address))
     if found != digest:
-        raise ConfigError(f"the model {address} has changed since this job began; begin anew with --from-scratch")
+        raise ConfigError(f"the model {address} has changed since this job began; start over with --from-scratch")
     return _Scorer(load(address), dtype)
 
 

@@ -59,7 +59,7 @@ PATH_KEYS = (
     ("predict", "expectations"),  # names, each with a file or with values
     ("output", "folder"),
 )
-ATTEMPTS = 3  # of one driver, when the surroundings fail
+ATTEMPTS = 3  # of one driver, when the infrastructure fails
 PAUSE_S = 5.0  # before its second attempt; twice as long before the third
 LOOK_EVERY_S = 0.5  # how often a driver looks whether it should stop
 SAY_EVERY_S = 2.0  # how often progress goes to the log
@@ -204,7 +204,7 @@ def job_root(given: str | os.PathLike[str] | None = None) -> Path:
 def job_at(root: Path, job_id: str) -> Job:
     """The job of that name, which must be a name and no path."""
     if not _ID.fullmatch(job_id):
-        raise ConfigError(f"{job_id!r} is no name of a job; letters, digits, dots, dashes and underscores are")
+        raise ConfigError(f"{job_id!r} is an invalid job id: use letters, digits, dots, dashes and underscores")
     return Job(root, job_id)
 
 
@@ -376,7 +376,8 @@ def _attempts(
             result: dict[str, Any] = pipeline.run(config, name=asked["name"], listener=told, command=command)
             if result.get("quarantined"):
                 raise CorruptError(
-                    f"{len(result['quarantined'])} chunks could not be read and were set aside, the others are done; "
+                    f"{len(result['quarantined'])} chunks could not be read and were skipped (quarantined), the others are "
+                    "done; "
                     f"see `kme-dist inspect {result.get('predictions')}`"
                 )
             return result

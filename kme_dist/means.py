@@ -137,9 +137,9 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         if self.sums not in ("exact", "features"):
             raise ConfigError(f"sums={self.sums!r} is unknown; choose 'exact' or 'features'")
         if self.regularization is not None and not self.regularization > 0:
-            raise ConfigError(f"regularization={self.regularization!r}: needs a positive number, or None")
+            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
         if self.centres is not None and (self.estimator != "s-kmse" or self.centres < 1):
-            raise ConfigError(f"centres={self.centres!r}: needs a whole number from 1, and estimator='s-kmse'")
+            raise ConfigError(f"centres={self.centres!r}: must be an integer >= 1, and estimator='s-kmse'")
         sample = Sample.of(X, self.dtype)
         remember_sample(self, X, sample)
         kernel = kernel_for(self.kernel, sample, self.random_state)

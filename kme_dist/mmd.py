@@ -79,7 +79,7 @@ def mmd_test(
     if null not in _NULLS[method]:
         raise ConfigError(f"null={null!r}: method {method!r} has {' and '.join(map(repr, _NULLS[method]))}")
     if permutations < 1:
-        raise ConfigError(f"permutations={permutations}: needs a whole number from 1")
+        raise ConfigError(f"permutations={permutations}: must be an integer >= 1")
     first, second = Sample.of(X), Sample.of(Y)
     m, n = first.count, second.count
     if min(m, n) < 2:
@@ -108,7 +108,7 @@ def mmd_test(
         return MMDTest(statistic, p_value, method, null, found, draws)
     size = 2 if method == "linear" else block_size or max(2, math.isqrt(min(m, n)))
     if not 2 <= size <= min(m, n):
-        raise ConfigError(f"block_size={size}: needs a whole number from 2 to the smaller sample's {min(m, n)} rows")
+        raise ConfigError(f"block_size={size}: must be an integer from 2 to the smaller sample's {min(m, n)} rows")
     rows = max(size, _BLOCK_ROWS // size * size)
     pairs = list(zip(first.blocks(rows), second.blocks(rows), strict=False))
     calls = [(found, left, right, size, method) for left, right in pairs]

@@ -379,19 +379,19 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         for name in ("dropout", "average"):
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 <= value < 1:
-                raise ConfigError(f"{name}={value!r}: needs a number from 0 to below 1")
+                raise ConfigError(f"{name}={value!r}: must be a number >= 0 and < 1")
         for name in ("regularization", "learning_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: needs a positive number")
+                raise ConfigError(f"{name}={value!r}: must be a positive number")
         for name in ("steps", "batches_per_step"):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < (name != "steps"):
-                raise ConfigError(f"{name}={value!r}: needs a whole number")
+                raise ConfigError(f"{name}={value!r}: must be an integer >= {int(name != 'steps')}")
         if self.batch_size is not None and (not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1):
-            raise ConfigError(f"batch_size={self.batch_size!r}: needs a whole number from 1, or None")
+            raise ConfigError(f"batch_size={self.batch_size!r}: must be an integer >= 1, or None")
         if self.alpha != "batch" and not (isinstance(self.alpha, int | float) and self.alpha > 0):
-            raise ConfigError(f"alpha={self.alpha!r}: needs a positive number or 'batch'")
+            raise ConfigError(f"alpha={self.alpha!r}: must be a positive number or 'batch'")
         if self.schedule not in ("constant", "cosine"):
             raise ConfigError(f"schedule={self.schedule!r} is unknown; choose 'constant' or 'cosine'")
         if self.dtype not in ("float32", "float64"):
@@ -423,7 +423,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.random_state is None:
             return int(np.random.SeedSequence().generate_state(1)[0])
         if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
-            raise ConfigError(f"random_state={self.random_state!r}: needs a whole number from 0, or None")
+            raise ConfigError(f"random_state={self.random_state!r}: must be an integer >= 0, or None")
         return int(self.random_state)
 
     def _batch_size(self, n: int) -> int | None:
@@ -433,7 +433,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.probability_floor is None:
             return 1.0 / (n + len(self.classes_))
         if not isinstance(self.probability_floor, int | float | np.number) or not 0 <= self.probability_floor < 1:
-            raise ConfigError(f"probability_floor={self.probability_floor!r}: needs a number from 0 to below 1")
+            raise ConfigError(f"probability_floor={self.probability_floor!r}: must be a number >= 0 and < 1")
         return float(self.probability_floor)
 
     def _executor(self) -> Executor:

@@ -30,7 +30,7 @@ Clock = Callable[[], datetime.datetime]
 
 
 def again(exit_code: int, attempt: int) -> bool:
-    """Whether a run that ended so is started again: only where the surroundings failed or a signal hit it."""
+    """Whether a run that ended so is started again: only where the infrastructure failed or a signal hit it."""
     return attempt < ATTEMPTS and (exit_code == RETRY_CODE or exit_code < 0)
 
 

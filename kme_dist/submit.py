@@ -180,8 +180,8 @@ def wait(
 ) -> dict[str, Any]:
     """The status of the job once it has ended, read from its folder; RetryError after `timeout_s`.
 
-    A job whose scheduler died stands still for ever, and its folder does not tell. With `cluster` the scheduler is
-    asked now and then: RetryError as well when it does not answer, or does not know the job while that stands still.
+    A job whose scheduler died stalls for ever, and its folder does not tell. With `cluster` the scheduler is
+    asked now and then: RetryError as well when it does not answer, or does not know the job while it is stalled.
     """
     deadline, ask_again = time.monotonic() + timeout_s, time.monotonic()
     seen: Any = None  # what the driver of a job wrote last that the scheduler does not know
@@ -195,7 +195,7 @@ def wait(
             if unknown and seen == before and job.status()["state"] not in ENDED:
                 raise RetryError(
                     f"the scheduler at {cluster.address} does not know the job {job.id}, which is {status['state']} "
-                    f"and stands still; go on with `kme-dist jobs resume {job.id}`"
+                    f"and has stalled; resume it with `kme-dist jobs resume {job.id}`"
                 )
             ask_again = time.monotonic() + ASK_S
         if tell is not None:

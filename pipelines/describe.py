@@ -34,7 +34,9 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
-        raise DataError(f"{place}: nothing of kme-dist lies here (looked for {place}/{METADATA_KEY}).") from None
+        raise DataError(
+            f"{place}: not a kme-dist data set, model or run (looked for {place}/{METADATA_KEY})."
+        ) from None
     format_name = str(attributes.get("format", ""))
     if not format_name.startswith("kme-dist/"):
         raise DataError(f"{place}: a Zarr group, but not one that kme-dist wrote.")

@@ -138,7 +138,7 @@ def _curves(attempts: Sequence[Attempt]) -> list[Picture]:
         Picture(
             "Learning curves",
             draw.learning_curves(histories),
-            "The objective q is what the steps make small: the risk on the training rows plus the "
+            "The objective q is the quantity minimised: the risk on the training rows plus the "
             "weighted complexity r of the model. Flat ends mean that learning has finished.",
             wide=True,
         )
@@ -253,13 +253,13 @@ def _reliability(metrics: Mapping[str, Any]) -> Picture:
         "Reliability",
         draw.reliability_diagram(metrics["reliability"]),
         "On the dashed line the stated probability equals the share of correct answers; "
-        "above it the model is too modest, below it too sure.",
+        "above it the model is underconfident, below it overconfident.",
     )
 
 
 def _risk_coverage(metrics: Mapping[str, Any], wide: bool = False) -> Picture:
     return Picture(
-        "If it may abstain",
+        "Error rate when uncertain rows are skipped",
         draw.risk_coverage_curve(metrics["risk_coverage"], wide),
         "Mistakes when only the rows of least entropy are answered. A curve that rises to the right means that the "
         "entropy knows which answers to trust; the dashed line is the share of mistakes when all are answered.",
@@ -296,7 +296,7 @@ def evaluation(title: str, metrics: Mapping[str, Any], classes: Sequence[str], *
             ),
         ]
     if metrics["rows_without_answer"]:
-        headline.append(("Without answer", f"{metrics['rows_without_answer']:,}", "rows of chunks set aside"))
+        headline.append(("Without answer", f"{metrics['rows_without_answer']:,}", "rows of skipped chunks"))
     return draw.render_html(
         title,
         subtitle=subtitle,

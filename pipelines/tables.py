@@ -311,7 +311,7 @@ def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray) -> list[np.ndarra
     if settings.stratify and len(classes) > 1 and counts.min() < 2:
         raise DataError(
             f"{settings.source}: class {classes[counts.argmin()]!s} has one row, so it cannot be in "
-            f"training and test alike; set data.stratify: false, or give data.test_source"
+            f"both the training and the test set; set data.stratify: false, or give data.test_source"
         )
     try:
         parts: list[np.ndarray] = train_test_split(

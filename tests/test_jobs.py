@@ -268,7 +268,7 @@ def test_the_word_of_a_driver_that_lost_the_job_does_not_count(job):
 
 @pytest.mark.parametrize("name", ["../other", "a/b", "", ".hidden", "a\nb", "x" * 200])
 def test_a_name_is_no_path(tmp_path, name):
-    with pytest.raises(ConfigError, match="is no name of a job"):
+    with pytest.raises(ConfigError, match="is an invalid job id"):
         jobs.job_at(tmp_path, name)
 
 

@@ -58,7 +58,7 @@ def test_a_config_predicts_and_evaluates_the_test_rows_of_its_run(run_folder, ca
     stored = json.loads((run_folder / "runs/iris/evaluation/metrics.json").read_text())
     assert stored["confusion"] == expected["confusion"]
     page = (run_folder / "runs/iris/evaluation/report.html").read_text()
-    for words in ("Confusion matrix", "Reliability", "If it may abstain", "versicolor", "Top 2"):
+    for words in ("Confusion matrix", "Reliability", "Error rate when uncertain", "versicolor", "Top 2"):
         assert words in page
 
 
@@ -103,7 +103,7 @@ def test_a_chunk_set_aside_is_listed_and_ends_with_65(run_folder, capsys):
     arguments = ["--model", "runs/iris/model.zarr", "--data", "bad.parquet", "--out", "scores.zarr"]
     code, seen = call(capsys, "predict", *arguments)
     assert code == 65
-    assert "set aside: chunk 0 (rows 0 to 149)" in seen.err
+    assert "skipped chunk 0 (quarantined; rows 0 to 149)" in seen.err
     assert "row 8" in seen.err
     code, seen = call(capsys, "inspect", "scores.zarr", "--json")
     assert code == 0

@@ -48,7 +48,7 @@ def compress(
     if (centres is None) == (tolerance is None):
         raise ConfigError("compress: give either a number of centres or a tolerance")
     if centres is not None and (isinstance(centres, bool) or not isinstance(centres, int | np.integer) or centres < 1):
-        raise ConfigError(f"compress: {centres!r} centres; a whole number from 1 is needed")
+        raise ConfigError(f"compress: {centres!r} centres: must be an integer >= 1")
     if tolerance is not None and not 0 < tolerance < 1:
         raise ConfigError(f"compress: tolerance={tolerance!r}; a number between 0 and 1 is needed")
     if method not in METHODS:

@@ -321,7 +321,7 @@ class Dropout(Features):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.rate < 1:
-            raise ConfigError(f"dropout rate={self.rate!r}: needs a number from 0 to below 1")
+            raise ConfigError(f"dropout rate={self.rate!r}: must be a number >= 0 and < 1")
 
     def sampled(self, key: Sequence[int]) -> Self:
         return dataclasses.replace(self, key=tuple(int(k) for k in key))
@@ -455,7 +455,7 @@ def sample_frequencies(
     if kernel not in SAMPLERS:
         raise ConfigError(f"kernel={kernel!r} has no sampler; choose one of {', '.join(SAMPLERS)}")
     if features < 1:
-        raise ConfigError(f"features={features}: needs a whole number from 1")
+        raise ConfigError(f"features={features}: must be an integer >= 1")
     rng = rng or np.random.default_rng(0)
     width = np.broadcast_to(np.asarray(length_scale, np.float64), (n_features,))[:, None]
     if kernel == "laplace":

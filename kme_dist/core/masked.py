@@ -62,7 +62,7 @@ def masked_objective(
     if risk not in ("sum", "mean"):
         raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
     if not 0 < regularization < math.inf:
-        raise ConfigError(f"regularization={regularization!r}: needs a positive number")
+        raise ConfigError(f"regularization={regularization!r}: must be a positive number")
     labels = (y, y if same else y_judge)
     options = (*labels, float(regularization), n_classes, risk, float(complexity_weight), loss_floor, alpha, clip_above,
                loss)  # fmt: skip

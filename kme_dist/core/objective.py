@@ -113,10 +113,10 @@ class Workspace:
 def one_hot(y: Any, n_classes: int, reference: Array) -> Array:
     """Labels 0..m-1 as an n x m matrix beside `reference`."""
     if not isinstance(n_classes, int | np.integer) or n_classes < 1:
-        raise ConfigError(f"n_classes={n_classes!r}: needs a whole number from 1")
+        raise ConfigError(f"n_classes={n_classes!r}: must be an integer >= 1")
     labels = to_host(y)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise DataError(f"labels must be whole numbers 0..{n_classes - 1}, got {labels.dtype} of shape {labels.shape}")
+        raise DataError(f"labels must be integers 0..{n_classes - 1}, got {labels.dtype} of shape {labels.shape}")
     if labels.size and (labels.min() < 0 or labels.max() >= n_classes):
         raise DataError(f"labels must lie in 0..{n_classes - 1}, saw {labels.min()}..{labels.max()}")
     return like(labels[:, None] == np.arange(n_classes)[None, :], reference)
@@ -153,9 +153,9 @@ class _Weights:
         if self.risk not in ("sum", "mean"):
             raise ConfigError(f"risk={self.risk!r} is unknown; choose 'sum' or 'mean'")
         if not self.tau >= 0:
-            raise ConfigError(f"complexity_weight={self.tau!r}: needs a number from 0")
+            raise ConfigError(f"complexity_weight={self.tau!r}: must be a number >= 0")
         if not 0 < self.floor < 1:
-            raise ConfigError(f"loss_floor={self.floor!r}: needs a number between 0 and 1")
+            raise ConfigError(f"loss_floor={self.floor!r}: must be a number between 0 and 1")
 
     def per_row(self, n: int) -> float:
         return 1.0 if self.risk == "sum" else 1.0 / n
@@ -174,7 +174,7 @@ def _settings(risk: str, complexity_weight: Any, loss_floor: Any, regularization
     weights = _Weights(risk, _number("complexity_weight", complexity_weight), _number("loss_floor", loss_floor))
     lam = _number("regularization", regularization)
     if not 0 < lam < math.inf:
-        raise ConfigError(f"regularization={regularization!r}: needs a positive number")
+        raise ConfigError(f"regularization={regularization!r}: must be a positive number")
     return weights, lam
 
 
@@ -381,7 +381,7 @@ def rcb_objective(
     ----------
     kernel : Kernel
     X : (n, d) array, NumPy or CuPy (any sequence that the kernel takes)
-    y : (n,) whole numbers 0..n_classes-1; classes may be missing
+    y : (n,) integers 0..n_classes-1; classes may be missing
     regularization : λ; enters as n λ
     risk : "sum" (as in the published experiments) or "mean" (as printed)
     complexity_weight : τ; 4e by default, 0 for empirical risk minimisation

@@ -292,7 +292,7 @@ class _Shape:
             if not good:
                 what = "true or false" if pa.types.is_boolean(wanted) else "a number"
                 if pa.types.is_integer(wanted):
-                    what = "a whole number"
+                    what = "an integer"
                 hint = "correct it, name it in missing_texts, or list the column in one_hot or ordinal"
                 return repr(name), f"{field[:60]!r} is not {what} like the rows before; {hint}."
         return None

@@ -150,9 +150,7 @@ class Encoder:
             wrong = ~((X >= 0) & (X <= 255) & (np.round(X) == X))
             if wrong.any():
                 row, j = (int(v) for v in np.argwhere(wrong)[0])
-                raise self._bad(
-                    block, row, j, f"{X[row, j]!r} is not a whole number from 0 to 255; choose dtype float32"
-                )
+                raise self._bad(block, row, j, f"{X[row, j]!r} is not an integer from 0 to 255; choose dtype float32")
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(X, dtype=self.schema.dtype)
 

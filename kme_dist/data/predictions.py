@@ -178,8 +178,8 @@ def read_state(place: Place) -> dict[str, Any] | None:
 
 def _in_the_way(place: Place, found: str) -> ConfigError:
     return ConfigError(
-        f"{place}: something that is not predictions lies there ({found}). It will not be replaced; choose another "
-        "path or remove it yourself."
+        f"{place}: the path exists and does not hold predictions ({found}); it is not overwritten. Choose another path "
+        "or remove it."
     )
 
 

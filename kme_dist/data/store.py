@@ -138,8 +138,8 @@ def check_replaceable(place: Place, format_name: str) -> bool:
         found = None
     if found != format_name:
         raise ConfigError(
-            f"{place}: something that is not a {format_name} lies there ({found or 'no kme-dist format'}). "
-            "It will not be replaced; choose another path or remove it yourself."
+            f"{place}: the path exists and is not a {format_name} ({found or 'no kme-dist format'}); it is not "
+            "overwritten. Choose another path or remove it."
         )
     return True
 

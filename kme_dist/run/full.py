@@ -176,7 +176,7 @@ def _judge(
     if risk not in ("sum", "mean"):
         raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
     if not lam > 0:
-        raise ConfigError(f"regularization={lam!r}: needs a positive number")
+        raise ConfigError(f"regularization={lam!r}: must be a positive number")
     version = _Version(features, os.urandom(6).hex())
     fixed = [(job, i, version) for i in range(len(job.spans))]
     sums = executor.map_reduce(_moments, fixed, _add, name="feature-moments", sticky=True)

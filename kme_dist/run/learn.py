@@ -55,9 +55,9 @@ class LearnSettings:
         if self.objective not in OBJECTIVES:
             raise ConfigError(f"objective={self.objective!r} cannot be learned; choose one of {', '.join(OBJECTIVES)}")
         if self.steps < 0:
-            raise ConfigError(f"steps={self.steps}: needs a whole number from 0")
+            raise ConfigError(f"steps={self.steps}: must be an integer >= 0")
         if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate={self.learning_rate!r}: needs a positive number")
+            raise ConfigError(f"learning_rate={self.learning_rate!r}: must be a positive number")
 
     @property
     def tau(self) -> float:

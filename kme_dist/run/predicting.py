@@ -232,7 +232,7 @@ def _parquet_schema(
         raise DataError(
             f"{source.name}: the model has {features} features"
             + (f", and there is no column {absent[0]!r}" if absent else f", and {len(wanted)} columns hold numbers")
-            + "; give the data set it was learned from as `like`, whose columns and categories then hold"
+            + "; give the data set it was learned from as `like`, so that its encoding is reused"
         )
     columns = tuple(Column(name, "number", i) for i, name in enumerate(wanted))
     return Schema(columns, None, "none", None, "none", "float32", "error", (features,))

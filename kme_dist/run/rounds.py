@@ -107,10 +107,10 @@ def learn_on_dataset(
     Learned : the last iterate, or the best where `settings.patience` is set
     """
     if batches_per_step < 1:
-        raise ConfigError(f"batches_per_step={batches_per_step}: needs a whole number from 1")
+        raise ConfigError(f"batches_per_step={batches_per_step}: must be an integer >= 1")
     if local_steps is not None and (local_steps < 1 or settings.steps % local_steps):
         raise ConfigError(
-            f"local_steps={local_steps}: needs a whole number from 1 of which steps={settings.steps} is a multiple, "
+            f"local_steps={local_steps}: must be an integer >= 1 of which steps={settings.steps} is a multiple, "
             "since averages are taken after whole rounds"
         )
     job = make_job(dataset, kernel, settings, split=split, scaling=scaling, dtype=dtype, backend=backend, plan=plan)

@@ -186,7 +186,7 @@ def test_own_kernel_of_the_module_guide_learns():
         ({"length_scale": 1.0}, "needs a `name`"),
         ({"name": "sum", "parts": 5}, "needs a list of kernels"),
         ({"name": "sum", "parts": "gaussian"}, "needs a list of kernels"),
-        ({"name": "gaussian", "ard": True, "length_scale": "abc"}, "needs a positive number"),
+        ({"name": "gaussian", "ard": True, "length_scale": "abc"}, "must be a positive number"),
     ],
 )
 def test_a_wrong_kernel_config_is_one_clear_error(config, message):

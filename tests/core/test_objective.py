@@ -280,7 +280,7 @@ def test_missing_value_among_features_is_named():
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"regularization": 0.0}, errors.ConfigError, "regularization=0.0: needs a positive number"),
+        ({"regularization": 0.0}, errors.ConfigError, "regularization=0.0: must be a positive number"),
         ({"regularization": math.nan}, errors.ConfigError, "regularization=nan"),
         ({"regularization": "small"}, errors.ConfigError, "regularization='small'"),
         ({"risk": "median"}, errors.ConfigError, "risk='median' is unknown"),
@@ -292,8 +292,8 @@ def test_missing_value_among_features_is_named():
         ({"n_classes": 2.5}, errors.ConfigError, "n_classes=2.5"),
         ({"y": labels(9)}, errors.DataError, "10 rows came with 9 labels"),
         ({"y": labels(10) - 1}, errors.DataError, "saw -1"),
-        ({"y": labels(10) / 2}, errors.DataError, "whole numbers"),
-        ({"y": np.eye(10, dtype=int)}, errors.DataError, "whole numbers"),
+        ({"y": labels(10) / 2}, errors.DataError, "integers"),
+        ({"y": np.eye(10, dtype=int)}, errors.DataError, "integers"),
         ({"X": vectors(10)[:0], "y": labels(0)}, errors.DataError, "no rows"),
         ({"X": vectors(10)[0]}, errors.DataError, "needs a matrix"),
     ],

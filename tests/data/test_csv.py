@@ -113,7 +113,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, raw, place):
 def test_a_late_class_that_breaks_the_label_type_is_named(tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(b"a,y\n" + b"1,0\n" * 300_000 + b"1,2.5\n")
-    with pytest.raises(DataError, match=r"row 300001 .*column 'y': '2.5' is not a whole number"):
+    with pytest.raises(DataError, match=r"row 300001 .*column 'y': '2.5' is not an integer"):
         read_table(path, label="y")
 
 

@@ -307,7 +307,7 @@ def test_an_existing_data_set_is_replaced_only_when_asked(tmp_path, rows):
     assert open_dataset(tmp_path / "d.zarr").rows == 10
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    with pytest.raises(ConfigError, match="will not be replaced"):
+    with pytest.raises(ConfigError, match="is not overwritten"):
         ingest(rows, tmp_path / "mine", overwrite=True)
 
 

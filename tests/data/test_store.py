@@ -90,7 +90,7 @@ def test_saving_again_replaces_the_whole(tmp_path):
 def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
-    with pytest.raises(ConfigError, match="will not be replaced"):
+    with pytest.raises(ConfigError, match="is not overwritten"):
         save_arrays(tmp_path / "photos", ARRAYS, {})
     save_arrays(tmp_path / "m.zarr", ARRAYS, {"format": "kme-dist/model"})
     with pytest.raises(ConfigError, match="kme-dist/model"):

@@ -270,7 +270,7 @@ def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for options in ({}, {"overwrite": True}, {"from_scratch": True}):
-        with pytest.raises(ConfigError, match="will not be replaced"):
+        with pytest.raises(ConfigError, match="is not overwritten"):
             kme.predict(model.path, data, tmp_path / "mine", **options)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 

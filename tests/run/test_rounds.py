@@ -262,7 +262,7 @@ def test_replicas_learn_the_same_bits_on_workers_and_after_a_stop(data, client, 
 
 
 def test_rounds_of_replicas_are_whole(data):
-    with pytest.raises(ConfigError, match="local_steps=5: needs a whole number from 1 of which steps=12"):
+    with pytest.raises(ConfigError, match="local_steps=5: must be an integer >= 1 of which steps=12"):
         run(data, local_steps=5)
 
 

@@ -146,7 +146,7 @@ class Kernel:
             most = 0 if name in _SINGLE_NUMBERS else 1
             if array.ndim > most or not np.isfinite(array).all() or not (array > 0).all():
                 needed = "a positive number" + (" or a list of positive numbers" if most else "")
-                raise ConfigError(f"{type(self).__name__}({name}={value!r}): needs {needed}")
+                raise ConfigError(f"{type(self).__name__}({name}={value!r}): must be {needed}")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 

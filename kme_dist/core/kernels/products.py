@@ -40,7 +40,7 @@ class Polynomial(Kernel):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.degree, int) or self.degree < 1:
-            raise ConfigError(f"{type(self).__name__}(degree={self.degree!r}): needs a whole number from 1")
+            raise ConfigError(f"{type(self).__name__}(degree={self.degree!r}): must be an integer >= 1")
 
     def prepare(self, X: Array) -> Array:
         check_vectors(X, self, self.length_scale)
@@ -119,7 +119,7 @@ class Spectrum(Kernel):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.p, int) or self.p < 1:
-            raise ConfigError(f"Spectrum(p={self.p!r}): needs a whole number from 1")
+            raise ConfigError(f"Spectrum(p={self.p!r}): must be an integer >= 1")
 
     @property
     def bounded(self) -> bool:  # type: ignore[override]
