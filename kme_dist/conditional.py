@@ -187,7 +187,8 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         features = self._feature_map(some_X, kernel)
         self.solver_, self.solver_reason_ = self._solver(pairs, features)
         self.retuned_: dict[float, float] = {}
-        sums = self.solver_ in ("nystrom", "features")
+        every = self.solver_ == "nystrom" and (self.centres or _CENTRES) >= pairs.count  # a centre: the exact solve
+        sums = self.solver_ in ("nystrom", "features") and not every
         self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
         return self
 
@@ -287,10 +288,9 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         return [with_median(found, X, width, self.random_state) for width in _WIDTHS]
 
     def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
-        executor = executor_for(self.client)
-        room = int(0.6 * free_bytes("numpy") / max(1, executor.workers))
+        room = int(0.6 * free_bytes("numpy") / max(1, executor_for(self.client).workers))
         centres = self.centres or self.target_centres
-        found, reason = choose(self.solver, pairs.count, centres, features, executor.workers, room, "float64")
+        found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
         if (
             self.solver == "auto"
             and found == "tiled"
@@ -318,7 +318,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         Y = as_targets(Y, self.target_kernel_)
         labels = isinstance(self.target_kernel_, Delta)
         weights: Weights
-        if self.solver_ == "cholesky":
+        if self.solver_ in ("cholesky", "nystrom"):
             found = solve_embedding(self.kernel_, self.target_kernel_, X, Y, self.regularization_)
             if self.target_centres is None or labels:
                 return found

@@ -210,8 +210,8 @@ class LearnConfig(_Section):
         default="constant",
         description="how the learning rate of `kme-dist learn` goes: constant, or down to 0 at the end",
     )
-    train_share: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.5, description="share of a batch that `objective: validation` trains on in `kme-dist learn`"
+    train_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="share of a batch that `objective: validation` trains on (0.5; under `auto` 0.8)"
     )
     checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints of `kme-dist learn`")
     checkpoint_seconds: Positive = Field(default=60.0, description="seconds between checkpoints, where steps are slow")

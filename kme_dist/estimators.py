@@ -20,7 +20,7 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
 from kme_dist.core.calibration import Calibration, expectation
-from kme_dist.core.features import Identity
+from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.data import store
@@ -208,8 +208,14 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
 
     def _check_features(self) -> None:
         count = isinstance(self.features, int | np.integer)
-        if count and (isinstance(self.features, bool) or self.features < 1):
+        if isinstance(self.features, bool | float | np.floating) or (count and self.features < 1):
             raise ConfigError(f"features={self.features!r}: must be a feature map or an integer >= 1")
+        name = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "name", "")
+        if count and name not in SAMPLERS:
+            raise ConfigError(
+                f"features={self.features}: kernel={self.kernel!r} has no random features; choose a kernel of "
+                f"{', '.join(SAMPLERS)}, or give a feature map"
+            )
         if count and self.solver not in ("auto", "features"):
             raise ConfigError(
                 f"features={self.features} random features are solved for by solver='features', not {self.solver!r}; "
@@ -217,12 +223,12 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             )
         if self.solver != "features":
             return
-        if self.features is None and self.kernel != "linear":
+        if self.features is None and name != "linear":
             raise ConfigError(
                 "solver='features' needs explicit features: give `features` (a feature map, or how many random "
                 "features of the kernel), or kernel='linear'"
             )
-        if not count and self.kernel not in ("gaussian", "linear"):  # the default stands for no choice
+        if not count and name != "linear" and self.kernel != "gaussian":  # the default stands for no choice
             raise ConfigError(
                 f"solver='features' solves for weights of the features themselves, and kernel={self.kernel!r} on top "
                 "of them has none; leave the kernel out, or use another solver"
@@ -251,7 +257,8 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         if self.features is not None and not isinstance(self.features, int | np.integer):
             width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
         linear = self.solver == "features" and not isinstance(self.features, int | np.integer)
-        start = kernels.from_config("linear" if linear else self.kernel, n_features=width)
+        chosen = "linear" if linear and isinstance(self.kernel, str) else self.kernel
+        start = kernels.from_config(chosen, n_features=width)
         return Recipe(
             kernel=start,
             objective=self.objective,

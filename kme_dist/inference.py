@@ -293,7 +293,20 @@ def _precision(model: Any, dtype: str) -> str:
         return dtype
     if not isinstance(model.embedding_, mce.Embedding):
         return "float64"
-    return mce.sufficient_precision(model.embedding_)
+    return "float64" if _calibration_magnifies(model) else mce.sufficient_precision(model.embedding_)
+
+
+def _calibration_magnifies(model: Any) -> bool:
+    """Whether probabilities change by more than 1e-3 where decisions do not: calibration may be steep."""
+    embedding = model.embedding_
+    if not hasattr(embedding.centres, "dtype"):
+        return False
+    rows = embedding.centres[:: max(1, len(embedding.centres) // 256)]
+    wide, narrow = (
+        model.probabilities(devices.to_host(mce.Decision(embedding, dtype)(devices.astype(rows, dtype))))
+        for dtype in ("float64", "float32")
+    )
+    return bool(np.abs(wide - narrow).max() > 1e-3)
 
 
 def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> int:

@@ -376,8 +376,8 @@ def _attempts(
             result: dict[str, Any] = pipeline.run(config, name=asked["name"], listener=told, command=command)
             if result.get("quarantined"):
                 raise CorruptError(
-                    f"{len(result['quarantined'])} chunks could not be read and were skipped (quarantined), the others are "
-                    "done; "
+                    f"{len(result['quarantined'])} chunks could not be read and were skipped (quarantined), the others "
+                    "are done; "
                     f"see `kme-dist inspect {result.get('predictions')}`"
                 )
             return result

@@ -47,6 +47,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     elif isinstance(X, list | tuple):
         X = _from_list(X)
     if not isinstance(X, np.ndarray):
+        if not hasattr(X, "__len__"):
+            raise DataError(f"rows must be a table or a list of rows, got {X!r}; for one row pass [[...]]")
         return X
     if X.dtype.kind == "O" and X.ndim == 2:
         X = _numbers_or_same(X)

@@ -106,7 +106,7 @@ def prepare(config: Config) -> Task:
         batch_size=given["batch_size"],
         learning_rate=given["learning_rate"],
         schedule=cosine_decay if config.learn.schedule == "cosine" else None,
-        train_share=config.learn.train_share,
+        train_share=0.5 if config.learn.train_share is None else config.learn.train_share,
         optimizer=given["optimizer"],
         seed=given["random_state"] or 0,
     )

@@ -287,7 +287,7 @@ class _Stages:
             batches_per_step=learn.batches_per_step,
             local_steps=learn.local_steps if learn.mode == "local" else None,
             schedule=cosine_decay if learn.schedule == "cosine" else None,
-            train_share=learn.train_share if "train_share" in learn.model_fields_set else None,
+            train_share=learn.train_share,
             backend=backend_of(self.workers.executor, model.backend),
             fit={key: value for key, value in further.items() if value is not None}
             | ({"memory": parse_bytes(memory)} if isinstance(memory, str) else {}),

@@ -12,8 +12,9 @@ its gradient. (The logarithm of a probability near 0 has a condition of its own,
 Three digits are asked for. Single precision has them down to s = |K| / 1,700; below that, rows are promoted before they
 are multiplied. Double precision has them down to s = 1.1e-12 |K|; below that, the missing shift is added and reported.
 
-|K| is estimated from the rows at hand, by the largest sum over a row of |K| among at most 64 evenly spaced rows: the
-same rows give the same precision, on any worker and after any history.
+|K| is estimated from the rows at hand, by the largest sum over a row of |K| among at most 64 rows spread over all of
+them: the same rows give the same precision, on any worker and after any history. It is an estimate: a group of rows
+that is near one another, holds less than a few percent of them and meets none of the 64 is not seen.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, astype, namespace_of, precision
-from kme_dist.core.kernels.base import Kernel, row_count, take
+from kme_dist.backend import Array, astype, like, namespace_of, precision
+from kme_dist.core.kernels.base import Kernel, row_count
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}
 ERROR_FACTOR = 10.0  # c
@@ -80,7 +81,7 @@ def need_of_features(Z: Array, shift: float) -> Need:
         total = float(xp.sum(squares))  # the trace: no eigenvalue is larger
 
         def norm() -> float:
-            return float(xp.max(xp.sum(xp.abs(Z[:: _step(n), :] @ Z.T), axis=1)))
+            return float(xp.max(xp.sum(xp.abs(_some_rows(Z, n) @ Z.T), axis=1)))
 
         return decide(precision(Z), 1, total, shift, norm)
 
@@ -104,13 +105,17 @@ def decide(dtype: str, n: int, top: float, shift: float, norm: Callable[[], floa
 
 
 def gram_norm(kernel: Kernel, X: Any) -> float:
-    """About the largest eigenvalue of K: the largest Σ_j |K_ij| among at most 64 evenly spaced rows i."""
+    """About the largest eigenvalue of K: the largest Σ_j |K_ij| among at most 64 rows i."""
     n = row_count(X)
     prepared = kernel.prepare(X)
-    tile = kernel.evaluate(take(prepared, slice(0, n, _step(n))), prepared)
+    tile = kernel.evaluate(kernel.prepare_beside(_some_rows(X, n), prepared), prepared)
     xp = namespace_of(tile)
     return float(xp.max(xp.sum(xp.abs(tile), axis=1)))
 
 
-def _step(n: int) -> int:
-    return max(1, -(-n // _NORM_ROWS))
+def _some_rows(X: Any, n: int) -> Any:
+    """At most 64 rows, spread by the golden ratio: no regular order of the rows can hide from them."""
+    if n <= _NORM_ROWS:
+        return X
+    chosen = np.unique((np.arange(1, _NORM_ROWS + 1) * 0.6180339887498949 % 1.0 * n).astype(np.int64))
+    return X[like(chosen, X, dtype=np.int64)] if hasattr(X, "dtype") else [X[i] for i in chosen.tolist()]

@@ -30,7 +30,7 @@ class TableOptions:
     one_hot: tuple[str | int, ...] | Literal["auto"] = "auto"  # "auto": every text column not in `ordinal`
     ordinal: tuple[str | int, ...] = ()
     missing: str | float = "error"  # "error", "drop", "mean", "median", or a number to put there
-    dtype: str = "auto"  # uint8 where the source holds nothing else, float32 otherwise
+    dtype: str = "auto"  # the narrowest of uint8, float32 and float64 that holds every value of the source's type
     max_categories: int = 256
     max_classes: int = 10_000
     class_names: tuple[str, ...] | None = None  # for labels 0, 1, 2, ...
@@ -242,6 +242,8 @@ def _column(
 def _dtype(source: Source, options: TableOptions, features: list[str], kinds: dict[str, Kind]) -> str:
     if options.dtype != "auto":
         return options.dtype
-    if isinstance(source, MatrixSource):
-        return "uint8" if source.dtype in (np.dtype(np.uint8), np.dtype(bool)) else "float32"
-    return "float32"
+    if isinstance(source, MatrixSource) and source.dtype in (np.dtype(np.uint8), np.dtype(bool)):
+        return "uint8"
+    # No digit of the source is lost: single precision would make one value of neighbouring timestamps.
+    narrow = isinstance(source, MatrixSource) and np.can_cast(source.dtype, np.float32, "safe")
+    return "float32" if narrow else "float64"

@@ -137,8 +137,9 @@ class Rows:
             X, y = self.source.take(np.sort(batch.rows))
         else:
             parts = [self.source.read_rows(*span) for span in batch.spans]
-            X, y = np.concatenate([X for X, _ in parts]), np.concatenate([y for _, y in parts if y is not None])
-        return self.scale.apply(X, self.dtype), np.asarray(y)
+            labels = [y for _, y in parts if y is not None]
+            X, y = np.concatenate([X for X, _ in parts]), np.concatenate(labels) if labels else None
+        return self._scaled(X), np.zeros(len(X), np.int64) if y is None else np.asarray(y)
 
 
 class Scratch:

@@ -6,7 +6,7 @@
     solver      for                        memory of a task             λ is chosen again by
     cholesky    up to about 12,000 rows    n x n, on one worker         leave-one-out (of at most 4,000 rows)
     tiled       up to some 100,000 rows    a few tiles                  the same
-    pcg         up to some 100,000 rows    a panel of tiles             the loss on a held-out block of rows
+    pcg         up to some 100,000 rows    a panel of tiles             the same
     nystrom     any number of rows         centres x centres            leave-one-out of up to 4,000 rows
     features    any number of rows         features x features          leave-one-out of up to 4,000 rows
 
@@ -41,7 +41,8 @@ from kme_dist.run.nystrom import Basis, Centres, Features, System, judged_rows
 from kme_dist.run.pcg import fit_pcg, relative_residual
 from kme_dist.run.pivots import choose_centres
 from kme_dist.run.scaling import Scaling
-from kme_dist.run.tiled import fit_tiled, solve_on_sample
+from kme_dist.run.tiled import fit_tiled
+from kme_dist.run.tuning import solve_on_sample
 
 SOLVERS = ("cholesky", "tiled", "pcg", "nystrom", "features")
 _FLOPS, _PATIENCE_S = 2e10, 60.0  # of one worker in double precision; what an exact fit may take under "auto"
@@ -112,7 +113,7 @@ def fit_on_dataset(
     began, say = time.perf_counter(), report or (lambda line: None)
     rows = Rows.of(dataset, split=split, scaling=scaling, dtype=dtype)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
-    solver, reason = choose(solver, rows.count, centres, features, executor.workers, room, dtype)
+    solver, reason = choose(solver, rows.count, centres, features, room, dtype)
     say(f"fit: {solver} on {rows.count} rows ({reason})")
     place = Scratch.at(scratch)
     task = Task(
@@ -175,9 +176,13 @@ def _solve(task: Task, solver: str, centres: int, centre_choice: str, features: 
 
 
 def choose(
-    solver: str, n: int, centres: int | None, features: FeatureMap | None, workers: int, room: int, dtype: str
+    solver: str, n: int, centres: int | None, features: FeatureMap | None, room: int, dtype: str
 ) -> tuple[str, str]:
-    """Resolve "auto" and refuse what cannot fit, with the reason in words. `room` is the memory of one worker."""
+    """Resolve "auto" and refuse what cannot fit, with the reason in words.
+
+    By the number of rows, never by the number of workers, so that a fit alone and on a cluster are the same. `room`,
+    the memory of one worker, decides only where it is too small for one factorisation of rows that are few enough.
+    """
     item = np.dtype(dtype).itemsize
     if features is not None and solver in ("auto", "features"):
         return "features", "explicit features were given"
@@ -197,12 +202,12 @@ def choose(
         return "nystrom", f"{centres} centres were asked for"
     if n <= solve.EXACT_ROWS and held < room:
         return "cholesky", f"{n} rows fit one exact factorisation ({held / 1e6:.0f} MB in one worker)"
-    seconds = n**3 / 3 / (_FLOPS * workers)
+    seconds = n**3 / 3 / _FLOPS
     if seconds <= _PATIENCE_S:
-        return "tiled", f"an exact factorisation of {n} rows takes {workers} workers about {seconds:.0f} s"
+        return "tiled", f"an exact factorisation of {n} rows takes one worker about {seconds:.0f} s"
     return "nystrom", (
-        f"an exact factorisation of {n} rows would take {workers} workers about {seconds:.0f} s and "
-        f"{n * n * item / 2e9:.1f} GB of disk"
+        f"an exact factorisation of {n} rows would take one worker about {seconds:.0f} s and "
+        f"{n * n * item / 2e9:.1f} GB; solver='tiled' does it all the same"
     )
 
 

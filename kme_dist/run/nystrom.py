@@ -272,6 +272,8 @@ class Accumulator:
             Y = one_hot(y[part], self._n_classes, Z)
             if A is not None:
                 self._square += A.T @ A
+                # The part along the leading directions is large, and double precision rounds it, too.
+                self._variance += (2 * 1e-16 * float(namespace_of(A).sum(A * A)) / self._basis.size) ** 2
                 self._cross += astype(Z.T @ astype(A, precision(Z)), "float64")
                 self._B_lead += A.T @ astype(Y, "float64")
             self._add_square(Z)

@@ -5,8 +5,8 @@ n x m numbers S, done in panels by tasks that compute the tiles of K they need, 
 they fit. The preconditioner is F Fᵀ + nλI with F from randomly pivoted Cholesky, built block by block over the cluster:
 each round chooses some pivots here and adds their columns to every block of F there.
 
-Recurrences are in double precision; tiles are in single precision only where λ and the tolerance allow it. λ is
-chosen on a held-out block of rows: the same F serves every λ, with or without that block.
+Recurrences are in double precision; tiles are in single precision only where λ and the tolerance allow it. λ is chosen
+by leave-one-out, as for the other exact fits.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core.cg import MOST_STEPS, Product, Solved, block_cg
-from kme_dist.core.embedding import Embedding, log_loss
+from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
-from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.errors import NumericalError
 from kme_dist.run import solve
 from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
 from kme_dist.run.pivots import accept, block_size, columns, propose
+from kme_dist.run.tuning import precision_for, solve_on_sample
 
 _SMALLEST, _LARGEST = 256, 4_096
-_LOOSE = 1e-3  # tolerance while λ is sought
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,20 +110,19 @@ def correct(panels: Panels, i: int, start: int, name: str, W: np.ndarray) -> np.
 
 
 def fit_pcg(task: Task) -> Found:
-    """Weights to a relative residual of `tolerance` for every class; λ by the loss on a held-out block."""
-    lam = task.regularization
-    panels = make_panels(task, _precision(task, lam))
+    """Weights to a relative residual of `tolerance` for every class; λ by leave-one-out, like the other exact fits."""
+    lam, loss, tried = solve_on_sample(task)
+    _, need = precision_for(task, lam)
+    if need.missing:
+        solve.warn_of_padding(task.rows.count, lam, need)
+    solved = lam + need.missing / task.rows.count
+    # Products in single precision cannot bring the residual below 1e-5 or so.
+    panels = make_panels(task, need.dtype if task.tolerance >= 1e-4 else "float64")
     try:
         F = Preconditioner.build(panels, task, rank=default_rank(task.rows.count))
-        lam, loss, tried = _retune(panels, F, task)
-        wanted = _precision(task, lam)
-        if wanted != panels.rows.dtype:  # λ came out so small that single precision no longer serves
-            panels.scratch.clear()
-            panels = make_panels(task, wanted)
-            F = Preconditioner.build(panels, task, rank=default_rank(task.rows.count))
         everything = tuple(range(len(panels.blocks)))
         Y = labels(panels, everything)
-        V, steps, residual = solve_blocks(panels, task, everything, Y, lam, task.tolerance, F, most_steps=MOST_STEPS)
+        V, steps, residual = solve_blocks(panels, task, everything, Y, solved, task.tolerance, F, most_steps=MOST_STEPS)
         stored = panels.scratch.bytes()
     finally:
         panels.scratch.clear()
@@ -137,25 +135,9 @@ def fit_pcg(task: Task) -> Found:
     X, _ = panels.rows.read(0, task.rows.count)  # in the precision that the weights were found in, and are kept in
     facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
     if tried:
-        facts["held_out_rows"] = panels.blocks[0][1] - panels.blocks[0][0]
+        facts["leave_one_out_rows"] = min(task.rows.count, solve.LOO_ROWS)
     embedding = Embedding(task.kernel, X, V.astype(panels.rows.dtype), lam)
     return Found(embedding, loss, tried, residual, steps, stored, facts)
-
-
-def precision_for(task: Task, lam: float) -> tuple[float, Need]:
-    """Mean of k(x, x), and what a solve at this λ needs (see `kme_dist.core.precision`)."""
-    n = task.rows.count
-    few, _ = task.rows.read(0, min(n, 1000))
-    diag = task.kernel.diag(few)
-    scale = float(np.mean(diag, dtype=np.float64)) or 1.0
-    # |K| grows with the number of rows: so many times that of the few.
-    need = decide(task.rows.dtype, n, float(np.max(diag)), n * lam, lambda: gram_norm(task.kernel, few) * n / len(few))
-    return scale, need
-
-
-def _precision(task: Task, lam: float) -> str:
-    """Of the tiles: products in single precision cannot bring the residual below 1e-5 or so."""
-    return precision_for(task, lam)[1].dtype if task.tolerance >= 1e-4 else "float64"
 
 
 def default_rank(n: int) -> int:
@@ -176,33 +158,6 @@ def make_panels(task: Task, dtype: str) -> Panels:
 def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
     y = np.concatenate([panels.rows.read(*panels.blocks[i])[1] for i in blocks])
     return np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
-
-
-def _retune(panels: Panels, F: Preconditioner, task: Task) -> tuple[float, float | None, dict[float, float]]:
-    """The λ with the least loss on the first block of rows, fitted on all others."""
-    n = task.rows.count
-    if not task.retune or len(panels.blocks) < 2:
-        return task.regularization, None, {}
-    others = tuple(range(1, len(panels.blocks)))
-    Y, held = labels(panels, others), labels(panels, (0,))
-    few = panels.X(0)
-    variance = task.kernel.alpha(few) ** 2 or 1.0
-    last: np.ndarray | None = None
-
-    def judge(lam: float) -> float:
-        nonlocal last
-        # The same shift nλ as all rows will have: it plays the part of a noise variance.
-        found = solve_blocks(panels, task, others, Y, lam * n / len(Y), _LOOSE, F, start=last)
-        if not found.residual <= _LOOSE:
-            return math.inf
-        last = found.solution
-        panels.scratch.save("held", last)
-        P = task.executor.map(multiply_panel, [(panels, 0, others, "held")], name="gram-product")[0]
-        return float(log_loss(held, P, task.floor))
-
-    return solve.search_regularization(
-        lambda lams: [judge(lam) for lam in lams], scale=variance / n, start=task.regularization
-    )
 
 
 def solve_blocks(

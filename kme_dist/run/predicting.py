@@ -235,7 +235,7 @@ def _parquet_schema(
             + "; give the data set it was learned from as `like`, so that its encoding is reused"
         )
     columns = tuple(Column(name, "number", i) for i, name in enumerate(wanted))
-    return Schema(columns, None, "none", None, "none", "float32", "error", (features,))
+    return Schema(columns, None, "none", None, "none", "float64", "error", (features,))
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,11 @@ def open_input(
         place = Place.of(data)
         if place.exists(METADATA_KEY):
             data = open_dataset(place)
+        elif place.is_local and place.path.suffix.lower() in (".csv", ".tsv", ".txt", ".npy", ".npz"):
+            raise DataError(
+                f"{place}: predictions are made of data sets, Parquet files and arrays; make a data set of it first: "
+                f"kme-dist ingest {place} {place.path.with_suffix('.zarr')}"
+            )
         elif place.is_local and place.path.exists():
             example = open_dataset(like) if isinstance(like, str | Path) else like
             found = ParquetInput(str(place.path), feature_names, features, example, id_column)

@@ -7,17 +7,22 @@ import tempfile
 from typing import Any
 
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.errors import DataError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 
 
 def executor_for(client: Any) -> Executor:
     """The workers of a client; this process without one."""
+    if client is not None and not hasattr(client, "scheduler_info"):
+        raise ConfigError(
+            f"client={client!r}: must be a dask.distributed.Client or None; connect first: Client({client!r})"
+        )
     return SerialExecutor() if client is None else DaskExecutor(client)
 
 
 def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | None:
     """Put rows where the workers of `client` find them, until `stack` closes; returns the folder (None: no client)."""
+    executor_for(client)
     if client is None:
         return None
     workers = client.scheduler_info(n_workers=-1)["workers"]

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kme_dist.backend import Factor, cholesky, to_device
+from kme_dist.backend import Factor, cholesky
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run import solve
 from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
-from kme_dist.run.pcg import precision_for, relative_residual
+from kme_dist.run.pcg import relative_residual
+from kme_dist.run.tuning import precision_for, solve_on_sample
 
 _SMALLEST, _LARGEST = 512, 4_096
 
@@ -203,29 +204,3 @@ def back_substitute(tiles: Tiles, j: int, k: int, V: np.ndarray) -> np.ndarray:
     """What block j of the solution takes from block k: L_jkᵀ V_j."""
     product: np.ndarray = tiles.scratch.load(f"L-{j}-{k}").T @ V
     return product
-
-
-# --- λ for the exact solvers ------------------------------------------------------------------------
-
-
-def solve_on_sample(task: Task) -> tuple[float, float | None, dict[float, float]]:
-    """λ by leave-one-out, one task for each λ that is tried; rows beyond a few thousand are sampled."""
-    n, lam = task.rows.count, task.regularization
-    if not task.retune or n < 2:
-        return lam, None, {}
-    few, _ = task.rows.read(0, min(n, 1000))
-    variance = task.kernel.alpha(few) ** 2 or 1.0
-
-    def evaluate(lams: list[float]) -> list[float]:
-        calls = [(task.rows, task.kernel, lam, variance, task.floor, task.seed, task.backend) for lam in lams]
-        return task.executor.map(judge_regularization, calls, name="leave-one-out", gpu=task.backend == "cupy")
-
-    return solve.search_regularization(evaluate, scale=variance / n, start=lam)
-
-
-def judge_regularization(
-    rows: Rows, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
-) -> float:
-    """Leave-one-out log loss of (a sample of) the rows at one λ."""
-    X, y = rows.sample(solve.LOO_ROWS, seed)
-    return solve.leave_one_out_loss(kernel, to_device(X, backend), y, rows.n_classes, lam, rows.count, variance, floor)

@@ -196,7 +196,7 @@ def fit_candidates(
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
 
     def fitted(candidate: Candidate, retune: bool) -> Fit:
-        form = _explicit(recipe, candidate.kernel, scaling, dataset, dtype)
+        form = _explicit(recipe, candidate.kernel, scaling, dataset, split)
         fit = fit_on_dataset(
             dataset,
             candidate.kernel,
@@ -238,7 +238,7 @@ class _Form:
     variance: float = 1.0  # k(x, x') = variance φ(x)·φ(x'), so that λ for the features is λ / variance
 
 
-def _explicit(recipe: Recipe, kernel: Kernel, scaling: Scaling, source: RowSource, dtype: str) -> _Form:
+def _explicit(recipe: Recipe, kernel: Kernel, scaling: Scaling, source: RowSource, split: str | None) -> _Form:
     """Explicit features where they are given (a map, or a number of random ones), or where the kernel is linear and
     has fewer features than there are rows: then p x p equations say the same as n x n."""
     if recipe.solver not in ("auto", "features"):
@@ -247,8 +247,8 @@ def _explicit(recipe: Recipe, kernel: Kernel, scaling: Scaling, source: RowSourc
         drawn = random_features(kernel, source.features, recipe.features, recipe.seed)
         return _Form(with_features(scaling, drawn), Identity(), float(kernel.parameters["scale"]) ** 2)
     if isinstance(kernel, Linear) and recipe.centres is None:
-        width = scaling.apply(source.read_rows(0, 1)[0], dtype).shape[1]
-        if recipe.solver == "features" or width < source.rows:
+        width = scaling.apply(source.read_rows(0, 1)[0], "float64").shape[1]
+        if recipe.solver == "features" or width < source.split_rows(split):
             shrunk = scaling if kernel.length_scale is None else scaling.weighted(1 / kernel.length_scale)
             return _Form(shrunk, Identity(), float(kernel.scale) ** 2)
     return _Form(scaling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_info
 
 from kme_dist.errors import DataError, RetryError
-from kme_dist.run.executors import DaskExecutor, SerialExecutor, tree_combine
+from kme_dist.run.executors import DaskExecutor, SerialExecutor, aligned, tree_combine
 
 
 def square(x):
@@ -81,6 +82,34 @@ def test_results_come_in_the_order_of_the_calls(client, direct):
     expected = [i * i for i in range(20)]
     assert SerialExecutor().map(square, calls, name="square") == expected
     assert DaskExecutor(client, direct=direct).map(square, calls, name="square") == expected
+
+
+def test_arrays_that_came_by_wire_begin_where_their_type_wants_to():
+    """NumPy multiplies unaligned arrays by another path, which rounds otherwise."""
+
+    @dataclass(frozen=True)
+    class Record:
+        weights: np.ndarray
+        parts: tuple
+
+    bytes_of = np.zeros(81, np.uint8)
+    crooked = bytes_of[1:].view(np.float64)
+    assert not crooked.flags.aligned
+    straight = np.ones(3)
+    held = aligned([{"a": crooked}, (straight, Record(crooked, (crooked, 3))), "text"])
+    assert held[0]["a"].flags.aligned
+    assert held[1][0] is straight, "what is well is left alone"
+    assert held[1][1].weights.flags.aligned
+    assert held[1][1].parts[0].flags.aligned
+
+
+def products_of(seed):
+    return np.random.default_rng(seed).normal(size=(301, 7))
+
+
+def test_results_of_workers_are_aligned(client):
+    for found in DaskExecutor(client).map(products_of, [(i,) for i in range(8)], name="products"):
+        assert found.flags.aligned
 
 
 def test_both_executors_add_up_in_the_same_order(client):

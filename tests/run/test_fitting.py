@@ -378,15 +378,14 @@ def test_a_worker_that_dies_changes_nothing(solver, fit, client):
 # --- choosing --------------------------------------------------------------------------------------
 
 
-def test_auto_goes_by_rows_memory_and_workers_and_says_why():
-    def auto(n, workers=2, room=10**10, **more):
-        return choose("auto", n, more.get("centres"), None, workers, room, "float32")
+def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
+    def auto(n, room=10**10, **more):
+        return choose("auto", n, more.get("centres"), None, room, "float32")
 
     assert auto(1000)[0] == "cholesky"
     assert auto(1000, room=10**6)[0] == "tiled"
     assert auto(15_000)[0] == "tiled"
     assert auto(60_000)[0] == "nystrom"
-    assert auto(60_000, workers=200)[0] == "tiled"
     assert auto(1000, centres=50) == ("nystrom", "50 centres were asked for")
     assert "60000 rows" in auto(60_000)[1]
     assert "about" in auto(60_000)[1]

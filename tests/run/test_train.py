@@ -251,3 +251,34 @@ def test_spectral_regression_has_the_same_bits_alone_over_a_client_and_from_disk
         kme_dist.ASKLRegressor(features=30, epochs=2).fit(data),
     ):
         np.testing.assert_array_equal(other.predict(X), alone.predict(X))
+
+
+@pytest.mark.parametrize("settings", [{"centres": 60}, {"centres": 119}, {"centres": 60, "steps": 0}], ids=str)
+def test_centres_in_single_precision_are_as_good_as_in_double(settings):
+    """Without noise the best λ is tiny, and the sums over rows must bear it."""
+    rng = np.random.default_rng(0)
+    X, Xq = rng.uniform(-1, 1, size=(120, 2)), rng.uniform(-1, 1, size=(500, 2))
+    y, yq = (np.sin(3 * Z[:, 0]) + Z[:, 1] > 0 for Z in (X, Xq))
+    chosen = {"objective": "rcb", "steps": 20, "regularization": 1e-6, "solver": "nystrom", **settings}
+    narrow, wide = (kme_dist.MCEClassifier(dtype=dtype, **chosen).fit(X, y) for dtype in ("float32", "float64"))
+    assert narrow.score(Xq, yq) >= wide.score(Xq, yq) - 0.004
+    np.testing.assert_allclose(narrow.predict_proba(Xq), wide.predict_proba(Xq), atol=0.02)
+
+
+def test_conjugate_gradients_choose_the_regularisation_that_the_other_exact_solvers_choose(iris):
+    X, y = iris.read("train")
+    by = {
+        solver: kme_dist.MCEClassifier(objective="median", solver=solver, dtype="float64").fit(X, y)
+        for solver in ("cholesky", "tiled", "pcg")
+    }
+    assert len({model.regularization_ for model in by.values()}) == 1
+    assert len({model.loo_log_loss_["median"] for model in by.values()}) == 1
+
+
+def test_a_linear_kernel_counts_the_rows_of_its_own_split(tmp_path):
+    X, y = make_blobs(100, 85, centers=3, cluster_std=8.0, random_state=0)
+    data = ingest(
+        (X, y), tmp_path / "wide.zarr", task="classification", split="train=0:80,test=80:100", dtype="float64"
+    )
+    chosen = {"kernel": "linear", "objective": "rcb", "steps": 3}
+    same_model(kme_dist.MCEClassifier(**chosen).fit(data), kme_dist.MCEClassifier(**chosen).fit(X[:80], y[:80]), X)
