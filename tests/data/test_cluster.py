@@ -92,7 +92,7 @@ def test_what_cannot_be_cut_is_streamed(tmp_path, rows, client):
     X, y = rows
     path = tmp_path / "t.csv"
     pa.csv.write_csv(as_table(X[:5000], y[:5000]), path)
-    data = ingest(path, tmp_path / "d.zarr", label="y", client=client, shuffle=1, **SMALL)
+    data = ingest(path, tmp_path / "d.zarr", label="y", client=client, shuffle=1, dtype="float32", **SMALL)
     np.testing.assert_array_equal(data.read()[0], X[data.row.read(0, 5000)])
 
 

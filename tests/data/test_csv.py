@@ -42,7 +42,7 @@ def judged(raw: bytes) -> list[list[str]] | None:
 def check(path, raw: bytes) -> None:
     path.write_bytes(raw)
     try:
-        table = read_table(path, header=True, missing=0.0, delimiter=",", max_categories=1000)
+        table = read_table(path, header=True, missing=0.0, delimiter=",", max_categories=1000, dtype="float32")
     except DataError as error:
         message = str(error)
         assert str(path) in message

@@ -134,6 +134,7 @@ KINDS = [
 def test_every_format_gives_the_same_rows(kind, tmp_path, rows):
     X, y = rows
     source, options = make_source(kind, tmp_path, X, y)
+    options["dtype"] = "float32"
     data = ingest(source, tmp_path / "out.zarr", memory="16MiB", block_bytes=20_000, **options)
     got_X, got_y = data.read()
     np.testing.assert_array_equal(got_X, X)
@@ -240,8 +241,22 @@ def test_a_missing_label_is_an_error_or_dropped(tmp_path):
 def test_infinite_and_too_large_values_are_named(tmp_path):
     (tmp_path / "t.csv").write_text("a,b\n1,2\n3,1e39\n")
     with pytest.raises(DataError, match=r"row 2, column 'b'.*too large for float32"):
-        read_table(tmp_path / "t.csv")
-    assert read_table(tmp_path / "t.csv", dtype="float64").X[1, 1] == 1e39
+        read_table(tmp_path / "t.csv", dtype="float32")
+    assert read_table(tmp_path / "t.csv").X[1, 1] == 1e39
+
+
+def test_no_digit_of_the_source_is_lost_unless_asked_for(tmp_path):
+    seconds = 1_700_000_000 + np.arange(400)
+    table = pa.table({"time": seconds, "value": np.linspace(0, 1, 400)})
+    pa.csv.write_csv(table, tmp_path / "t.csv")
+    pq.write_table(table, tmp_path / "t.parquet")
+    wide = np.column_stack([seconds, np.linspace(0, 1, 400)])
+    for source in (tmp_path / "t.csv", tmp_path / "t.parquet", table, wide, seconds[:, None]):
+        found = read_table(source).X
+        assert found.dtype == np.float64
+        assert len(np.unique(found[:, 0])) == 400
+    assert read_table(wide.astype(np.float32)).X.dtype == np.float32
+    assert read_table(tmp_path / "t.csv", dtype="float32").X.dtype == np.float32
 
 
 def test_bytes_stay_bytes_and_images_keep_their_shape(tmp_path):

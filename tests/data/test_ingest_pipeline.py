@@ -35,7 +35,7 @@ def test_run_takes_plain_values(table, tmp_path):
 def test_the_script_prints_one_line_and_returns_the_exit_code(table, tmp_path, capsys):
     dest = str(tmp_path / "d.zarr")
     assert ingest_module.main([str(table), dest, "--label", "answer", "--quiet"]) == 0
-    assert "300 rows, 2 features float32, 2 classes" in capsys.readouterr().out
+    assert "300 rows, 2 features float64, 2 classes" in capsys.readouterr().out
     assert ingest_module.main([str(table), dest, "--label", "answer", "--quiet"]) == 2
     assert ingest_module.main([str(table), str(tmp_path / "e.zarr"), "--label", "nothing"]) == 2
     error = capsys.readouterr().err
@@ -84,6 +84,6 @@ def test_describe_knows_saved_arrays_and_finds_damage(tmp_path, capsys):
     with pytest.raises(CorruptError, match="chunk 0 of weights"):
         describe_module.describe(tmp_path / "m.zarr", verify=True)
     assert describe_module.main([str(tmp_path / "m.zarr"), "--verify"]) == 65
-    with pytest.raises(DataError, match="nothing of kme-dist"):
+    with pytest.raises(DataError, match="not a kme-dist data set"):
         describe_module.describe(tmp_path / "none")
     assert describe_module.main([]) == 2
