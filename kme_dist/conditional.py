@@ -186,8 +186,8 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         self.kernel_, self.regularization_ = kernel, lam
         features = self._feature_map(some_X, kernel)
         self.solver_, self.solver_reason_ = self._solver(pairs, features)
-        self.retuned_: dict[float, float] = {}
         every = self.solver_ == "nystrom" and (self.centres or _CENTRES) >= pairs.count  # a centre: the exact solve
+        self.retuned_ = {at: error for chosen, at, error in self.scores_ if every and chosen is kernel}
         sums = self.solver_ in ("nystrom", "features") and not every
         self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
         return self
