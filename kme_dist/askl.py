@@ -83,7 +83,7 @@ class SpectralTask:
     weight_penalty: float
     feature_penalty: float
 
-    def judge(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
+    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
         return spectral_objective(
             with_parameters(self.features, parameters),
             parameters["W"],

@@ -91,7 +91,7 @@ def run(
         pendulum(config, overrides, as_json, quiet)
         return
     settings = load_config(config, overrides or [])
-    say = _talker(quiet)
+    say = _stderr_printer(quiet)
     job, typed = _pipeline("run"), ["kme-dist", "run", str(config), *(f"--set={change}" for change in overrides or [])]
     with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
         listener = job.Listener(start=progress.rename, step=progress, say=say)
@@ -136,8 +136,8 @@ def learn(
     settings = load_config(config, [*(overrides or []), *_at(scheduler)])
     job, typed = _pipeline("learn"), ["kme-dist", "learn", str(config), *(f"--set={c}" for c in overrides or [])]
     with _pipeline("progress").StepProgress(sys.stderr, quiet=quiet) as progress:
-        listener = _pipeline("folder").Listener(start=progress.rename, step=progress, say=_talker(quiet))
-        with cli_predict.reporting(performance, _talker(quiet)):
+        listener = _pipeline("folder").Listener(start=progress.rename, step=progress, say=_stderr_printer(quiet))
+        with cli_predict.reporting(performance, _stderr_printer(quiet)):
             result = job.run(
                 settings,
                 name=config.stem,
@@ -178,7 +178,7 @@ def fit(
     """Solve for the embedding on all rows over a cluster, with the kernel that `learn` has left in the run folder."""
     settings = load_config(config, [*(overrides or []), *_at(scheduler)])
     job, typed = _pipeline("fit"), ["kme-dist", "fit", str(config), *(f"--set={c}" for c in overrides or [])]
-    with cli_predict.reporting(performance, _talker(quiet)):
+    with cli_predict.reporting(performance, _stderr_printer(quiet)):
         result = job.run(
             settings,
             name=config.stem,
@@ -186,7 +186,7 @@ def fit(
             remove=remove,
             merge=merge,
             fresh=fresh,
-            listener=_pipeline("folder").Listener(say=_talker(quiet)),
+            listener=_pipeline("folder").Listener(say=_stderr_printer(quiet)),
             command=shlex.join(typed),
             performance=performance,
         )
@@ -332,7 +332,7 @@ def doctor(
     if report["problems"]:
         raise typer.Exit(2)
     if not as_json:
-        _talker(quiet)("no problem found")
+        _stderr_printer(quiet)("no problem found")
 
 
 @app.command()
@@ -378,7 +378,7 @@ def pendulum(
 ) -> None:
     """Example: swing a pendulum up by kernel policy iteration, with dense and sparse embeddings."""
     job = _pipeline("pendulum")
-    result = job.run(job.load(config, overrides or []), name=config.stem, say=_talker(quiet))
+    result = job.run(job.load(config, overrides or []), name=config.stem, say=_stderr_printer(quiet))
     if as_json:
         _print_json(result)
         return
@@ -494,7 +494,7 @@ def _pipeline(name: str) -> ModuleType:
     return importlib.import_module(f"kme_dist.pipelines.{name}")
 
 
-def _talker(quiet: bool) -> Callable[[str], None]:
+def _stderr_printer(quiet: bool) -> Callable[[str], None]:
     """Messages to a person, on stderr."""
 
     def say(line: str) -> None:

@@ -93,7 +93,7 @@ def cluster(
         else:
             print(f"scheduler {facts['scheduler']}  dashboard {facts['dashboard']}")
         sys.stdout.flush()
-        _talker(quiet)("Ctrl-C stops it")
+        _stderr_printer(quiet)("Ctrl-C stops it")
         wait_for_one()
 
 
@@ -315,7 +315,7 @@ def resume(
     else:
         job.request()
         (job.folder / "cancel").unlink(missing_ok=True)
-        _drive_here(job, 0.0, _talker(quiet))
+        _drive_here(job, 0.0, _stderr_printer(quiet))
     if as_json:
         _print_json(job.status())
     else:
@@ -343,7 +343,7 @@ def schedule(
     """Run a pipeline at the times of a cron expression, once for each time however often it is started."""
     if once:
         cluster = None if scheduler is None else _cluster(scheduler, tls, insecure)
-        facts = _scheduled_run(config, at, pipeline, root, cluster, overrides or [], patience, _talker(quiet))
+        facts = _scheduled_run(config, at, pipeline, root, cluster, overrides or [], patience, _stderr_printer(quiet))
         if as_json:
             _print_json(facts)
         else:
@@ -365,7 +365,7 @@ def schedule(
         fire_times(cron, timezone),
         start=lambda when: [*command, "--at", stamp(when)],
         stop=threading.Event(),
-        say=_talker(quiet),
+        say=_stderr_printer(quiet),
     )
 
 
@@ -491,7 +491,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     return f"{progress['stage']} {progress['done']}{of}"
 
 
-def _talker(quiet: bool) -> Callable[[str], None]:
+def _stderr_printer(quiet: bool) -> Callable[[str], None]:
     def say(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)

@@ -88,8 +88,8 @@ def predict(
             raise ConfigError(f"--{missing[0]} is missing; give --model, --data and --out, or a config file")
         wanted = _alone(given, scheduler).predict
         job = pipeline.standalone(given["model"], given["data"], given["out"], wanted)
-    listener = _pipeline("folder").Listener(say=_talker(quiet))
-    with reporting(performance, _talker(quiet)):
+    listener = _pipeline("folder").Listener(say=_stderr_printer(quiet))
+    with reporting(performance, _stderr_printer(quiet)):
         result = pipeline.run_job(
             job, cluster, fresh=from_scratch, overwrite=overwrite, listener=listener, performance=performance
         )
@@ -197,7 +197,7 @@ def _pipeline(name: str) -> ModuleType:
     return importlib.import_module(f"kme_dist.pipelines.{name}")
 
 
-def _talker(quiet: bool) -> Any:
+def _stderr_printer(quiet: bool) -> Any:
     def say(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)

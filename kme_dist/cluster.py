@@ -68,8 +68,8 @@ def open_executor(settings: ClusterConfig) -> Iterator[Executor]:
         return
     with open_client(settings) as client:
         local = settings.kind == "local"
-        alone = worker_count(settings) if local else 1
-        yield DaskExecutor(client, patience_s=settings.patience_s, direct=local, alone=alone)
+        threads = worker_count(settings) if local else 1
+        yield DaskExecutor(client, patience_s=settings.patience_s, direct=local, solo_threads=threads)
 
 
 def backend_of(executor: Executor, wanted: str) -> str:

@@ -296,7 +296,7 @@ class TileMeter(WorkerPlugin):  # type: ignore[misc]
         meter.count_by(self)
 
     def teardown(self, worker: Any) -> None:
-        meter.count_no_more(self)
+        meter.unregister(self)
         worker.metrics.pop(NAME, None)
 
     async def _report(self, worker: Any) -> dict[str, float]:

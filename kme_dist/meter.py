@@ -36,7 +36,7 @@ def count_by(meter: Meter) -> None:
         _meters.append(meter)
 
 
-def count_no_more(meter: Meter) -> None:
+def unregister(meter: Meter) -> None:
     if meter in _meters:
         _meters.remove(meter)
 

@@ -162,7 +162,7 @@ def run(
         with Workers(config.cluster, listener, performance) as workers:
             stages = _Stages(job, folder, workers, listener)
             for stage in job.inputs:
-                work = functools.partial(stages.told_work, stage)
+                work = functools.partial(stages.run_stage, stage)
                 folder.stage(stage, inputs=job.inputs[stage], outputs=job.outputs[stage], work=work)
         summary = folder.stages["report"]["result"]
         summary["seconds"] = round(sum(folder.stages[stage]["seconds"] for stage in folder.done_now), 3)
@@ -237,7 +237,7 @@ class _Stages:
         self.listener.say(line)
         self.told.say(line)
 
-    def told_work(self, stage: str) -> dict[str, Any]:
+    def run_stage(self, stage: str) -> dict[str, Any]:
         """Do a stage, and tell the dashboard and the log how it goes."""
         cluster = self.workers.executor if stage in OVER_WORKERS else None
         log = self.folder.path / "log.jsonl"

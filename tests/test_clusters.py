@@ -66,7 +66,7 @@ def test_workers_keep_the_memory_of_a_tile_for_the_next_one(monkeypatch):
     with open_executor(ClusterConfig(workers=1, dashboard=False)) as executor:
         (kept,) = executor.map(_environment, [("MALLOC_TRIM_THRESHOLD_",)], name="look")
         assert int(kept) == 256 << 20
-        assert executor.alone == 1, "threads of a call that has the machine to itself"
+        assert executor.solo_threads == 1, "threads of a call that has the machine to itself"
 
 
 def test_a_local_cluster_never_has_more_threads_than_there_are_cores():

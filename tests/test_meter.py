@@ -30,7 +30,7 @@ def counting():
     counts = Counting()
     meter.count_by(counts)
     yield counts
-    meter.count_no_more(counts)
+    meter.unregister(counts)
 
 
 def halved(x):
@@ -42,7 +42,7 @@ def test_calls_are_counted_where_somebody_counts(counting):
     assert observed(halved, (2,)) == 0.5
     with pytest.raises(ZeroDivisionError):
         observed(halved, (0,))
-    meter.count_no_more(counting)
+    meter.unregister(counting)
     assert observed(halved, (4,)) == 0.25
     assert counting.calls == [("halved", 0.5, False), ("halved", None, True)]
     assert [name for name, _ in counting.stages] == ["reduce"], "what failed half-way is no finished stage"

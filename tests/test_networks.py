@@ -135,13 +135,13 @@ def test_halves_of_a_batch_are_judged_by_each_other(iris, loss, dropout):
     settings = LearnSettings(risk="mean", complexity_weight=0.5, seed=3)
     task = NetworkTask(features, settings, 3, halves=True, loss=loss, **dropout)
     start = {name: np.asarray(value, np.float64) for name, value in start_of(features, 0.1).items()}
-    out = task.judge(start, rows, y[::5], number=4)
+    out = task.evaluate(start, rows, y[::5], number=4)
     for name, place in (("features.0.weight", (1, 2)), ("features.1.bias", (3,)), ("regularization", ())):
         values = []
         for sign in (1, -1):
             moved = np.array(start[name])
             moved[place] += sign * 1e-6
-            values.append(task.judge({**start, name: moved}, rows, y[::5], number=4).value)
+            values.append(task.evaluate({**start, name: moved}, rows, y[::5], number=4).value)
         assert out.gradient[name][place] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8), name
 
 
@@ -149,7 +149,7 @@ def test_halves_are_the_mean_of_both_ways_round(iris):
     X, y = iris
     features = maps.dense_network(4, (5,), seed=2)
     task = NetworkTask(features, LearnSettings(risk="mean", complexity_weight=0.0), 3, halves=True)
-    found = task.judge(start_of(features, 0.1), X, y, number=6).value
+    found = task.evaluate(start_of(features, 0.1), X, y, number=6).value
     order = np.random.default_rng([0, 6, 1]).permutation(150)  # the rows come in the order of their classes
     rows, labels = X[order], y[order]
     Z, Y = features.forward(rows), np.eye(3)[labels]

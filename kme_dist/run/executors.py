@@ -56,7 +56,7 @@ class Executor(Protocol):
     @property
     def workers(self) -> int: ...
     @property
-    def alone(self) -> int: ...
+    def solo_threads(self) -> int: ...
     @property
     def reads_apart(self) -> bool: ...
     def map(
@@ -96,7 +96,7 @@ class SerialExecutor:
     """Everything in this process, one call after the other."""
 
     workers = 1
-    alone = 1
+    solo_threads = 1
     reads_apart = False
 
     def map(
@@ -159,14 +159,14 @@ class DaskExecutor:
     attempts : how often a round is begun before the cluster is given up
     direct : fetch results from the workers themselves instead of through the scheduler: quicker, where they can be
         reached
-    alone : threads that a call may use when it is the only one: more than one where the workers share a machine that
-        is theirs
+    solo_threads : threads that a call may use when it is the only one: more than one where the workers share a machine
+        that is theirs
     """
 
     def __init__(
-        self, client: Any, *, patience_s: float = 60.0, attempts: int = 5, direct: bool = False, alone: int = 1
+        self, client: Any, *, patience_s: float = 60.0, attempts: int = 5, direct: bool = False, solo_threads: int = 1
     ) -> None:
-        self.client, self._direct, self.alone = client, direct, alone
+        self.client, self._direct, self.solo_threads = client, direct, solo_threads
         self.patience_s, self.attempts = patience_s, attempts
         self.retried = 0  # calls that had to be made again, for those who want to know
         self._run, self._round = uuid.uuid4().hex[:8], 0

@@ -5,9 +5,9 @@
     found = learn_task(NetworkTask(features, settings, n_classes=10), source, start_of(features, 1.0), settings)
     head = solve_features(with_parameters(features, found.parameters), source, 10, regularization=1.0)
 
-A task says what one batch is worth: `judge(parameters, X, y, number)` returns an Objective whose gradient has the names
-of the parameters. A source says where batch `number` comes from. Batches are a function of seed and number, gradients
-are averaged in that order, so what is learned does not depend on who did the work.
+A task says what one batch is worth: `evaluate(parameters, X, y, number)` returns an Objective whose gradient has the
+names of the parameters. A source says where batch `number` comes from. Batches are a function of seed and number,
+gradients are averaged in that order, so what is learned does not depend on who did the work.
 
 `solve_features` is the final fit of a linear head, W = (ZᵀZ + nλI)⁻¹ ZᵀY: sums over chunks, for any number of rows.
 """
@@ -60,7 +60,7 @@ _LOO_ROWS = 20_000
 class Task(Protocol):
     """What one batch is worth, and its slope."""
 
-    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective: ...
+    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective: ...
 
 
 def start_of(features: Any, regularization: float | None = None) -> optim.Named:
@@ -129,7 +129,7 @@ class Source:
     def call(
         self, task: Task, number: int, parameters: optim.Named
     ) -> tuple[Callable[..., Objective], tuple[Any, ...]]:
-        return _judge_stored, (task, number, parameters, self)
+        return _evaluate_batch, (task, number, parameters, self)
 
     def prepared(self, X: np.ndarray, y: np.ndarray) -> tuple[Array, np.ndarray]:
         rows = to_device(self.scale.apply(X, self.dtype), resolve(self.backend))
@@ -161,10 +161,10 @@ def _every_row(source: Source) -> tuple[Array, np.ndarray]:
     return _batch(source, 0)
 
 
-def _judge_stored(task: Task, number: int, parameters: optim.Named, source: Source) -> Objective:
+def _evaluate_batch(task: Task, number: int, parameters: optim.Named, source: Source) -> Objective:
     whole = source.plan.rows_per_batch == source.plan.rows
     X, y = _every_row(source) if whole else _batch(source, number)
-    return task.judge(parameters, X, y, number)
+    return task.evaluate(parameters, X, y, number)
 
 
 # --- the rounds -------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def learn_task(
     workers = executor or SerialExecutor()
 
     def play(step: int, parameters: optim.Named) -> Round:
-        out = _judge_step(task, source, parameters, step, batches_per_step, workers)
+        out = _evaluate_step(task, source, parameters, step, batches_per_step, workers)
         return Round(out, source.batch, {})
 
     trainer = Trainer(start, settings, after=after, average=average, phase=phase, remember=True)
@@ -238,7 +238,7 @@ def _short(value: np.ndarray) -> float | str:
     return float(array) if array.ndim == 0 else hashlib.sha256(array.data).hexdigest()[:16]
 
 
-def _judge_step(
+def _evaluate_step(
     task: Task, source: Source, parameters: optim.Named, step: int, batches: int, executor: Executor
 ) -> Objective:
     calls = [source.call(task, step * batches + i, parameters) for i in range(batches)]

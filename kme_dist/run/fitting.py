@@ -237,7 +237,7 @@ def cholesky_on_worker(rows: Rows, kernel: Kernel, lam: float, backend: str = "n
 
 def _nystrom(task: Task, centres: int, how: str) -> Found:
     size = min(task.rows.count, max(_CENTRE_SAMPLE[0], _CENTRE_SAMPLE[1] * centres))
-    call = (task.rows, task.kernel, min(centres, task.rows.count), how, size, task.seed, task.executor.alone)
+    call = (task.rows, task.kernel, min(centres, task.rows.count), how, size, task.seed, task.executor.solo_threads)
     points = task.executor.map(centres_on_worker, [call], name="choose-centres")[0]
     basis, facts = Centres(task.kernel, points), {"centre_choice": how, "centre_sample_rows": size}
     if centres < task.rows.count:

@@ -50,7 +50,7 @@ class NetworkTask:
     halves: bool = False
     loss: str = "log"
 
-    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
         features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
         key = (self.settings.seed, number)
         if self.halves:  # of rows that may lie in the order of their classes
@@ -107,7 +107,7 @@ class KernelTask:
     settings: LearnSettings
     n_classes: int
 
-    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
         kernel, lam = assemble(self.kernel, parameters)
         return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, Workspace())
 
@@ -127,7 +127,7 @@ class SoftmaxTask:
         weights = truncated_normal(rng, (width, self.n_classes), 0.1)
         return {**start_of(self.features), WEIGHTS: weights, BIAS: np.full(self.n_classes, 0.1)}
 
-    def judge(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
         key = (self.settings.seed, number)
         Z, pull = with_parameters(self.features, parameters).sampled((*key, 2)).linearise(X)
         mask = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None

@@ -25,9 +25,9 @@ def test_every_slope_is_that_of_finite_differences(arrays, rng, task, dropout):
     start = {name: np.asarray(value, np.float64) for name, value in task.start(5).items()}
 
     def value(parameters):
-        return task.judge(parameters, arrays(X), y, number=7).value
+        return task.evaluate(parameters, arrays(X), y, number=7).value
 
-    found = task.judge(start, arrays(X), y, number=7).gradient
+    found = task.evaluate(start, arrays(X), y, number=7).gradient
     assert found.keys() == start.keys()
     for name, held in start.items():
         for place in list(np.ndindex(held.shape))[::5]:
@@ -41,7 +41,7 @@ def test_every_slope_is_that_of_finite_differences(arrays, rng, task, dropout):
 def test_huge_scores_overflow_nothing(rng, task):
     start = task.start(5)
     start["softmax.bias"] = np.array([1e4, 0.0, -1e4])
-    out = task.judge(start, rng.normal(size=(9, 4)), np.repeat([0, 1, 2], 3), number=0)
+    out = task.evaluate(start, rng.normal(size=(9, 4)), np.repeat([0, 1, 2], 3), number=0)
     assert out.value == pytest.approx((0 + 1e4 + 2e4) / 3, rel=1e-3)
     assert all(np.isfinite(value).all() for value in out.gradient.values())
 
