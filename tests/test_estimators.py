@@ -419,3 +419,19 @@ def test_wine_gives_the_published_accuracy():
             scores.append(100 * clf.fit(X[train], y[train]).score(X[test], y[test]))
     assert np.mean(scores) == pytest.approx(97.2, abs=0.6)  # one row is 0.56
     assert np.std(scores) == pytest.approx(3.7, abs=1.0)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 20}, {"steps": 0, "regularization": 1e-10}], ids=str)
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg"])
+def test_single_precision_is_a_wish_about_speed_never_a_licence_to_be_wrong(solver, settings):
+    """Rows without noise want a λ that float32 cannot carry: it is solved for in float64 then."""
+    rng = np.random.default_rng(3)
+    X, Xq = rng.uniform(-1, 1, size=(150, 3)), rng.uniform(-1, 1, size=(600, 3))
+    y, yq = (np.sin(4 * Z[:, 0]) + Z[:, 1] * Z[:, 2] > 0 for Z in (X, Xq))
+    chosen = {"objective": "rcb", "solver": solver, **settings}
+    narrow, wide = (MCEClassifier(dtype=dtype, **chosen).fit(X, y) for dtype in ("float32", "float64"))
+    assert narrow.score(Xq, yq) == pytest.approx(wide.score(Xq, yq), abs=0.004)
+    losses = [-np.log(m.predict_proba(Xq)[np.arange(600), yq.astype(int)]).mean() for m in (narrow, wide)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert narrow.loo_log_loss_ == pytest.approx(wide.loo_log_loss_, rel=1e-2)
+    assert wide.score(Xq, yq) > 0.8
