@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -324,12 +325,44 @@ def blas_threads(count: int | None) -> Iterator[None]:
 
     Everything that decides what is learned runs on one: the bits do not depend on the number of cores, factorisations
     of a batch gain nothing from a second thread, and OpenBLAS stalls when one of its threads has to wait for a core.
+
+    The number of threads belongs to the process: blocks of several threads that ask for one overlap, and the first to
+    begin sets it, the last to end puts it back.
     """
     if count is None:
         yield
-        return
-    with _blas().limit(limits=count, user_api="blas"):
-        yield
+    elif count != 1:
+        with _blas().limit(limits=count, user_api="blas"):
+            yield
+    else:
+        _one_thread.enter()
+        try:
+            yield
+        finally:
+            _one_thread.leave()
+
+
+class _OneThread:
+    """Blocks that hold BLAS to one thread, counted."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._limit = threading.Lock(), 0, None  # type: threading.Lock, int, Any
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._limit = _blas().limit(limits=1, user_api="blas")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._limit.restore_original_limits()
+                self._limit = None
+
+
+_one_thread = _OneThread()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import strict_cupy
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from kme_dist import backend, errors
 
@@ -305,3 +306,20 @@ def test_stand_in_has_no_name_or_keyword_that_cupy_lacks():
             assert set(inspect.signature(ours).parameters) <= set(theirs), name
     assert hasattr(cupyx, "errstate")
     assert cupy.ndarray.__module__ == "cupy"
+
+
+def test_one_blas_thread_holds_until_the_last_block_that_asked_for_it_ends():
+    """The number of threads belongs to the process, and workers may share one."""
+
+    def threads():
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    with threadpool_limits(2, user_api="blas"):
+        first, second = backend.blas_threads(1), backend.blas_threads(1)
+        first.__enter__()
+        second.__enter__()
+        assert threads() == {1}
+        first.__exit__(None, None, None)
+        assert threads() == {1}, "another thread is still at work"
+        second.__exit__(None, None, None)
+        assert threads() == {2}

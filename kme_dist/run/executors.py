@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import time
@@ -517,9 +516,12 @@ def _address(client: Any) -> str:
 
 
 def called(function: Function[T], call: tuple[Any, ...], *fed: Any) -> T:
-    """What every task is: the function on its arguments, with one BLAS thread, counted."""
-    _hold_blas()
-    return observed(function, aligned((*call, *fed)))
+    """What every task is: the function on its arguments, with one BLAS thread, counted.
+
+    Nannies set the thread count of BLAS, workers without one do not, and workers may share a process with others.
+    """
+    with blas_threads(1):
+        return observed(function, aligned((*call, *fed)))
 
 
 def aligned(value: Any) -> Any:
@@ -544,20 +546,11 @@ def aligned(value: Any) -> Any:
 
 
 def _joined(combine: Callable[[T, T], T], left: T, right: T) -> T:
-    _hold_blas()
-    joined: T = observed(reduced, (combine, left, right), new=False)  # their rows were counted before
+    with blas_threads(1):
+        joined: T = observed(reduced, (combine, left, right), new=False)  # their rows were counted before
     return joined
 
 
 def reduced(combine: Callable[[T, T], T], left: T, right: T) -> T:
     with metered("reduce"):
         return combine(left, right)
-
-
-@functools.cache
-def _hold_blas() -> None:
-    """Once in the life of a worker: nannies set the thread count of BLAS, workers without one do not."""
-    import scipy.linalg  # noqa: F401  its own BLAS must be loaded to be held
-    from threadpoolctl import threadpool_limits
-
-    threadpool_limits(limits=1, user_api="blas")

@@ -178,7 +178,7 @@ def test_a_killed_worker_is_replaced_and_its_call_made_again(client, tmp_path):
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_path):
     client.wait_for_workers(2, timeout=30)
-    executor = DaskExecutor(client, patience_s=1.0)
+    executor = DaskExecutor(client, patience_s=1.0, attempts=30)
     executor.map(square, [(1,), (2,)], name="square")
     found = executor.map(hang_once, [(str(tmp_path / "marker"),)], name="hang")
     assert executor.retried == 1

@@ -184,7 +184,7 @@ def test_workers_killed_at_random_do_not_show(data, client, expected):
 
 def test_a_worker_that_hangs_does_not_show(data, client, expected):
     client.wait_for_workers(2, timeout=60)
-    executor = DaskExecutor(client, patience_s=1.0)
+    executor = DaskExecutor(client, patience_s=1.0, attempts=30)  # a busy machine may need a few
 
     def stop(record):
         if record["step"] == 4:
