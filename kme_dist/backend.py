@@ -343,23 +343,38 @@ def blas_threads(count: int | None) -> Iterator[None]:
 
 
 class _OneThread:
-    """Blocks that hold BLAS to one thread, counted."""
+    """Blocks that hold BLAS to one thread, counted over all threads of the process."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._limit = threading.Lock(), 0, None  # type: threading.Lock, int, Any
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: list[tuple[Any, int]] = []
 
     def enter(self) -> None:
         with self._lock:
+            libraries = [library for library in _blas().lib_controllers if library.user_api == "blas"]
             if not self._inside:
-                self._limit = _blas().limit(limits=1, user_api="blas")
+                self._before = [(library, library.num_threads) for library in libraries]
+            _set_threads([(library, 1) for library in libraries])  # anew each time: somebody else may have changed it
             self._inside += 1
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self._limit.restore_original_limits()
-                self._limit = None
+                _set_threads(self._before)
+
+
+def _set_threads(counts: list[tuple[Any, int]]) -> None:
+    for library, count in counts:
+        if library.num_threads != count:
+            # threadpoolctl lets one thread of a process set the number and ignores the others; here they are counted.
+            release = getattr(type(library), "clear_controlling_thread", None)
+            if release is not None:
+                release(force=True)
+            library.set_num_threads(count)
+            if release is not None:
+                release(force=True)
 
 
 _one_thread = _OneThread()

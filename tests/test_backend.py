@@ -7,6 +7,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -322,4 +323,15 @@ def test_one_blas_thread_holds_until_the_last_block_that_asked_for_it_ends():
         first.__exit__(None, None, None)
         assert threads() == {1}, "another thread is still at work"
         second.__exit__(None, None, None)
+        assert threads() == {2}
+        seen = []
+
+        def elsewhere():
+            with backend.blas_threads(1):
+                seen.append(threads())
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [{1}], "whichever thread asks"
         assert threads() == {2}
