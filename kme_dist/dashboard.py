@@ -223,7 +223,7 @@ class RunBoard(SchedulerPlugin):  # type: ignore[misc]
         from kme_dist import metrics
 
         scheduler.extensions[NAME] = self
-        # Once: the scheduler goes on with the certificate it was started with, whatever its file holds later.
+        # Once: the scheduler keeps the certificate it was started with, whatever its file holds later.
         certificate = getattr(scheduler.security, "tls_scheduler_cert", None)
         if certificate and scheduler.address.startswith("tls"):
             with contextlib.suppress(KMEError, ValueError):

@@ -6,7 +6,7 @@
 
 The sections say what they say for every model (`learn.steps`, `model.scaling`, ...); `options` holds the rest of the
 estimator's parameters. Learning and fitting are the estimator's own `fit` over the workers: the stage `learn` leaves
-its last checkpoint, from which the stage `fit` goes on without a step and solves for the weights.
+its last checkpoint, from which the stage `fit` resumes without a step and solves for the weights.
 """
 
 from __future__ import annotations

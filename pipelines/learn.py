@@ -169,7 +169,7 @@ def run(
     command: str = "",
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Learn as `config` says, or go on where an earlier call stopped; returns what `kme-dist learn --json` prints.
+    """Learn as `config` says, or resume an earlier call; returns what `kme-dist learn --json` prints.
 
     `performance` is a file for Dask's report of what the cluster did.
     """

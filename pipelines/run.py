@@ -10,7 +10,7 @@
 Beside these the run folder holds config.yaml (every default spelled out), metrics.jsonl (one line per learning step,
 written while learning goes on) and run.json (status, timings, versions, digests). A stage whose inputs have not changed
 is not done again, so a second call with the same configuration, data and version returns the finished result, and a
-call after a kill goes on where it was.
+call after a kill resumes.
 """
 
 from __future__ import annotations

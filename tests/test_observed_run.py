@@ -143,7 +143,7 @@ def test_learn_fit_and_predict_alone_are_watched_alike(client, config, tmp_path)
 
 
 def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_path):
-    """A chunk of the input is damaged: it is tried again, then set aside."""
+    """A chunk of the input is damaged: it is tried again, then skipped."""
     told = []
     chosen = config("five")
     shutil.copytree(chosen.data.source, tmp_path / "rows.zarr")

@@ -7,7 +7,7 @@
     executor.stream(function, calls, name="predict-chunk")        # (place, result or its error) as each is finished
 
 `function` is a module-level function and must be free of side effects, since a call may run twice: a worker that died
-is replaced by Dask itself, and a worker that hangs is found by a deadline, whereupon its calls are made again elsewhere
+is replaced by Dask itself, and a worker that hangs is found by a deadline, whereupon its calls are repeated elsewhere
 under new keys. Results are combined by `tree_combine`, whose shape depends on the number of calls alone, so that the
 number of workers and the order of arrival never show in a result. Inside a call BLAS has one thread.
 
@@ -167,7 +167,7 @@ class DaskExecutor:
     ) -> None:
         self.client, self._direct, self.solo_threads = client, direct, solo_threads
         self.patience_s, self.attempts = patience_s, attempts
-        self.retried = 0  # calls that had to be made again, for those who want to know
+        self.retried = 0  # calls that had to be repeated, for those who want to know
         self._run, self._round = uuid.uuid4().hex[:8], 0
         self._slowest: float | None = None
         self._suspects: set[str] = set()

@@ -1,4 +1,4 @@
-"""Exactly once over the chunks of any input: what is done is skipped, what fails is set aside, the rest goes on.
+"""Exactly once over the chunks of any input: what is done is kept, what fails is quarantined, the rest continues.
 
     source = open_input(dataset_or_path_or_array, features=54)
     outcome = run_chunks(state, layout, source, predict_chunk, (model_path, ...), executor=SerialExecutor())
@@ -48,7 +48,7 @@ from kme_dist.errors import ConfigError, CorruptError, DataError, NumericalError
 from kme_dist.meter import metered
 from kme_dist.run.executors import Executor
 
-ATTEMPTS = 3  # before a chunk that fails is set aside
+ATTEMPTS = 3  # before a chunk that fails is quarantined
 CHUNK_ROWS = 8192  # of inputs that have no chunks of their own
 _CACHE_BYTES = 8 << 20
 _POISON = (CorruptError, DataError, NumericalError)
@@ -57,7 +57,7 @@ Progress = Callable[[int, int], None]  # rows done, rows altogether
 
 
 class Watch(Protocol):
-    """Told of chunks: done and failed by now, altogether, the rows of those done, and how many were made again."""
+    """Told of chunks: done and failed by now, altogether, the rows of those done, and how many were repeated."""
 
     def __call__(self, done: int, failed: int, total: int, rows: int, *, retried: int) -> None: ...
 
@@ -541,7 +541,7 @@ def _finish(
 
 def recorded_chunk(layout: Layout, job: str, chunk: int, identity: str) -> Receipt | None:
     """On a worker: the receipt, where the chunk is done already. A worker may die between storing a chunk and handing
-    its receipt over; the call is then made again, but not the work."""
+    its receipt over; the call is then repeated, but not the work."""
     found = read_receipt(layout.place, chunk)
     return found if found is not None and (found.job, found.input) == (job, identity) else None
 

@@ -24,7 +24,7 @@ M, LAM = 3, 0.02
 
 
 def distorted(n=4000, power=0.4, seed=1):
-    """Labels drawn from p, and probabilities p^power that are too modest about them."""
+    """Labels drawn from p, and probabilities p^power that are underconfident about them."""
     rng = np.random.default_rng(seed)
     p = rng.dirichlet(np.full(M, 0.5), n)
     codes = np.array([rng.choice(M, p=row) for row in p])

@@ -45,7 +45,7 @@ def rows_of(name):
 
 
 def fitted(name, folder=None, **further):
-    """The call that is made again after the kill."""
+    """The call that is repeated after the kill."""
     X, y = rows_of(name)
     if name == "network":
         further["watch"] = (X[::5], y[::5])

@@ -469,7 +469,7 @@ def test_a_corrupt_chunk_is_tried_again_once_it_is_mended(model, data, tmp_path,
     assert kme.open_predictions(tmp_path / "out.zarr").status == "complete"
 
 
-def test_trouble_of_the_surroundings_stops_the_job(model, data, tmp_path, monkeypatch):
+def test_infrastructure_failures_stop_the_job(model, data, tmp_path, monkeypatch):
     def full(self, chunk, arrays):
         raise RetryError("no space left")
 
