@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.validation import check_array, validate_data
 
+from kme_dist.data.dataset import generated_names
 from kme_dist.errors import DataError
 
 _NUMBERS = ("b", "i", "u", "f")
@@ -224,8 +225,9 @@ def remember_names(model: Any, names: Sequence[Any]) -> None:
     model.n_features_in_ = len(names)
     if hasattr(model, "feature_names_in_"):
         del model.feature_names_in_
-    if [str(name) for name in names] != [f"x{i}" for i in range(len(names))]:
-        model.feature_names_in_ = np.array([str(name) for name in names], dtype=object)
+    given = [str(name) for name in names]
+    if not generated_names(given):
+        model.feature_names_in_ = np.array(given, dtype=object)
 
 
 def rows_and_labels(model: Any, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:

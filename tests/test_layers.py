@@ -15,7 +15,7 @@ OURS = [*SOURCES, *sorted((ROOT / "pipelines").glob("*.py")), *sorted((ROOT / "b
 # What each part may import from the others. Whatever is not named here is at the top and may import anything.
 BELOW = {
     "errors": set(),
-    "validation": {"errors"},
+    "validation": {"data", "errors"},
     "meter": set(),
     "telemetry": {"errors"},
     "metrics": {"telemetry", "dashboard"},
