@@ -19,9 +19,9 @@ from sklearn.datasets import load_wine
 
 import kme_dist as kme
 from benchmarks.machine import load_average
-from kme_dist import feature_plots
 from kme_dist.backend import blas_threads
 from kme_dist.core.masked import masked_objective
+from kme_dist.report import plots as feature_plots
 
 CLASSES, LAM = 10, 0.1
 

@@ -20,16 +20,16 @@ import numpy as np
 
 from benchmarks.machine import load_average, shared_data
 from kme_dist.backend import blas_threads
-from kme_dist.cluster import open_executor
 from kme_dist.config import ClusterConfig
 from kme_dist.core.kernels import Gaussian
+from kme_dist.core.pivots import CHOICES, choose_centres, unexplained
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
+from kme_dist.ops.cluster import open_executor
 from kme_dist.run.blocks import Rows, Scratch, Task
 from kme_dist.run.fitting import fit_on_dataset
 from kme_dist.run.learn import median_length_scale
 from kme_dist.run.pcg import Preconditioner, default_rank, labels, make_panels, solve_blocks
-from kme_dist.run.pivots import CHOICES, choose_centres, unexplained
 from kme_dist.run.scaling import Scaling
 
 

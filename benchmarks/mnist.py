@@ -44,7 +44,7 @@ def network(start, seed):
     """Two 5 x 5 convolutions and 1024 features; the published start is for longer runs than fit here."""
     import torch
 
-    from kme_dist.torch_features import hnr_cnn, published_start
+    from kme_dist.run.torch_features import hnr_cnn, published_start
 
     module = hnr_cnn(28)
     if start == "published":
@@ -96,7 +96,7 @@ def ard(arguments):
 
 
 def pixels(arguments):
-    from kme_dist import feature_plots
+    from kme_dist.report import plots as feature_plots
 
     X, y, _, _ = images()
     maps = {}
@@ -164,7 +164,7 @@ def cen(arguments):
 def softmax(arguments):
     import torch
 
-    from kme_dist.torch_features import published_start
+    from kme_dist.run.torch_features import published_start
 
     torch.set_num_threads(1)
     X, y, Xq, yq = images()
@@ -196,7 +196,7 @@ def softmax(arguments):
 
 
 def compare(arguments):
-    from kme_dist import feature_plots
+    from kme_dist.report import plots as feature_plots
 
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(arguments.out).glob("*.json"))]
     curves = {entry["name"]: [(p["epoch"], p["accuracy"]) for p in entry["points"]] for entry in found}

@@ -28,12 +28,12 @@ from sklearn.metrics.pairwise import rbf_kernel
 from benchmarks.machine import load_average
 from kme_dist import MCEClassifier, predict
 from kme_dist.backend import blas_threads
-from kme_dist.cluster import open_client
 from kme_dist.config import ClusterConfig
 from kme_dist.core.embedding import HOST_TILE, Embedding
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data.ingest import ingest
-from kme_dist.inference import planned_bytes
+from kme_dist.models.predict import planned_bytes
+from kme_dist.ops.cluster import open_client
 
 FEATURES, CLASSES = 54, 7
 PIECE = 1 << 18

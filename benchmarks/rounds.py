@@ -28,12 +28,12 @@ import psutil
 
 from benchmarks.machine import load_average, shared_data
 from kme_dist.backend import blas_threads
-from kme_dist.cluster import open_executor
 from kme_dist.config import ClusterConfig
 from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
+from kme_dist.ops.cluster import open_executor
 from kme_dist.run import solve
 from kme_dist.run.lanes import Lanes
 from kme_dist.run.learn import LearnSettings, median_length_scale

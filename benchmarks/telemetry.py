@@ -22,13 +22,13 @@ from bokeh.models.widgets import Div
 
 from benchmarks.machine import load_average
 from benchmarks.rounds import made_up
-from kme_dist.cluster import open_executor
 from kme_dist.config import ClusterConfig
 from kme_dist.core.kernels import Gaussian
-from kme_dist.dashboard import install
+from kme_dist.ops.cluster import open_executor
+from kme_dist.ops.dashboard import install
+from kme_dist.ops.telemetry import telemetry
 from kme_dist.run.learn import LearnSettings
 from kme_dist.run.rounds import learn_on_dataset
-from kme_dist.telemetry import telemetry
 
 
 class Watch:

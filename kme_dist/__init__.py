@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kme_dist import errors, kernels
-    from kme_dist.askl import ASKLClassifier, ASKLRegressor
-    from kme_dist.bags import OneClassSupportMeasure, SupportMeasureClassifier
-    from kme_dist.conditional import ConditionalMeanEmbedding
     from kme_dist.core.objective import (
         Objective,
         feature_objective,
@@ -23,12 +20,15 @@ if TYPE_CHECKING:
     from kme_dist.data.dataset import Dataset, open_dataset
     from kme_dist.data.ingest import Table, ingest, read_table
     from kme_dist.data.predictions import Predictions, open_predictions
-    from kme_dist.density import MixtureMatching
-    from kme_dist.estimators import MCEClassifier, load
-    from kme_dist.inference import predict
-    from kme_dist.means import KernelMean, ParzenClassifier
-    from kme_dist.mmd import MMDTest, mmd_test
-    from kme_dist.networks import CENClassifier
+    from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
+    from kme_dist.models.bags import OneClassSupportMeasure, SupportMeasureClassifier
+    from kme_dist.models.cen import CENClassifier
+    from kme_dist.models.cme import ConditionalMeanEmbedding
+    from kme_dist.models.density import MixtureMatching
+    from kme_dist.models.mce import MCEClassifier, load
+    from kme_dist.models.means import KernelMean, ParzenClassifier
+    from kme_dist.models.mmd import MMDTest, mmd_test
+    from kme_dist.models.predict import predict
 
 __version__ = "0.1.0"
 
@@ -64,29 +64,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ASKLClassifier": "kme_dist.askl",
-    "ASKLRegressor": "kme_dist.askl",
-    "CENClassifier": "kme_dist.networks",
-    "ConditionalMeanEmbedding": "kme_dist.conditional",
+    "ASKLClassifier": "kme_dist.models.askl",
+    "ASKLRegressor": "kme_dist.models.askl",
+    "CENClassifier": "kme_dist.models.cen",
+    "ConditionalMeanEmbedding": "kme_dist.models.cme",
     "Dataset": "kme_dist.data.dataset",
-    "KernelMean": "kme_dist.means",
-    "MCEClassifier": "kme_dist.estimators",
-    "MMDTest": "kme_dist.mmd",
-    "MixtureMatching": "kme_dist.density",
+    "KernelMean": "kme_dist.models.means",
+    "MCEClassifier": "kme_dist.models.mce",
+    "MMDTest": "kme_dist.models.mmd",
+    "MixtureMatching": "kme_dist.models.density",
     "Objective": "kme_dist.core.objective",
-    "OneClassSupportMeasure": "kme_dist.bags",
-    "ParzenClassifier": "kme_dist.means",
+    "OneClassSupportMeasure": "kme_dist.models.bags",
+    "ParzenClassifier": "kme_dist.models.means",
     "Predictions": "kme_dist.data.predictions",
-    "SupportMeasureClassifier": "kme_dist.bags",
+    "SupportMeasureClassifier": "kme_dist.models.bags",
     "Table": "kme_dist.data.ingest",
     "feature_objective": "kme_dist.core.objective",
     "ingest": "kme_dist.data.ingest",
-    "load": "kme_dist.estimators",
+    "load": "kme_dist.models.mce",
     "loo_objective": "kme_dist.core.objective",
-    "mmd_test": "kme_dist.mmd",
+    "mmd_test": "kme_dist.models.mmd",
     "open_dataset": "kme_dist.data.dataset",
     "open_predictions": "kme_dist.data.predictions",
-    "predict": "kme_dist.inference",
+    "predict": "kme_dist.models.predict",
     "rcb_objective": "kme_dist.core.objective",
     "read_table": "kme_dist.data.ingest",
     "validation_objective": "kme_dist.core.objective",

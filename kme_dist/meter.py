@@ -21,7 +21,7 @@ STAGES = ("read", "gram", "factorise", "reduce", "write")  # names for `metered`
 
 
 class Meter(Protocol):
-    """Who counts what is computed in this process; see `kme_dist.dashboard.TileMeter`."""
+    """Who counts what is computed in this process; see `kme_dist.ops.dashboard.TileMeter`."""
 
     def call(self, name: str, seconds: float, result: Any, *, failed: bool) -> None: ...
     def stage(self, name: str, seconds: float) -> None: ...

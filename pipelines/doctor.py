@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kme_dist.cluster import open_unchecked, worker_differences
 from kme_dist.config import ClusterConfig
 from kme_dist.errors import KMEError
+from kme_dist.ops.cluster import open_unchecked, worker_differences
 
 PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn")
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.cluster import open_executor
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.core.metrics import Tally
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
+from kme_dist.ops.cluster import open_executor
 from kme_dist.pipelines import report
 from kme_dist.pipelines.folder import Listener, now, to_json
 from kme_dist.pipelines.predict import Job, job_of
-from kme_dist.run.evaluating import tally_predictions
+from kme_dist.run.evaluate import tally_predictions
 from kme_dist.run.executors import Executor, SerialExecutor
 
 FEW_ROWS = 2_000_000

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from kme_dist import MCEClassifier, kernels
-from kme_dist.cluster import backend_of, in_words, open_executor
 from kme_dist.config import Config
 from kme_dist.core import features
 from kme_dist.core.kernels.base import Kernel
@@ -36,6 +35,8 @@ from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.store import save_arrays
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.ops.cluster import backend_of, in_words, open_executor
+from kme_dist.ops.telemetry import performance_report, telemetry
 from kme_dist.pipelines import features as features_of_runs
 from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
@@ -44,7 +45,6 @@ from kme_dist.run.full import LearnedFeatures, learn_features
 from kme_dist.run.learn import OBJECTIVES, Learned, LearnSettings
 from kme_dist.run.rounds import learn_on_dataset
 from kme_dist.run.scaling import Scaling
-from kme_dist.telemetry import performance_report, telemetry
 
 LEARNED_FORMAT = "kme-dist/learned"
 

@@ -33,10 +33,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kme_dist import ConditionalMeanEmbedding, kernels
-from kme_dist import report as draw
 from kme_dist.config import MAX_CONFIG_BYTES, parse_yaml
 from kme_dist.core import sparse
 from kme_dist.errors import ConfigError, KMEError
+from kme_dist.report import page as draw
 
 GRAVITY = 9.81
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)

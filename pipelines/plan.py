@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import free_bytes
-from kme_dist.cluster import worker_count
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.core import optim
 from kme_dist.data.dataset import CACHE_BYTES
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError
+from kme_dist.ops.cluster import worker_count
 from kme_dist.pipelines.learn import Task, prepare
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.jobs import BatchJob as Job

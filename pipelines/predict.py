@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kme_dist import predict
-from kme_dist.cluster import in_words, open_executor
 from kme_dist.config import ClusterConfig, Config, PredictConfig
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, open_dataset
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError
+from kme_dist.ops.cluster import in_words, open_executor
+from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines.folder import Listener, folder_of
 from kme_dist.run.executors import Executor, SerialExecutor
-from kme_dist.run.predicting import Outcome
-from kme_dist.telemetry import Telemetry, performance_report, telemetry
+from kme_dist.run.predict import Outcome
 
 T = TypeVar("T")
 EXIT_QUARANTINED = 65

@@ -1,6 +1,6 @@
 """The report of a run: which figures and pictures are shown, in which order, with which words.
 
-`build` gathers what was learned into one HTML page; the drawing itself is in `kme_dist.report`.
+`build` gathers what was learned into one HTML page; the drawing itself is in `kme_dist.report.page`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kme_dist import feature_plots
-from kme_dist import report as draw
-from kme_dist.report import Panel, Picture
+from kme_dist.report import page as draw
+from kme_dist.report import plots as feature_plots
+from kme_dist.report.page import Panel, Picture
 
 if TYPE_CHECKING:
     from kme_dist.pipelines.run import Attempt, Job

@@ -29,18 +29,18 @@ import numpy as np
 
 from kme_dist import MCEClassifier, kernels, load
 from kme_dist.backend import blas_threads
-from kme_dist.cluster import backend_of, in_words, open_executor
 from kme_dist.config import ClusterConfig, Config, Start
 from kme_dist.core.optim import cosine_decay
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError
+from kme_dist.ops.cluster import backend_of, in_words, open_executor
+from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines import evaluate, features, learn, predict, report, tables
 from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, digest, to_json, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates, learn_candidates
-from kme_dist.telemetry import Telemetry, performance_report, telemetry
 
 ROWS_TO_REHEARSE = 20  # of each class
 ROWS_TO_DRAW = 20_000  # of either part, that the report may look at

@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kme_dist import MCEClassifier, ingest, kernels, open_predictions, predict
-from kme_dist.cluster import open_executor
 from kme_dist.config import ClusterConfig
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.ops.cluster import open_executor
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.learn import Learned, LearnSettings
 from kme_dist.run.rounds import learn_on_dataset

@@ -29,31 +29,22 @@ TESTS = Path(__file__).parent
 
 # Every test file is a test of numbers, unless it is here: a file that is new belongs to the sweep by itself.
 NOT_NUMBERS = {
+    "cli": "exit codes and lines of the command",
+    "config": "settings",
     "deploy": "files for machines: containers, units, Slurm, Kubernetes",
+    "ops": "processes, jobs, certificates, metrics and pages",
     "paper": "published figures: hours, by make paper",
-    "test_certs.py": "certificates",
-    "test_cli.py": "exit codes and lines of the command",
-    "test_cluster_command.py": "processes",
-    "test_clusters.py": "processes",
-    "test_config.py": "settings",
-    "test_dashboard.py": "a page",
     "test_expressions.py": "a parser",
     "test_feature_plots.py": "pictures",
-    "test_jobs.py": "processes and folders",
     "test_layers.py": "imports",
     "test_meter.py": "counters",
-    "test_observed_run.py": "messages of a run",
     "test_packaging.py": "what is built",
     "test_portable.py": "the sweep itself",
-    "test_prometheus.py": "metrics",
     "test_public_names.py": "names",
     "test_report.py": "pages",
     "test_run_folder.py": "files of a run",
-    "test_schedule.py": "times",
     "test_security.py": "refusals",
     "test_smoke.py": "exit codes of the smoke command",
-    "test_telemetry.py": "messages",
-    "test_two_hosts.py": "a network",
 }
 
 KINDS = {
@@ -76,9 +67,10 @@ LACKS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def test_files() -> list[str]:
-    """Folders and files of the tests of numbers, relative to the top of the repository."""
-    found = [path for path in TESTS.iterdir() if path.name.startswith("test_") or any(path.glob("test_*.py"))]
-    return sorted(f"{TESTS.name}/{path.name}" for path in found if path.name not in NOT_NUMBERS)
+    """The files with tests of numbers, relative to the top of the repository."""
+    found = (path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
+    numbers = (path for path in found if not NOT_NUMBERS.keys() & {path.parts[0], path.name})
+    return sorted(f"{TESTS.name}/{path.as_posix()}" for path in numbers)
 
 
 def environment(kind: str, threads: int, dispatched: list[str]) -> dict[str, str]:

@@ -49,7 +49,7 @@ MODULES = ["kme_dist"] + [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_has_a_guide_and_true_examples(name):
-    if name == "kme_dist.torch_features":
+    if name == "kme_dist.run.torch_features":
         pytest.importorskip("torch")  # an extra
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} has no docstring"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kme_dist as kme
-from kme_dist import cli
+from kme_dist.cli import app as cli
 from kme_dist.data.chunks import attributes_json
 from kme_dist.data.places import Place
 from kme_dist.data.store import attributes_digest
@@ -247,8 +247,8 @@ def test_a_config_builds_plain_values_only(tmp_path, text, canary, capsys):
 
 
 def test_a_stored_job_builds_plain_values_only(tmp_path, canary, capsys):
-    from kme_dist import jobs
     from kme_dist.config import parse_config
+    from kme_dist.ops import jobs
 
     config = parse_config({"data": {"source": "t.zarr"}})
     job = jobs.create_job(tmp_path, pipeline="run", config=config, name="x", job_id="x")

@@ -27,11 +27,11 @@ import numpy as np
 from kme_dist.backend import resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
+from kme_dist.core.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums, packed, unpacked
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError, CorruptError, DataError
 from kme_dist.run.blocks import Rows, Scratch, Span
 from kme_dist.run.executors import Executor
-from kme_dist.run.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums, packed, unpacked
 
 STATISTICS_FORMAT = "kme-dist/statistics"
 _TASK_ROWS = 1 << 16  # of one task at most, in whole chunks

@@ -57,6 +57,7 @@ from kme_dist.core.conditional import (
 )
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.core.nystrom import Basis, Features
 from kme_dist.core.objective import Objective
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
@@ -74,7 +75,6 @@ from kme_dist.run.learn import (
     select,
 )
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
-from kme_dist.run.nystrom import Basis, Features
 from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization

@@ -387,7 +387,7 @@ def _wants_torch(config: Any) -> bool:
 
 def _torch() -> Any:
     # Only here, and only for those who hand over a torch network: torch takes seconds to import.
-    return importlib.import_module("kme_dist.torch_features")
+    return importlib.import_module("kme_dist.run.torch_features")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ import numpy as np
 from kme_dist.backend import blas_threads, free_bytes, to_device, to_host
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import FeatureMap, Kernel
+from kme_dist.core.nystrom import Basis, Centres, Features, System, judged_rows
 from kme_dist.core.objective import one_hot
+from kme_dist.core.pivots import choose_centres
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError
@@ -37,9 +39,7 @@ from kme_dist.run.additive import Statistics, gather
 from kme_dist.run.blocks import Found, Rows, Scratch, Task
 from kme_dist.run.executors import Executor
 from kme_dist.run.features import FeatureEmbedding
-from kme_dist.run.nystrom import Basis, Centres, Features, System, judged_rows
 from kme_dist.run.pcg import fit_pcg, relative_residual
-from kme_dist.run.pivots import choose_centres
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.tiled import fit_tiled
 from kme_dist.run.tuning import solve_on_sample

@@ -41,11 +41,11 @@ from kme_dist.core.means import (
     tile_sums,
     weighted_features,
 )
+from kme_dist.core.pivots import choose_centres
 from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import Executor
-from kme_dist.run.pivots import choose_centres
-from kme_dist.validation import as_rows
 
 BLOCK_ROWS = 8_192
 SPECTRAL_ROWS, SPECTRAL_CENTRES = 5_000, 1_000  # s-kmse: exact up to so many rows; beyond, so many centres

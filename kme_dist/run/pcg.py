@@ -23,10 +23,10 @@ from kme_dist.core.cg import MOST_STEPS, Product, Solved, block_cg
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
+from kme_dist.core.pivots import accept, block_size, columns, propose
 from kme_dist.errors import NumericalError
 from kme_dist.run import solve
 from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
-from kme_dist.run.pivots import accept, block_size, columns, propose
 from kme_dist.run.tuning import precision_for, solve_on_sample
 
 _SMALLEST, _LARGEST = 256, 4_096

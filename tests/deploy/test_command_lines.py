@@ -14,7 +14,7 @@ import typer
 import yaml
 from deploy_tools import DEPLOY, OVERLAYS, all_containers, call, overlay, package_folder
 
-from kme_dist import cli
+from kme_dist.cli import app as cli
 from kme_dist.config import load_config
 
 

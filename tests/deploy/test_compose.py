@@ -123,7 +123,7 @@ def test_its_commands_make_a_cluster_that_works(compose, tmp_path):
     """Scheduler, worker, driver and smoke as the file starts them, each with its own files; another store stands in."""
     server_module = pytest.importorskip("moto.server")
     pytest.importorskip("cryptography")
-    from kme_dist.certs import make_certificates
+    from kme_dist.ops.certs import make_certificates
 
     ports = {name: free_port() for name in ("8786", "8787", "8788", "driver", "9000")}
     make_certificates(tmp_path / "certs")

@@ -71,7 +71,7 @@ def test_the_scheduler_of_kubernetes_keeps_the_routes_that_dask_has_by_default()
 def kubernetes_scheduler(tmp_path_factory):
     """A scheduler with the settings of the Kubernetes base, certificates of its own: (port, port of pages, home)."""
     pytest.importorskip("cryptography")
-    from kme_dist.certs import make_certificates
+    from kme_dist.ops.certs import make_certificates
 
     home = tmp_path_factory.mktemp("scheduler")
     make_certificates(home / "tls")

@@ -8,13 +8,13 @@ import pytest
 from kme_dist import errors, open_dataset
 from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian
+from kme_dist.core.nystrom import Centres, Features
 from kme_dist.data.ingest import ingest
 from kme_dist.run import additive
 from kme_dist.run.additive import Statistics, add_rows, gather, remove_rows
 from kme_dist.run.blocks import Rows, Scratch
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fitting import refit
-from kme_dist.run.nystrom import Centres, Features
 from kme_dist.run.scaling import Scaling
 
 M, KERNEL = 3, Gaussian(length_scale=np.full(3, 0.5))
@@ -85,7 +85,7 @@ def test_added_chunks_equal_a_fit_from_scratch(basis, tools, tmp_path):
 
 def test_lambda_and_its_loss_are_those_of_a_fit_from_scratch(basis, tools, tmp_path, monkeypatch):
     monkeypatch.setattr(additive.Sample, "of", functools_partial_size(150))
-    monkeypatch.setattr("kme_dist.run.nystrom.SAMPLE_ROWS", 150)
+    monkeypatch.setattr("kme_dist.core.nystrom.SAMPLE_ROWS", 150)
     first, second = stored(tmp_path / "a.zarr", 256, 1), stored(tmp_path / "b.zarr", 256, 2)
     one_way, other_way = gather(rows(first), basis, **tools), gather(rows(second), basis, **tools)
     add_rows(one_way, rows(second), **tools)

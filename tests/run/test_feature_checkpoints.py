@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_diabetes, load_iris
 
-from kme_dist.askl import ASKLClassifier, ASKLRegressor
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError
-from kme_dist.networks import CENClassifier
+from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
+from kme_dist.models.cen import CENClassifier
 from kme_dist.run.checkpoints import Checkpoints
 
 STEPS = 40

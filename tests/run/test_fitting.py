@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from kme_dist import errors
-from kme_dist.cluster import open_client
 from kme_dist.config import ClusterConfig
 from kme_dist.core.embedding import clip_normalise
 from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian, Matern
+from kme_dist.core.nystrom import Accumulator, Centres, System
 from kme_dist.data.ingest import ingest
+from kme_dist.ops.cluster import open_client
 from kme_dist.run import fitting, pcg, solve, tiled
 from kme_dist.run.blocks import Rows, Scratch
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fitting import choose, fit_on_dataset
-from kme_dist.run.nystrom import Accumulator, Centres, System
 
 M = 3
 KERNEL = Gaussian(length_scale=np.full(4, 0.6))

@@ -16,14 +16,14 @@ import pytest
 import zarr
 
 import kme_dist as kme
-from kme_dist import inference
 from kme_dist.core import embedding as mce
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data import predictions as stored
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
-from kme_dist.run import predicting
+from kme_dist.models import predict as inference
+from kme_dist.run import predict as predicting
 
 N, D, M = 5_000, 3, 3
 CHUNK = 1024

@@ -481,8 +481,8 @@ def test_ten_thousand_rounds_leave_memory_where_it_was(data):
     """
     import psutil
 
-    from kme_dist.cluster import open_executor
     from kme_dist.config import ClusterConfig
+    from kme_dist.ops.cluster import open_executor
 
     memory, seconds = [], []
 

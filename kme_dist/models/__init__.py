@@ -1,0 +1,1 @@
+"""Estimators: constructors store, `fit` calls `run`, `predict` calls `core`; saved as arrays and JSON."""

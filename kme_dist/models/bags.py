@@ -1,0 +1,265 @@
+"""Classes of bags: every example is a sample, represented by its kernel mean. Support measure machines.   [KMSE, 6.2.3]
+
+>>> import numpy as np
+>>> rng = np.random.default_rng(0)
+>>> bags = [rng.normal(0.0, 1.0 + i % 2, size=(30, 2)) for i in range(40)]      # narrow and wide clouds
+>>> kinds = ["narrow" if i % 2 == 0 else "wide" for i in range(40)]
+>>> clf = SupportMeasureClassifier(estimator="r-kmse").fit(bags[:30], kinds[:30])
+>>> float(clf.score(bags[30:], kinds[30:]))
+1.0
+
+A bag is an array of rows (or a list of anything that the kernel takes); bags may differ in size. The kernel between
+bags is <μ_i, μ_j> ("linear") or exp(-|μ_i - μ_j|²/2σ²) ("gaussian"; the paper's formula lacks the minus sign).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin, OutlierMixin
+from sklearn.svm import SVC, OneClassSVM
+from sklearn.utils.validation import check_is_fitted
+
+from kme_dist.core import kernels
+from kme_dist.core.kernels import Kernel
+from kme_dist.core.kernels.base import row_count, take
+from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
+from kme_dist.data import store
+from kme_dist.data.validation import check_columns_of, check_labels, remember_columns, restore_names, stored_names
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.means import FORMAT, kernel_for
+from kme_dist.models.storing import get_rows, put_rows
+from kme_dist.run.means import Sample
+
+
+class _BagMachine(BaseEstimator):  # type: ignore[misc]
+    """What both machines share: kernel means of bags and the Gram matrix between them."""
+
+    kernel: Any
+    estimator: str
+    level: str
+    width: float | None
+    positive_part: bool
+    random_state: int
+
+    def _bags(self, bags: Sequence[Any], reset: bool = False) -> list[Any]:
+        """Rows of every bag; all of them, and those of the fit, have the same columns."""
+        if not len(bags):
+            raise DataError("there are no bags; give a list of arrays, one for each example")
+        found = []
+        for number, bag in enumerate(bags):
+            try:
+                found.append(Sample.of(np.asarray(bag) if isinstance(bag, np.ndarray) else bag).memory)
+            except DataError as error:
+                raise DataError(f"bag {number}: {error}") from error
+        widths = {bag.shape[1] for bag in found if isinstance(bag, np.ndarray)}
+        if len(widths) > 1:
+            raise DataError(f"bags differ in their number of features: {sorted(widths)}")
+        if reset:
+            remember_columns(self, bags[0], found[0])
+        for number, (bag, rows) in enumerate(zip(bags, found, strict=True)):
+            try:
+                check_columns_of(self, bag, rows)
+            except ValueError as error:  # ours, and what scikit-learn says of names
+                raise DataError(f"bag {number}: {error}") from error
+        return found
+
+    def _prepare(self, bags: Sequence[Any]) -> np.ndarray:
+        """Keep the bags with their weights; the Gram matrix of the kernel between them."""
+        if self.estimator not in ESTIMATORS:
+            raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
+        if self.level not in ("linear", "gaussian"):
+            raise ConfigError(f"level={self.level!r} is unknown; choose 'linear' or 'gaussian'")
+        found = self._bags(bags, reset=True)
+        self.kernel_ = kernel_for(self.kernel, Sample.of(_stacked(found)), self.random_state)
+        self._keep(found)
+        G = self._inner(self.points_, self.weights_, self.sizes_)
+        self.norms_ = np.diagonal(G).copy()
+        self.width_ = self.width
+        if self.level == "gaussian" and self.width is None:
+            distances = np.sqrt(np.maximum(self.norms_[:, None] + self.norms_[None, :] - 2 * G, 0.0))
+            apart = distances[distances > 0]
+            self.width_ = float(np.median(apart)) if apart.size else 1.0
+        return self._second_level(G, self.norms_)
+
+    def _keep(self, bags: list[Any]) -> None:
+        self.points_, self.sizes_ = _stacked(bags), np.array([row_count(bag) for bag in bags])
+        self.weights_ = np.concatenate([self._weigh(bag) for bag in bags])
+
+    def _weigh(self, bag: Any) -> np.ndarray:
+        """Weights of the rows of a bag; a bag of one row is that row, which nothing tells how to shrink."""
+        if self.estimator == "kme" or row_count(bag) < 2:
+            return np.full(row_count(bag), 1.0 / row_count(bag))
+        K = np.asarray(self.kernel_.gram(bag), dtype=np.float64)
+        return np.asarray(gram_weights(self.estimator, K, positive_part=self.positive_part).weights)
+
+    def _inner(self, points: Any, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """<μ_i, μ_j> of given bags (down) and of those kept (across), a bag at a time."""
+        ends = np.cumsum(sizes)
+        across = np.zeros((len(self.weights_), len(self.sizes_)))
+        starts = np.cumsum(self.sizes_) - self.sizes_
+        for j, (start, size) in enumerate(zip(starts, self.sizes_, strict=True)):
+            across[start : start + size, j] = self.weights_[start : start + size]
+        rows = []
+        for start, end in zip(ends - sizes, ends, strict=True):
+            values = weighted_features(self.kernel_, take(points, slice(int(start), int(end))), self.points_, across)
+            rows.append(weights[start:end] @ np.asarray(values))
+        return np.stack(rows)
+
+    def _second_level(self, G: np.ndarray, norms: np.ndarray) -> np.ndarray:
+        if self.level == "linear":
+            return G
+        distances = np.maximum(norms[:, None] + self.norms_[None, :] - 2 * G, 0.0)
+        return np.asarray(np.exp(-0.5 * distances / self.width_**2))  # type: ignore[operator]
+
+    def gram(self, bags: Sequence[Any]) -> np.ndarray:
+        """The kernel between given bags (down) and those of the fit (across)."""
+        check_is_fitted(self, "machine_")
+        found = self._bags(bags)
+        points, sizes = _stacked(found), np.array([row_count(bag) for bag in found])
+        weights = [self._weigh(bag) for bag in found]
+        G = self._inner(points, np.concatenate(weights), sizes)
+        norms = np.array([w @ self.kernel_.gram(bag) @ w for w, bag in zip(weights, found, strict=True)])
+        return self._second_level(G, norms)
+
+    def save(self, path: str | Path) -> None:
+        """Write bags, weights and settings as arrays and JSON; the small machine on top is solved anew when loaded."""
+        check_is_fitted(self, "machine_")
+        arrays = {"sizes": self.sizes_}
+        settings = {**self.get_params(deep=False), "kernel": self.kernel_.to_config()}
+        attributes: dict[str, Any] = {
+            "model": type(self).__name__,
+            "model_format": FORMAT,
+            "settings": settings,
+            "width": self.width_,
+            **stored_names(self),
+        }
+        labels = getattr(self, "labels_", None)
+        if labels is not None:
+            attributes["labels"], attributes["labels_dtype"] = labels.tolist(), labels.dtype.str
+        put_rows(arrays, attributes, "points", self.points_)
+        store.save_arrays(path, arrays, attributes)
+
+    @classmethod
+    def _restore(
+        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
+    ) -> Any:
+        settings = dict(found["settings"])
+        settings["kernel"] = kernels.from_config(settings["kernel"], own=own)
+        if settings["level"] == "gaussian":
+            settings["width"] = found["width"]
+        points, sizes = get_rows(arrays, found, "points"), arrays["sizes"]
+        ends = np.cumsum(sizes)
+        bags = [take(points, slice(int(end - size), int(end))) for end, size in zip(ends, sizes, strict=True)]
+        labels = np.array(found["labels"], dtype=np.dtype(found["labels_dtype"])) if "labels" in found else None
+        model = cls(**settings).fit(bags, labels)
+        restore_names(model, found)
+        return model
+
+
+class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[misc]
+    """A support vector machine on kernel means: examples are bags of rows.
+
+    Parameters
+    ----------
+    kernel : of the rows; a name gets the median distance between them as its length scale.
+    estimator : of the mean of a bag: "kme", "b-kmse", "r-kmse" or "s-kmse".
+    level : kernel between the means: "linear" or "gaussian".   width : σ of the latter; None: the median distance.
+    C : how much a mistake costs.   positive_part, random_state : as in KernelMean.
+
+    Bags are no rows of a table, so this is a classifier of its own kind: `fit(bags, y)`, `predict(bags)`.
+    """
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "gaussian",
+        estimator: str = "kme",
+        level: str = "gaussian",
+        width: float | None = None,
+        C: float = 1.0,
+        positive_part: bool = False,
+        random_state: int = 0,
+    ) -> None:
+        self.kernel = kernel
+        self.estimator = estimator
+        self.level = level
+        self.width = width
+        self.C = C
+        self.positive_part = positive_part
+        self.random_state = random_state
+
+    def fit(self, bags: Sequence[Any], y: Any) -> Self:
+        """Kernel means of the bags, then a support vector machine on them."""
+        check_labels(y)
+        self.labels_ = np.asarray(y)
+        if len(self.labels_) != len(bags):
+            raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; they come in pairs")
+        if len(np.unique(self.labels_)) < 2:
+            raise DataError("y holds one class only; a classifier needs bags of at least two classes")
+        G = self._prepare(bags)
+        # A multiple of the identity in scale: C means the same whatever the kernel's magnitude.
+        self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
+        self.machine_ = SVC(C=self.C, kernel="precomputed").fit(G / self.unit_, self.labels_)
+        self.classes_ = self.machine_.classes_
+        return self
+
+    def decision_function(self, bags: Sequence[Any]) -> np.ndarray:
+        """How far each bag lies on the side of its class."""
+        G = self.gram(bags)
+        return np.asarray(self.machine_.decision_function(G / self.unit_))
+
+    def predict(self, bags: Sequence[Any]) -> np.ndarray:
+        """The class of every bag."""
+        G = self.gram(bags)
+        return np.asarray(self.machine_.predict(G / self.unit_))
+
+
+class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
+    """Bags that do not belong: the one-class support measure machine.
+
+    `nu` bounds the share of training bags called strange; the other parameters are those of SupportMeasureClassifier.
+    `predict` gives 1 for bags like those of the fit and -1 for strange ones, by the sign of `decision_function`.
+    """
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "gaussian",
+        estimator: str = "kme",
+        level: str = "gaussian",
+        width: float | None = None,
+        nu: float = 0.1,
+        positive_part: bool = False,
+        random_state: int = 0,
+    ) -> None:
+        self.kernel = kernel
+        self.estimator = estimator
+        self.level = level
+        self.width = width
+        self.nu = nu
+        self.positive_part = positive_part
+        self.random_state = random_state
+
+    def fit(self, bags: Sequence[Any], y: Any = None) -> Self:
+        """Kernel means of the bags, then the smallest region of them."""
+        if not 0 < self.nu <= 1:
+            raise ConfigError(f"nu={self.nu!r}: must be a number > 0 and <= 1")
+        G = self._prepare(bags)
+        self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
+        self.machine_ = OneClassSVM(kernel="precomputed", nu=self.nu).fit(G / self.unit_)
+        return self
+
+    def decision_function(self, bags: Sequence[Any]) -> np.ndarray:
+        """Positive inside the region of the training bags."""
+        G = self.gram(bags)
+        return np.asarray(self.machine_.decision_function(G / self.unit_))
+
+    def predict(self, bags: Sequence[Any]) -> np.ndarray:
+        """1 for bags like those of the fit, -1 for strange ones."""
+        return np.where(self.decision_function(bags) >= 0, 1, -1)
+
+
+def _stacked(bags: list[Any]) -> Any:
+    return np.concatenate(bags) if isinstance(bags[0], np.ndarray) else [row for bag in bags for row in bag]

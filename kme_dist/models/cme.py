@@ -1,0 +1,600 @@
+"""Conditional mean embeddings: the distribution of anything with a kernel, given anything with a kernel.   [CME]
+
+>>> import numpy as np
+>>> rng = np.random.default_rng(0)
+>>> x = rng.uniform(-3, 3, size=(200, 1))
+>>> y = np.sin(x[:, 0]) + 0.1 * rng.normal(size=200)
+>>> model = ConditionalMeanEmbedding().fit(x, y)             # kernel and λ by leave-one-out, in closed form
+>>> mean = model.expectation(np.array([[1.0]]), lambda y: y)
+>>> bool(abs(mean[0] - np.sin(1.0)) < 0.1)
+True
+>>> low, high = model.interval(np.array([[1.0]]), coverage=0.9)
+>>> bool(low[0] < np.sin(1.0) < high[0])
+True
+
+Targets are vectors, labels (`target_kernel="delta"`, when it equals the multiclass conditional embedding), texts, or
+whatever the target kernel takes. Exact solvers keep the weights implicit: E[h(Y) | x] is solved for when it is asked.
+A data set on disk is fitted where it lies, by centres or features in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted
+
+from kme_dist.backend import blas_threads, free_bytes, to_host
+from kme_dist.core import kernels
+from kme_dist.core.conditional import (
+    ConditionalEmbedding,
+    Delta,
+    Explicit,
+    Weights,
+    conditional_quantiles,
+    held_out_scores,
+    herd,
+    solve_embedding,
+)
+from kme_dist.core.features import SAMPLERS
+from kme_dist.core.intervals import LeftOut
+from kme_dist.core.kernels import Kernel, Linear, OnFeatures
+from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
+from kme_dist.core.nystrom import Basis, Centres, Features
+from kme_dist.core.pivots import choose_centres
+from kme_dist.data import store
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.validation import (
+    as_values,
+    check_columns_of,
+    check_labels,
+    remember_columns,
+    remember_names,
+    restore_names,
+    stored_names,
+)
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.means import FORMAT
+from kme_dist.models.storing import pack, unpack
+from kme_dist.run.conditional import (
+    Inverse,
+    KernelLearning,
+    Pairs,
+    are_numbers,
+    as_targets,
+    fit_sums,
+    learn_kernel,
+    left_out,
+    project,
+    with_median,
+)
+from kme_dist.run.features import as_features
+from kme_dist.run.fitting import SOLVERS, choose
+from kme_dist.run.learn import length_scale_names, select
+from kme_dist.run.means import Sample, random_features
+from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for
+from kme_dist.run.sparse_forms import Sparsifiable
+
+_JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
+_CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
+_CHOICE_ROWS = 20_000  # rows that centres are chosen among
+_WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
+_ASKED_ROWS = 1_024  # of quantiles at a time
+_SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
+
+
+class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[misc]
+    """μ(x) = E[L(Y, ·) | x], estimated by regression in the target kernel's Hilbert space.
+
+    Parameters
+    ----------
+    kernel : of the inputs: a name (length scale by cross-validation), a kernel, or a list of kernels to choose from.
+    target_kernel : of the targets: a name (length scale is the median distance), "delta" for labels, or a kernel.
+    regularization : λ, or None to choose it by cross-validation.
+    folds : None leaves out one pair at a time; a number makes so many folds. In closed form either way.
+    learn_steps : learn the input kernel's parameters and λ by so many gradient steps of the held-out loss (0: do not).
+        The loss is |L(y, ·) - μ(x)|² over held-out pairs plus `complexity_weight` times the Hilbert-Schmidt norm of the
+        embedding: for arbitrary targets what the complexity bound is for classes, but as a heuristic; no generalisation
+        bound is known for it, and the target kernel is never learned, since the loss is measured in it.
+    complexity_weight, learning_rate : of that learning.
+    solver : "cholesky" (exact, n x n in memory), "tiled" and "pcg" (exact, out of core), "nystrom" (centres) and
+        "features" (explicit features; one pass over the rows for either), or "auto".
+    features : of solver "features": a feature map, or how many random frequencies of the kernel.
+    tolerance : of solver "pcg": relative residual.
+    centres, centre_choice : how many, and "rpcholesky", "uniform" or "kmeans++".
+    target_centres : project on so many targets, so that the model's size does not grow with the rows; None keeps all
+        targets, where they are in memory.
+    scaling : {"standard", "unit", None} of numeric inputs.
+    client : a distributed.Client.   random_state : whole number.
+
+    Attributes
+    ----------
+    embedding_ : kernel, centres, targets and weights.   kernel_, target_kernel_, regularization_ : what was chosen.
+    solver_, solver_reason_ : which solver, and why.
+    scores_ : (kernel, λ, held-out error) of every candidate, on a sample.   history_ : one record per learning step.
+    retuned_ : errors of the λ that "pcg", "nystrom" and "features" tried on all rows, after the kernel was chosen.
+    n_features_in_, feature_names_in_ : of numeric inputs; names where a data frame or a data set brought them.
+    """
+
+    def __init__(
+        self,
+        kernel: Any = "gaussian",
+        target_kernel: Any = "gaussian",
+        regularization: float | None = None,
+        folds: int | None = None,
+        learn_steps: int = 0,
+        complexity_weight: float = 0.1,
+        learning_rate: float = 0.1,
+        solver: str = "auto",
+        centres: int | None = None,
+        centre_choice: str = "rpcholesky",
+        target_centres: int | None = None,
+        features: Any = None,
+        tolerance: float = 1e-8,
+        scaling: str | None = "standard",
+        client: Any = None,
+        random_state: int = 0,
+    ) -> None:
+        self.kernel = kernel
+        self.target_kernel = target_kernel
+        self.regularization = regularization
+        self.folds = folds
+        self.learn_steps = learn_steps
+        self.complexity_weight = complexity_weight
+        self.learning_rate = learning_rate
+        self.solver = solver
+        self.centres = centres
+        self.centre_choice = centre_choice
+        self.target_centres = target_centres
+        self.features = features
+        self.tolerance = tolerance
+        self.scaling = scaling
+        self.client = client
+        self.random_state = random_state
+
+    # --- fitting ---------------------------------------------------------------------------------
+
+    def fit(self, X: Any, Y: Any = None) -> Self:
+        """Fit to pairs of rows, or to a data set whose labels (or columns, named by Y) are the targets."""
+        self._check_settings()
+        with blas_threads(1):  # whatever the machine has, the same bits
+            return self._fit(self._pairs(X, Y))
+
+    def _fit(self, pairs: Pairs) -> Self:
+        self._left: LeftOut | None = None
+        some_X, some_Y = pairs.some(_JUDGED_ROWS, self.random_state)
+        self.target_kernel_ = self._target_kernel(some_Y)
+        some_Y = as_targets(some_Y, self.target_kernel_)
+        kernel, lam = self._choose(some_X, some_Y, pairs.count)
+        self.history_: list[dict[str, Any]] = []
+        if self.learn_steps:
+            settings = KernelLearning(
+                steps=self.learn_steps,
+                learning_rate=self.learning_rate,
+                complexity_weight=self.complexity_weight,
+                seed=self.random_state,
+            )
+            kernel, lam, self.history_ = learn_kernel(kernel, self.target_kernel_, some_X, some_Y, lam, settings)
+            if self.regularization is None:  # λ learned on batches is not right for all rows
+                kernel, lam = self._choose(some_X, some_Y, pairs.count, [kernel])
+            else:
+                lam = float(self.regularization)
+        self.kernel_, self.regularization_ = kernel, lam
+        features = self._feature_map(some_X, kernel)
+        self.solver_, self.solver_reason_ = self._solver(pairs, features)
+        every = self.solver_ == "nystrom" and (self.centres or _CENTRES) >= pairs.count  # a centre: the exact solve
+        self.retuned_ = {at: error for chosen, at, error in self.scores_ if every and chosen is kernel}
+        sums = self.solver_ in ("nystrom", "features") and not every
+        self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
+        return self
+
+    def _check_settings(self) -> None:
+        if self.solver not in ("auto", *SOLVERS):
+            raise ConfigError(f"solver={self.solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
+        if self.features is not None and self.solver not in ("auto", "features"):
+            raise ConfigError(f"features are for solver='features', not {self.solver!r}; leave one of them out")
+        if not self.tolerance > 0:
+            raise ConfigError(f"tolerance={self.tolerance!r}: must be a positive number")
+        if self.regularization is not None and not self.regularization > 0:
+            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
+        for name in ("centres", "target_centres", "folds"):
+            value, least = getattr(self, name), 2 if name == "folds" else 1
+            if value is not None and (not isinstance(value, int | np.integer) or value < least):
+                raise ConfigError(f"{name}={value!r}: must be an integer >= {least}, or None")
+
+    def _pairs(self, X: Any, Y: Any) -> Pairs:
+        if isinstance(X, Dataset):
+            pairs = Pairs.of(X, Y, self.scaling)
+            self.scaling_ = pairs.scale
+            remember_names(self, [X.feature_names[i] for i in pairs.inputs])
+            return pairs
+        if Y is None:
+            raise DataError("fit needs targets: fit(X, Y), or a data set that brings them")
+        rows, targets = Sample.of(X), self._targets(Y)
+        if row_count(targets) != rows.count:
+            raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; they come in pairs")
+        remember_columns(self, X, rows.memory)
+        numeric = isinstance(rows.memory, np.ndarray)
+        self.scaling_ = Scaling.learn(rows.memory, self.scaling) if numeric else None
+        return Pairs(Sample.of(self._scaled(rows.memory)), targets)
+
+    def _targets(self, Y: Any) -> Any:
+        if isinstance(self.target_kernel, Delta) or self.target_kernel == "delta":
+            check_labels(Y)
+        return as_values(Y)
+
+    def _scaled(self, rows: Any) -> Any:
+        return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
+
+    def _rows(self, X: Any) -> Any:
+        """Inputs of a question, as those of the fit: the same columns, on the same scale."""
+        rows = Sample.of(X).read()
+        check_columns_of(self, X, rows)
+        return self._scaled(rows)
+
+    def _asked(self, Y: Any) -> Any:
+        """Targets of a question."""
+        found, own = as_targets(self._targets(Y), self.target_kernel_), self.embedding_.targets
+        shapes = [getattr(part, "shape", ()) for part in (found, own)]
+        if shapes[0][1:] != shapes[1][1:]:
+            raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; they differ in width")
+        return found
+
+    def _target_kernel(self, Y: Any) -> Kernel:
+        if isinstance(self.target_kernel, str) and self.target_kernel == "delta":
+            return Delta()
+        if not isinstance(self.target_kernel, str):
+            return kernels.from_config(self.target_kernel, own={"delta": Delta})
+        found = kernels.from_config({"name": self.target_kernel})
+        return with_median(found, as_targets(Y, found), 1.0, self.random_state)
+
+    def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
+        """The kernel and λ with the least held-out error of (at most) _JUDGED_ROWS pairs, at the same shift nλ."""
+        if candidates is None:
+            candidates = self._candidates(X)
+        n = row_count(X)
+        if len(candidates) == 1 and self.regularization is not None:
+            self.scores_: list[tuple[Kernel, float, float]] = []
+            return candidates[0], float(self.regularization)
+        L = np.asarray(self.target_kernel_.gram(Y), dtype=np.float64)
+        folds = None
+        if self.folds is not None:
+            order = np.random.default_rng([self.random_state, 1]).permutation(n)
+            folds = [np.sort(part) for part in np.array_split(order, min(self.folds, n))]
+        self.scores_ = []
+        for kernel in candidates:
+            scale = float(np.mean(to_host(kernel.diag(X)))) or 1.0
+            shifts = _SHIFTS * scale if self.regularization is None else np.array([n * self.regularization])
+            scores = held_out_scores(np.asarray(kernel.gram(X)), L, [float(s) for s in shifts], folds)
+            lams = shifts / rows if self.regularization is None else shifts / n
+            self.scores_ += [(kernel, float(lam), float(score)) for lam, score in zip(lams, scores, strict=True)]
+        kernel, lam, _ = min(self.scores_, key=lambda found: found[2])
+        return kernel, lam
+
+    def _candidates(self, X: Any) -> list[Kernel]:
+        if self.features is not None and not isinstance(self.features, int | np.integer):
+            return [OnFeatures(Linear(), as_features(self.features, np.shape(X)[1], self.random_state))]
+        if isinstance(self.kernel, list | tuple):
+            return [kernels.from_config(kernel, own={"delta": Delta}) for kernel in self.kernel]
+        if not isinstance(self.kernel, str):
+            return [kernels.from_config(self.kernel, own={"delta": Delta})]
+        found = kernels.from_config({"name": self.kernel, "ard": True}, n_features=np.shape(X)[-1])
+        if not length_scale_names(found):
+            return [found]
+        return [with_median(found, X, width, self.random_state) for width in _WIDTHS]
+
+    def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
+        room = int(0.6 * free_bytes("numpy") / max(1, executor_for(self.client).workers))
+        centres = self.centres or self.target_centres
+        found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
+        if (
+            self.solver == "auto"
+            and found == "tiled"
+            and not (pairs.sample.path or isinstance(pairs.sample.memory, np.ndarray))
+        ):
+            return "nystrom", "inputs that are no numbers cannot be stored in tiles"
+        return found, reason
+
+    def _feature_map(self, X: Any, kernel: Kernel) -> FeatureMap | None:
+        """The map that was given, or random Fourier features of the kernel where features are asked for."""
+        if self.solver != "features" and self.features is None:
+            return None
+        if self.features is not None and not isinstance(self.features, int | np.integer):
+            return as_features(self.features, np.shape(X)[1], self.random_state)  # type: ignore[no-any-return]
+        if kernel.name not in SAMPLERS:
+            raise ConfigError(
+                f"{kernel!r} has no random features; choose a kernel of {', '.join(SAMPLERS)}, give a feature map as "
+                "`features`, or use another solver"
+            )
+        return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state)
+
+    def _exact(self, pairs: Pairs) -> ConditionalEmbedding:
+        """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
+        X, Y = pairs.some(pairs.count, 0)
+        Y = as_targets(Y, self.target_kernel_)
+        labels = isinstance(self.target_kernel_, Delta)
+        weights: Weights
+        if self.solver_ in ("cholesky", "nystrom"):
+            found = solve_embedding(self.kernel_, self.target_kernel_, X, Y, self.regularization_)
+            if self.target_centres is None or labels:
+                return found
+            weights = found.weights
+        else:
+            weights = self._inverse(pairs)
+            if self.solver_ == "pcg" and self.regularization is None:
+                D = self._target_centres(pairs)
+                self.retuned_ = weights.retune(self.target_kernel_, Y, D)
+                self.regularization_ = weights.regularization
+            if self.target_centres is None and not labels:
+                weights.prepare()
+                return ConditionalEmbedding(
+                    self.kernel_, self.target_kernel_, X, Y, weights, self.regularization_
+                )  # fmt: skip
+        D = self._target_centres(pairs)
+        small, base = project(weights, self.target_kernel_, Y, D)
+        projected = ConditionalEmbedding(
+            self.kernel_, self.target_kernel_, X, D, small, self.regularization_, None, base
+        )  # fmt: skip
+        if are_numbers(Y, self.target_kernel_):
+            self._left = left_out(projected, weights, Y, self.random_state)
+        return projected
+
+    def _inverse(self, pairs: Pairs) -> Inverse:
+        if self.client is not None and not pairs.sample.path:
+            hosts = {worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()}
+            if not hosts <= {"127.0.0.1", "::1", "localhost"}:
+                raise DataError(
+                    f"rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
+                    "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
+                )
+        return Inverse(
+            pairs, self.kernel_, self.regularization_, self.solver_, executor=executor_for(self.client),
+            tolerance=self.tolerance, seed=self.random_state,
+        )  # fmt: skip
+
+    def _target_centres(self, pairs: Pairs) -> Any:
+        labels = isinstance(self.target_kernel_, Delta)
+        if labels and not pairs.sample.path:
+            return np.unique(pairs.targets)
+        if labels and not pairs.targets and (classes := open_dataset(pairs.sample.path).classes) is not None:
+            return np.asarray(classes)  # a sample of the rows may lack a rare one
+        Y = as_targets(pairs.some(_CHOICE_ROWS, self.random_state)[1], self.target_kernel_)
+        if labels:
+            return np.unique(Y)
+        count = min(self.target_centres or _TARGET_CENTRES, row_count(Y))
+        return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self.random_state))
+
+    def _with_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
+        """Centres or features of the inputs; targets projected, or all kept where that is wanted and they are here."""
+        X, _ = pairs.some(_CHOICE_ROWS, self.random_state)
+        basis: Basis
+        if features is not None:
+            basis = Features(features, int(features.forward(X[:1]).shape[1]))
+        else:
+            count = min(self.centres or _CENTRES, row_count(X))
+            chosen = choose_centres(self.kernel_, X, count, self.centre_choice, self.random_state)
+            basis = Centres(self.kernel_, select(X, chosen))
+        keep = self.target_centres is None and not pairs.sample.path and not isinstance(self.target_kernel_, Delta)
+        needed = 3 * 8 * pairs.count * basis.size
+        if keep and needed > free_bytes("numpy"):
+            raise ConfigError(
+                f"keeping all {pairs.count} targets needs {needed / 1e9:.1f} GB; set target_centres, e.g. 500"
+            )
+        own = features is not None and not isinstance(self.features, int | np.integer | None)
+        variance = 1.0 if features is None or own else float(self.kernel_.scale) ** 2  # type: ignore[attr-defined]
+        found, self.retuned_, self._left = fit_sums(
+            self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
+            executor=executor_for(self.client), keep_targets=keep, retune=self.regularization is None,
+            seed=self.random_state, variance=variance,
+        )  # fmt: skip
+        self.regularization_ = found.regularization
+        return found
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def coefficients(self, X: Any) -> np.ndarray:
+        """a(x), one row for each row of X and one column for each target that the model holds."""
+        model, rows = self._fitted(), self._rows(X)
+        with blas_threads(1):
+            return np.asarray(model.coefficients(rows)).T
+
+    def expectation(self, X: Any, h: Callable[[Any], Any] | Any, centred: bool | None = None) -> np.ndarray:
+        """E[h(Y) | x]: `h` takes the targets and returns a value (or row of values) for each, or is those values.
+
+        The weights a(x) do not add up to one (λ draws them towards 0, and far from all rows they are 0), so h is
+        centred by its mean h̄ over the training rows: h̄ + Σ_i a_i(x) (h(y_i) - h̄), which is drawn towards h̄. With
+        `centred=False` it is Σ_i a_i(x) h(y_i), the inner product of h and μ(x). None centres for all targets but
+        labels (`target_kernel="delta"`), where the plain sum is that of the decision probabilities of the multiclass
+        embedding. With target centres h̄ is the mean of h as the target kernel sees it, exact for E[Y | x] itself.
+        """
+        model, rows = self._fitted(), self._rows(X)
+        targets = model.targets
+        if isinstance(targets, np.ndarray) and targets.ndim == 2 and targets.shape[1] == 1:
+            targets = targets[:, 0]  # scalar targets, as they were given
+        values = np.ascontiguousarray(h(targets) if callable(h) else h, dtype=np.float64)
+        if centred is None:
+            centred = not isinstance(self.target_kernel_, Delta)
+        with blas_threads(1):
+            return np.asarray((model.centred_expectation if centred else model.expectation)(rows, values))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """E[Y | x] of numeric targets; far from all training rows it is their mean."""
+        targets = self._fitted().targets
+        if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf":
+            raise DataError(
+                "the targets are no numbers and have no mean; use expectation(X, h) with a function of them"
+            )
+        return self.expectation(X, lambda y: y)
+
+    def evaluate(self, X: Any, Y: Any) -> np.ndarray:
+        """μ(x)(y) for every row of X (down) and every target of Y (across)."""
+        model, rows = self._fitted(), self._rows(X)
+        with blas_threads(1):
+            return np.asarray(model.evaluate(rows, self._asked(Y)))
+
+    def quantiles(self, X: Any, levels: Sequence[float]) -> np.ndarray:
+        """Conditional quantiles of scalar targets, one row for each row of X.
+
+        They are those of the leave-one-out residuals of the training rows around the prediction at x, the rows near x
+        counting most (see `kme_dist.core.intervals`). Of labels (`target_kernel="delta"`) they are the quantiles of the
+        labels under the weights a(x), negative ones counting as none.
+        """
+        targets = self._fitted().targets
+        if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf" or targets.size != len(targets):
+            raise DataError("quantiles are of scalar targets; take expectations of functions of others")
+        asked = np.asarray(levels, dtype=np.float64).reshape(-1)
+        if not ((asked >= 0) & (asked <= 1)).all():
+            raise ConfigError(f"levels={levels!r}: quantiles need levels from 0 to 1")
+        if isinstance(self.target_kernel_, Delta):
+            return conditional_quantiles(targets.reshape(-1), self.coefficients(X).T, asked)
+        return np.concatenate([left.quantiles(f[:, 0], Z, asked) for left, f, Z in self._around(X)])
+
+    def interval(self, X: Any, coverage: float = 0.9, local: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends of an interval for a new target at every row of X, for every output: by jackknife+.
+
+        A new target falls inside with about this probability (without `local` with at least 2 coverage - 1, whatever
+        the distribution). With `local` the width follows the size of the residuals near x, without it is nearly the
+        same everywhere. Residuals are leave-one-out, of at most 1,000 rows ("tiled" and "pcg": 512). Infinite where
+        rows are too few for the coverage.
+        """
+        model = self._fitted()
+        if not are_numbers(model.targets, self.target_kernel_):
+            raise DataError("intervals are of numeric targets; take expectations of functions of others")
+        if not 0 < coverage < 1:
+            raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
+        parts = [left.interval(f, Z, float(coverage), local) for left, f, Z in self._around(X)]
+        low, high = (np.concatenate([part[end] for part in parts]) for end in (0, 1))
+        return (low[:, 0], high[:, 0]) if low.shape[1] == 1 else (low, high)
+
+    def _around(self, X: Any) -> Iterator[tuple[LeftOut, np.ndarray, np.ndarray]]:
+        """What quantiles and intervals need, some rows at a time: residuals, predictions, and z(x) as rows."""
+        model, rows = self._fitted(), self._rows(X)
+        with blas_threads(1):
+            if getattr(self, "_left", None) is None:
+                if isinstance(model.weights, Explicit):
+                    raise ConfigError(
+                        "this embedding kept no residuals (a sparse form of centres, or stored by an older version); "
+                        "ask the embedding it was made from, or fit it again"
+                    )
+                self._left = left_out(model, model.weights, model.targets, self.random_state)
+            assert self._left is not None
+            predicted = np.asarray(model.centred_expectation(rows, model.targets))
+            for part in row_blocks(row_count(rows), _ASKED_ROWS):
+                Z = np.asarray(model.basis(take(rows, part)), dtype=np.float64).T
+                yield self._left, predicted[part], Z
+
+    def sample(self, X: Any, size: int, candidates: Any = None) -> list[Any]:
+        """For every row of X `size` targets by kernel herding: an evenly weighted sample whose mean is near μ(x).
+
+        They are chosen among `candidates`, by default the targets that the model holds; a list with one entry (an array
+        or a list of targets) for each row.
+        """
+        model, rows = self._fitted(), self._rows(X)
+        pool = model.targets if candidates is None else self._asked(candidates)
+        with blas_threads(1):
+            L = np.asarray(self.target_kernel_.gram(pool), dtype=np.float64)
+            values = np.asarray(model.evaluate(rows, pool))
+        return [select(pool, herd(row, L, size)) for row in values]
+
+    def errors(self, X: Any, Y: Any) -> np.ndarray:
+        """|L(y, ·) - μ(x)|² of every pair, in the target kernel's Hilbert space."""
+        model, rows, targets = self._fitted(), self._rows(X), self._asked(Y)
+        if row_count(rows) != row_count(targets):
+            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; they come in pairs")
+        with blas_threads(1):
+            return np.asarray(model.errors(rows, targets))
+
+    def score(self, X: Any, Y: Any) -> float:
+        """Minus the mean of `errors`: larger is better."""
+        return -float(np.mean(self.errors(X, Y)))
+
+    def _fitted(self) -> ConditionalEmbedding:
+        check_is_fitted(self, "embedding_")
+        weights = self.embedding_.weights
+        if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
+            weights.executor = executor_for(self.client)  # the client was closed, or another one was set
+        return self.embedding_
+
+    def _sparse_form(self) -> SparseEmbedding:
+        """One with these settings, not yet filled in (see `sparsify`)."""
+        found = SparseEmbedding(**self.get_params(deep=False))
+        found.scaling_, found.solver_ = self.scaling_, "sparse"
+        restore_names(found, stored_names(self))
+        return found
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted embedding as arrays and JSON.
+
+        The model that comes back predicts the same bits on the same machine: its arrays are those that were saved, in
+        the same order, and an exact one ("cholesky") is factorised anew, at once, from the same rows by the same steps.
+        "tiled" and "pcg" solve anew when something is asked that was not asked before saving; that agrees to the
+        precision of the solve ("pcg": `tolerance`).
+        """
+        arrays, attributes = pack(self._fitted(), self._left)
+        attributes |= {
+            "model": "ConditionalMeanEmbedding",
+            "model_format": FORMAT,
+            "solver": self.solver_,
+            "scaling": self.scaling,
+            "random_state": int(self.random_state),
+            **stored_names(self),
+        }
+        if self.scaling_ is not None:
+            arrays["shift"], arrays["factor"] = self.scaling_.shift, self.scaling_.factor
+        store.save_arrays(path, arrays, attributes)
+
+    @classmethod
+    def _restore(
+        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
+    ) -> ConditionalMeanEmbedding:
+        seed = int(found.get("random_state", 0))
+        model = cls(solver=found["solver"], scaling=found["scaling"], random_state=seed)
+        model.solver_ = found["solver"]
+        model.scaling_ = Scaling(arrays["shift"], arrays["factor"]) if "shift" in arrays else None
+
+        def inverse(kernel: Kernel, lam: float, X: Any, Y: Any) -> Inverse:
+            model.kernel_, model.regularization_ = kernel, lam
+            return model._inverse(Pairs(Sample.of(X), Y))
+
+        with blas_threads(1):
+            model.embedding_, model._left = unpack(arrays, found, own, inverse)
+        fitted = model.embedding_
+        model.kernel = model.kernel_ = fitted.kernel
+        model.target_kernel = model.target_kernel_ = fitted.target_kernel
+        model.regularization = model.regularization_ = fitted.regularization
+        if isinstance(fitted.weights, Inverse):
+            model.tolerance = fitted.weights.tolerance
+        width = model.scaling_.shift.size if model.scaling_ is not None else None
+        restore_names(model, found, width)
+        return model
+
+
+class SparseEmbedding(ConditionalMeanEmbedding):
+    """A sparse form of a fitted embedding: predicts like it, from the few inputs and targets that it kept.
+
+    Attributes
+    ----------
+    gamma_ : the penalty's weight.   density_ : share of the entries of the dense weights that are not zero.
+    distance_, relative_distance_ : to the dense embedding in the Hilbert-Schmidt norm, and as a share of its own norm.
+    penalised_distance_ : the relative distance before the entries that were kept were solved for anew.
+    """
+
+    gamma_: float
+    density_: float
+    distance_: float
+    relative_distance_: float
+    penalised_distance_: float
+
+    @property
+    def inputs_kept_(self) -> int:
+        return row_count(self.embedding_.centres)
+
+    @property
+    def targets_kept_(self) -> int:
+        return row_count(self.embedding_.targets)

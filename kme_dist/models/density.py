@@ -1,0 +1,190 @@
+"""Density estimation by kernel mean matching: the mixture of Gaussians whose kernel mean is nearest.   [KMSE, 6.2.2]
+
+>>> import numpy as np
+>>> rng = np.random.default_rng(0)
+>>> X = np.concatenate([rng.normal(-2, 0.5, size=(100, 1)), rng.normal(2, 1.0, size=(100, 1))])
+>>> fit = MixtureMatching(2, estimator="b-kmse").fit(X)
+>>> [round(float(m)) for m in np.sort(fit.means_[:, 0])]
+[-2, 2]
+>>> fit.score_samples(X[:3]).shape
+(3,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import softmax
+from sklearn.base import BaseEstimator, DensityMixin
+from sklearn.cluster import KMeans
+from sklearn.utils.validation import check_is_fitted
+
+from kme_dist.backend import blas_threads
+from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density, matching_loss, overlap
+from kme_dist.core.kernels import Kernel
+from kme_dist.data import store
+from kme_dist.data.validation import check_columns_of, restore_names, stored_names
+from kme_dist.errors import ConfigError
+from kme_dist.models.means import FORMAT, kernel_for, remember_sample
+from kme_dist.run.executors import Executor
+from kme_dist.run.means import Block, FittedMean, Sample, fit_mean
+from kme_dist.run.sharing import executor_for
+
+_START_ROWS = 5_000  # rows that the starting clusters are found among
+_ROWS = 1_024  # of which densities are computed at a time
+
+
+class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
+    """A mixture of Gaussians with diagonal covariances, matched to an estimate of the kernel mean.
+
+    Parameters
+    ----------
+    n_components : how many Gaussians.
+    kernel : a Gaussian, linear, or polynomial kernel of degree 2 or 3; a name gets the median distance as length scale.
+        A linear kernel sees means only and one of degree 2 the first two moments: what the kernel does not see stays as
+        the starting clusters have it.
+    estimator : the mean to match: "kme", "b-kmse", "r-kmse" or "s-kmse". (A common factor (1 - α) of the weights says
+        that the mean is shrunk, and the mixture, whose shares add up to one, meets it as well as it can.)
+    starts : from how many sets of clusters; the best fit is kept.   client, random_state : as in KernelMean.
+
+    Attributes
+    ----------
+    shares_, means_, variances_ : of the Gaussians.   loss_ : |μ_mixture - μ̂|² but for a constant.
+    """
+
+    def __init__(
+        self,
+        n_components: int = 10,
+        kernel: str | Kernel = "gaussian",
+        estimator: str = "kme",
+        starts: int = 3,
+        client: Any = None,
+        random_state: int = 0,
+    ) -> None:
+        self.n_components = n_components
+        self.kernel = kernel
+        self.estimator = estimator
+        self.starts = starts
+        self.client = client
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
+        sample = Sample.of(X)
+        remember_sample(self, X, sample)
+        if not 1 <= self.n_components <= sample.count:
+            raise ConfigError(f"n_components={self.n_components}: needs 1 to {sample.count}, the number of rows")
+        self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
+        executor = executor_for(self.client)
+        target = fit_mean(self.kernel_, sample, self.estimator, executor=executor)
+        rows = np.asarray(sample.sample(_START_ROWS, self.random_state))
+        with blas_threads(1):
+            fits = [
+                self._matched(target, _clusters(rows, self.n_components, self.random_state + start), executor)
+                for start in range(self.starts)
+            ]
+        self.loss_, self.shares_, mixture = min(fits, key=lambda found: found[0])
+        self.means_, self.variances_ = mixture.means, mixture.covariances
+        return self
+
+    def _matched(
+        self, target: FittedMean, start: tuple[np.ndarray, Gaussians], executor: Executor
+    ) -> tuple[float, np.ndarray, Gaussians]:
+        k, d = start[1].means.shape
+        spread = start[1].covariances.mean(axis=0)
+
+        def unpack(theta: np.ndarray) -> tuple[np.ndarray, Gaussians]:
+            logits, means, logs = np.split(theta, [k, k + k * d])
+            variances = np.exp(np.clip(logs.reshape(k, d), -12, 12)) * spread
+            return np.asarray(softmax(logits)), Gaussians(means.reshape(k, d), variances)
+
+        def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            shares, mixture = unpack(theta)
+            h = _overlap(self.kernel_, mixture, target, executor)
+            value, (by_share, by_mean, by_variance) = matching_loss(self.kernel_, shares, mixture, h)
+            by_logit = shares * (by_share - shares @ by_share)
+            by_log = by_variance * mixture.covariances
+            return value, np.concatenate([by_logit, by_mean.ravel(), by_log.ravel()])
+
+        shares, mixture = start
+        theta = np.concatenate([np.log(shares), mixture.means.ravel(), np.log(mixture.covariances / spread).ravel()])
+        found = minimize(loss, theta, jac=True, method="L-BFGS-B", options={"maxiter": 300})
+        return float(found.fun), *unpack(found.x)
+
+    def score_samples(self, X: Any) -> np.ndarray:
+        """log density of every row."""
+        check_is_fitted(self, "shares_")
+        rows = Sample.of(X).read()
+        check_columns_of(self, X, rows)
+        mixture = Gaussians(self.means_, self.variances_)
+        parts = [log_density(rows[i : i + _ROWS], self.shares_, mixture) for i in range(0, len(rows), _ROWS)]
+        return np.concatenate(parts)
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """Mean log density of the rows."""
+        return float(self.score_samples(X).mean())
+
+    def sample(self, size: int, random_state: int | None = None) -> np.ndarray:
+        """Rows drawn from the mixture."""
+        check_is_fitted(self, "shares_")
+        rng = np.random.default_rng(self.random_state if random_state is None else random_state)
+        parts = rng.choice(len(self.shares_), size=size, p=self.shares_)
+        noise = rng.standard_normal((size, self.means_.shape[1]))
+        return np.asarray(self.means_[parts] + noise * np.sqrt(self.variances_[parts]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the mixture as arrays and JSON."""
+        check_is_fitted(self, "shares_")
+        arrays = {"shares": self.shares_, "means": self.means_, "variances": self.variances_}
+        attributes = {
+            "model": "MixtureMatching",
+            "model_format": FORMAT,
+            "kernel": self.kernel_.to_config(),
+            "estimator": self.estimator,
+            "loss": self.loss_,
+            **stored_names(self),
+        }
+        store.save_arrays(path, arrays, attributes)
+
+    @classmethod
+    def _restore(
+        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
+    ) -> MixtureMatching:
+        from kme_dist.core.kernels import from_config
+
+        kernel = from_config(found["kernel"], own=own)
+        model = cls(len(arrays["shares"]), kernel, found["estimator"])
+        model.kernel_, model.loss_ = kernel, float(found["loss"])
+        model.shares_, model.means_, model.variances_ = arrays["shares"], arrays["means"], arrays["variances"]
+        restore_names(model, found, model.means_.shape[1])
+        return model
+
+
+def _clusters(rows: np.ndarray, k: int, seed: int) -> tuple[np.ndarray, Gaussians]:
+    """Shares, means and variances of k-means clusters, with a share of the overall variance for tight ones."""
+    overall = rows.var(axis=0) + 1e-9 * (1 + np.abs(rows).max())
+    found = KMeans(k, n_init=1, random_state=seed).fit(rows)
+    counts = np.bincount(found.labels_, minlength=k)
+    squares = np.stack(
+        [np.sum((rows[found.labels_ == i] - c) ** 2, axis=0) for i, c in enumerate(found.cluster_centers_)]
+    )
+    variances = (squares + overall) / (counts[:, None] + 1)
+    return (counts + 1.0) / (counts.sum() + k), Gaussians(np.asarray(found.cluster_centers_, np.float64), variances)
+
+
+def _block_overlap(kernel: Kernel, mixture: Gaussians, block: Block, weights: np.ndarray | float) -> Overlap:
+    X = np.asarray(block.read(), dtype=np.float64)
+    return overlap(kernel, mixture, X, np.broadcast_to(np.asarray(weights, dtype=np.float64), (len(X),)))
+
+
+def _overlap(kernel: Kernel, mixture: Gaussians, target: FittedMean, executor: Executor) -> Overlap:
+    calls, at = [], 0
+    for block in target.sample.blocks():
+        own = target.weights if np.ndim(target.weights) == 0 else np.asarray(target.weights)[at : at + len(block)]
+        calls.append((kernel, mixture, block, own))
+        at += len(block)
+    return executor.map_reduce(_block_overlap, calls, Overlap.plus, name="matching")

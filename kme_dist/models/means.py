@@ -1,0 +1,491 @@
+"""Kernel means of samples, and the Parzen-window classifier that compares them.   [KMSE]
+
+>>> import numpy as np
+>>> X = np.random.default_rng(0).normal(size=(30, 2))
+>>> mean = KernelMean("r-kmse").fit(X)                     # shrunk towards 0, by leave-one-out
+>>> bool(0 < mean.shrinkage_ < 1)
+True
+>>> mean.evaluate(X[:3]).shape
+(3,)
+>>> round(mean.distance(KernelMean("kme", mean.kernel_).fit(X)), 3) > 0
+True
+
+Samples are arrays, lists of anything that the kernel takes, or data sets on disk: those are read block by block, also
+when the mean is evaluated, and only a few numbers are kept. On a cluster (`client`) the blocks go to the workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.model_selection import StratifiedKFold
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted
+
+from kme_dist.core import kernels
+from kme_dist.core.kernels import Kernel
+from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
+from kme_dist.data import store
+from kme_dist.data.dataset import open_dataset
+from kme_dist.data.validation import (
+    check_columns_of,
+    remember_columns,
+    remember_names,
+    restore_names,
+    rows_and_labels,
+    rows_asked,
+    stored_names,
+)
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.storing import get_rows, put_rows
+from kme_dist.run.learn import length_scale_names, median_length_scale
+from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
+from kme_dist.run.scaling import Scaling
+from kme_dist.run.sharing import executor_for
+
+FORMAT = 1
+_MEDIAN_ROWS = 2_000
+_JUDGED_ROWS = 2_000  # rows by which a length scale is chosen
+
+
+def remember_sample(model: Any, X: Any, sample: Sample) -> None:
+    """Names and width of the rows that an estimator is fitted to, in memory or on disk."""
+    if sample.path:
+        remember_names(model, open_dataset(sample.path).feature_names)
+    else:
+        remember_columns(model, X, sample.memory)
+
+
+def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: int) -> Kernel:
+    """A kernel as given; one given by name gets the median distance between rows as its length scale."""
+    if not isinstance(kernel, str):
+        return kernels.from_config(kernel)
+    found = kernels.from_config({"name": kernel})
+    names = length_scale_names(found)
+    if not names:
+        return found
+    width = median_length_scale(np.asarray(sample.sample(_MEDIAN_ROWS, seed)), seed)
+    return found.replace({name: width for name in names})
+
+
+class KernelMean(BaseEstimator):  # type: ignore[misc]
+    """The mean of k(x, ·) over a sample, with or without shrinkage.
+
+    Parameters
+    ----------
+    estimator : {"kme", "b-kmse", "r-kmse", "s-kmse"}
+        The plain mean; shrunk by an estimate of its risk; by leave-one-out; or along the eigenvectors of the covariance
+        with the regularisation chosen by leave-one-out ("s-kmse", n³ work, or passes over the rows with centres).
+    kernel : str or Kernel
+        A kernel, or a name whose length scale will be the median distance between rows.
+    regularization : λ of "s-kmse"; None chooses by leave-one-out.
+    target : a fitted KernelMean or a `Mean` f*, towards which to shrink; None is 0.
+    positive_part : for "b-kmse", the positive-part form of James and Stein, which shrinks more.
+    sums : {"exact", "features"}
+        Sums over all pairs of rows by tiles, O(n²), or estimated with random features, O(n · features); the standard
+        error of the estimate is `rho_error_`.
+    features : how many random frequencies.
+    centres : of "s-kmse": project on so many rows; None is exact up to 5,000 rows and takes 1,000 centres beyond.
+    dtype : precision of the tiles.   client : a distributed.Client.   random_state : whole number.
+
+    Attributes
+    ----------
+    weights_ : one weight per row (a single number for a data set on disk, whose rows all weigh the same), or per centre
+    shrinkage_ : α, the weight that f* gets.   rho_, varrho_ : means of all K_ij and of K_ii (not for "kme", nor where
+        there are centres).   regularization_ : λ of "s-kmse".   kernel_ : the kernel.
+    unexplained_, error_bound_ : which share of the kernel the centres leave out, and how far at most the mean may be
+        from the one without centres at the same λ, in the kernel's Hilbert space; 0 without centres.
+    """
+
+    def __init__(
+        self,
+        estimator: str = "kme",
+        kernel: str | Kernel = "gaussian",
+        regularization: float | None = None,
+        target: Any = None,
+        positive_part: bool = False,
+        sums: str = "exact",
+        features: int = 2000,
+        centres: int | None = None,
+        dtype: str = "float64",
+        client: Any = None,
+        random_state: int = 0,
+    ) -> None:
+        self.estimator = estimator
+        self.kernel = kernel
+        self.regularization = regularization
+        self.target = target
+        self.positive_part = positive_part
+        self.sums = sums
+        self.features = features
+        self.centres = centres
+        self.dtype = dtype
+        self.client = client
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Estimate the mean from the rows of an array, a list, or a data set (its "train" split where it has one)."""
+        if self.estimator not in ESTIMATORS:
+            raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
+        if self.sums not in ("exact", "features"):
+            raise ConfigError(f"sums={self.sums!r} is unknown; choose 'exact' or 'features'")
+        if self.regularization is not None and not self.regularization > 0:
+            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
+        if self.centres is not None and (self.estimator != "s-kmse" or self.centres < 1):
+            raise ConfigError(f"centres={self.centres!r}: must be an integer >= 1, and estimator='s-kmse'")
+        sample = Sample.of(X, self.dtype)
+        remember_sample(self, X, sample)
+        kernel = kernel_for(self.kernel, sample, self.random_state)
+        target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
+        frequencies = None
+        if self.sums == "features":
+            width = np.asarray(sample.sample(1, 0)).shape[-1]
+            frequencies = spectrum_sample(kernel, width, self.features, self.random_state)
+        self._keep(
+            fit_mean(
+                kernel,
+                sample,
+                self.estimator,
+                executor=executor_for(self.client),
+                regularization=self.regularization,
+                positive_part=self.positive_part,
+                target=target,
+                frequencies=frequencies,
+                centres=self.centres,
+                seed=self.random_state,
+            )
+        )
+        return self
+
+    def _keep(self, fitted: FittedMean) -> None:
+        self.fitted_ = fitted
+        self.kernel_ = fitted.kernel
+        self.shrinkage_ = fitted.alpha
+        self.regularization_ = fitted.regularization
+        self.unexplained_, self.error_bound_ = fitted.unexplained, fitted.error_bound
+        on_disk = bool(fitted.sample.path)
+        self.weights_ = fitted.weights if on_disk else np.broadcast_to(fitted.weights, (fitted.sample.count,)).copy()
+        if fitted.moments is not None:
+            self.rho_, self.varrho_ = fitted.moments.rho, fitted.moments.varrho
+            self.rho_error_ = fitted.moments.error
+
+    @property
+    def mean_(self) -> Mean:
+        """Points and weights as one record (reads a data set into memory)."""
+        check_is_fitted(self, "fitted_")
+        return self.fitted_.in_memory()
+
+    def evaluate(self, X: Any) -> np.ndarray:
+        """μ(x) at every row of X."""
+        check_is_fitted(self, "fitted_")
+        rows = Sample.of(X, self.dtype).read()
+        check_columns_of(self, X, rows)
+        return self.fitted_.evaluate(rows, executor=executor_for(self.client))
+
+    def inner(self, other: KernelMean) -> float:
+        """<μ, ν>; both means must have the same kernel."""
+        check_is_fitted(self, "fitted_")
+        check_is_fitted(other, "fitted_")
+        a, b = self.fitted_, other.fitted_
+        widths = [getattr(mean, "n_features_in_", None) for mean in (self, other)]
+        if widths[0] != widths[1]:
+            raise DataError(
+                f"one mean is of rows of {widths[0]} features, the other of {widths[1]}; they need the same columns"
+            )
+        if a.kernel != b.kernel:
+            raise ConfigError(f"means of different kernels cannot be compared: {a.kernel!r} and {b.kernel!r}")
+        plain = all(np.ndim(f.weights) == 0 and (f.target is None or not f.alpha) for f in (a, b))
+        if not plain:
+            return self.mean_.inner(other.mean_)
+        executor = executor_for(self.client)
+        scale = a.sample.count * float(a.weights) * b.sample.count * float(b.weights)
+        if a is b:
+            return scale * (a.moments or gram_moments(a.kernel, a.sample, executor=executor)).rho
+        return scale * mean_inner(a.kernel, a.sample, b.sample, executor=executor)
+
+    def norm(self) -> float:
+        """|μ| in the kernel's Hilbert space."""
+        return math.sqrt(max(self.inner(self), 0.0))
+
+    def distance(self, other: KernelMean) -> float:
+        """|μ - ν| in the kernel's Hilbert space: the maximum mean discrepancy."""
+        return math.sqrt(max(self.inner(self) - 2 * self.inner(other) + other.inner(other), 0.0))
+
+    def expectation(self, f: Callable[[Any], Any]) -> Any:
+        """Σ β_i f(x_i): the expectation of f under the estimate. `f` takes rows and returns a value (or row) for each.
+
+        Exact for functions of the kernel's Hilbert space; for others it is the weighted average of the sample, and
+        the weights of shrunk means do not add up to one.
+        """
+        check_is_fitted(self, "fitted_")
+        fitted, at = self.fitted_, 0
+        total: Any = 0.0
+        for block in fitted.sample.blocks():
+            own = fitted.weights if np.ndim(fitted.weights) == 0 else fitted.weights[at : at + len(block)]  # type: ignore[index]
+            values = np.asarray(f(block.read()), dtype=np.float64)
+            if values.shape[:1] != (len(block),):
+                raise DataError(f"f needs to return one value for each of {len(block)} rows, got shape {values.shape}")
+            total = total + np.broadcast_to(own, (len(block),)) @ values
+            at += len(block)
+        if fitted.target is not None and fitted.alpha:
+            total = total + fitted.alpha * np.asarray(fitted.target.weights) @ np.asarray(f(fitted.target.points))
+        return total
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the mean as arrays and JSON; one of a data set keeps its address and needs it again."""
+        check_is_fitted(self, "fitted_")
+        fitted = self.fitted_
+        arrays: dict[str, np.ndarray] = {"weights": np.asarray(fitted.weights)}
+        attributes: dict[str, Any] = {
+            "model": "KernelMean",
+            "model_format": FORMAT,
+            "estimator": self.estimator,
+            "dtype": self.dtype,
+            "kernel": fitted.kernel.to_config(),
+            "shrinkage": fitted.alpha,
+            "regularization": fitted.regularization,
+            "unexplained": fitted.unexplained,
+            "error_bound": fitted.error_bound,
+            **stored_names(self),
+        }
+        if fitted.sample.path:
+            attributes |= {"dataset": fitted.sample.path, "ranges": [list(part) for part in fitted.sample.ranges]}
+        else:
+            put_rows(arrays, attributes, "points", fitted.sample.memory)
+        if fitted.target is not None and fitted.alpha:
+            put_rows(arrays, attributes, "target_points", fitted.target.points)
+            arrays["target_weights"] = np.asarray(fitted.target.weights)
+        store.save_arrays(path, arrays, attributes)
+
+    @classmethod
+    def _restore(
+        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
+    ) -> KernelMean:
+        kernel = kernels.from_config(found["kernel"], own=own)
+        model = cls(found["estimator"], kernel, regularization=found["regularization"], dtype=found["dtype"])
+        if "dataset" in found:
+            data = open_dataset(found["dataset"])
+            ranges = tuple((int(start), int(stop)) for start, stop in found["ranges"])
+            rows = sum(stop - start for start, stop in ranges)
+            sample = Sample(rows, None, data.path, "saved", ranges, found["dtype"])
+        else:
+            sample = Sample.of(get_rows(arrays, found, "points"), found["dtype"])
+        target = None
+        if "target_weights" in arrays:
+            target = Mean(kernel, get_rows(arrays, found, "target_points"), arrays["target_weights"])
+        weights: np.ndarray | float = arrays["weights"] if arrays["weights"].ndim else float(arrays["weights"])
+        lam = found["regularization"]
+        errors = float(found.get("unexplained", 0.0)), float(found.get("error_bound", 0.0))
+        model._keep(FittedMean(kernel, sample, weights, float(found["shrinkage"]), target, None, lam, *errors))
+        width = data.features if "dataset" in found else getattr(sample.memory, "shape", (0, None))[1]
+        restore_names(model, found, width)
+        return model
+
+
+class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """The class whose kernel mean is nearest: a Parzen-window classifier on any of the four estimators.
+
+    With f_c(x) = <μ_c, k(x, ·)> - |μ_c|²/2 class a is preferred to class b where f_a(x) > f_b(x), which is the sign
+    of <μ_a - μ_b, k(x, ·)> + (|μ_b|² - |μ_a|²)/2. Pairs are coupled into probabilities: with one slope s for all,
+    P(a | a or b, x) = 1/(1 + exp(-s (f_a - f_b))) couples exactly to softmax(s f), and the majority of the pairwise
+    votes is its arg max. s is fitted to held-out rows of the training part.
+
+    Parameters
+    ----------
+    estimator : {"kme", "b-kmse", "r-kmse", "s-kmse"}; see KernelMean.
+    kernel : a kernel, or a name whose length scale is chosen by cross-validation.
+    length_scales : the length scales to choose from (only for a kernel given by name); None: 20 values up to twice the
+        median distance between rows.
+    folds : of that cross-validation.
+    scaling : {"standard", "unit", None}, learned from the training rows.
+    positive_part, random_state : as in KernelMean.
+    """
+
+    def __init__(
+        self,
+        estimator: str = "kme",
+        kernel: str | Kernel = "gaussian",
+        length_scales: Sequence[float] | None = None,
+        folds: int = 5,
+        scaling: str | None = "standard",
+        positive_part: bool = False,
+        random_state: int = 0,
+    ) -> None:
+        self.estimator = estimator
+        self.kernel = kernel
+        self.length_scales = length_scales
+        self.folds = folds
+        self.scaling = scaling
+        self.positive_part = positive_part
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Choose the length scale and the slope inside the given rows, then the means of all of them."""
+        if self.estimator not in ESTIMATORS:
+            raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
+        X, y = rows_and_labels(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(
+                f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
+            )
+        self.scaling_ = Scaling.learn(X, self.scaling)
+        rows = self.scaling_.apply(X, "float64")
+        candidates = self._candidates(rows)
+        judged, labels = self._judged(rows, codes)
+        splits = self._splits(labels)
+        held_out = [self._held_out(kernel, judged, labels, splits) for kernel in candidates]
+        errors = [int(np.sum(scores.argmax(axis=1) != labels)) for scores in held_out]
+        best = int(np.argmin(errors))
+        self.kernel_, self.cv_errors_ = candidates[best], np.asarray(errors) / len(labels)
+        self.slope_ = _fit_slope(held_out[best], labels)
+        self.points_ = rows
+        self.weights_, self.halves_ = self._means(self.kernel_, rows, codes)
+        return self
+
+    def _candidates(self, rows: np.ndarray) -> list[Kernel]:
+        if not isinstance(self.kernel, str):
+            if self.length_scales is not None:
+                raise ConfigError("length_scales are for a kernel given by name; this one has its own")
+            return [kernels.from_config(self.kernel)]
+        kernel = kernels.from_config({"name": self.kernel})
+        names = length_scale_names(kernel)
+        if not names:
+            return [kernel]
+        if self.length_scales is None:
+            scales = median_length_scale(rows, self.random_state) * np.linspace(0.1, 2.0, 20)
+        else:
+            scales = np.asarray(self.length_scales, dtype=np.float64)
+        return [kernel.replace({name: float(scale) for name in names}) for scale in scales]
+
+    def _judged(self, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(rows) <= _JUDGED_ROWS:
+            return rows, codes
+        chosen = np.random.default_rng(self.random_state).choice(len(rows), _JUDGED_ROWS, replace=False)
+        return rows[chosen], codes[chosen]
+
+    def _splits(self, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        counts = np.bincount(labels, minlength=len(self.classes_))
+        folds = int(min(self.folds, counts.min()))
+        # Shrinkage needs two rows of every class in every training part.
+        if folds < 2 or (self.estimator != "kme" and counts.min() - -(-counts.min() // folds) < 2):
+            every = np.arange(len(labels))
+            return [(every, every)]
+        shuffled = StratifiedKFold(folds, shuffle=True, random_state=self.random_state)
+        return list(shuffled.split(np.zeros(len(labels)), labels))
+
+    def _held_out(
+        self, kernel: Kernel, rows: np.ndarray, labels: np.ndarray, splits: list[tuple[np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
+        """f_c of every row under the means of the folds that do not hold it."""
+        K = kernel.gram(rows)
+        scores = np.zeros((len(rows), len(self.classes_)))
+        for train, test in splits:
+            weights, halves = self._weigh(K[np.ix_(train, train)], labels[train])
+            scores[test] = K[np.ix_(test, train)] @ weights - halves
+        return scores
+
+    def _means(self, kernel: Kernel, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Weights (n, m) and |μ_c|²/2, a class at a time: the largest Gram matrix is that of the largest class."""
+        weights, halves = np.zeros((len(rows), len(self.classes_))), np.zeros(len(self.classes_))
+        for c in range(len(self.classes_)):
+            own = np.flatnonzero(codes == c)
+            weights[own, c], halves[c] = self._one(kernel.gram(rows[own]))
+        return weights, halves
+
+    def _weigh(self, K: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        weights, halves = np.zeros((len(K), len(self.classes_))), np.zeros(len(self.classes_))
+        for c in range(len(self.classes_)):
+            own = np.flatnonzero(labels == c)
+            if len(own):
+                weights[own, c], halves[c] = self._one(K[np.ix_(own, own)])
+        return weights, halves
+
+    def _one(self, K: np.ndarray) -> tuple[np.ndarray, float]:
+        """Weights and |μ|²/2 of one class; a class of one row is that row, which nothing tells how to shrink."""
+        estimator = self.estimator if len(K) > 1 else "kme"
+        weights = np.asarray(gram_weights(estimator, K, positive_part=self.positive_part).weights)
+        return weights, 0.5 * float(weights @ K @ weights)
+
+    def class_scores(self, X: Any) -> np.ndarray:
+        """f_c(x), one column per class."""
+        check_is_fitted(self, "weights_")
+        X = rows_asked(self, X, dtype=np.float64)
+        rows = self.scaling_.apply(X, "float64")
+        found: np.ndarray = weighted_features(self.kernel_, rows, self.points_, self.weights_) - self.halves_
+        return found
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """s f_c(x); with two classes the difference of the second and the first, the log odds."""
+        scores: np.ndarray = self.class_scores(X) * self.slope_
+        return np.asarray(scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores)
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Coupled pairwise probabilities, columns in the order of `classes_`."""
+        return np.asarray(softmax(self.class_scores(X) * self.slope_, axis=1))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The class whose mean is nearest, which is the majority of the pairwise votes."""
+        best = self.class_scores(X).argmax(axis=1)
+        return np.asarray(self.classes_[best])
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted model as arrays and JSON; `kme_dist.load` brings it back."""
+        check_is_fitted(self, "weights_")
+        labels = self.classes_.tolist()
+        if not all(isinstance(label, str | int | float | bool) for label in labels):
+            raise DataError(f"labels of type {type(labels[0]).__name__} cannot be stored; use strings or numbers")
+        arrays = {
+            "points": self.points_,
+            "weights": self.weights_,
+            "halves": self.halves_,
+            "shift": self.scaling_.shift,
+            "factor": self.scaling_.factor,
+        }
+        attributes = {
+            "model": "ParzenClassifier",
+            "model_format": FORMAT,
+            "estimator": self.estimator,
+            "scaling": self.scaling,
+            "kernel": self.kernel_.to_config(),
+            "slope": self.slope_,
+            "classes": labels,
+            "classes_dtype": self.classes_.dtype.str,
+            **stored_names(self),
+        }
+        store.save_arrays(path, arrays, attributes)
+
+    @classmethod
+    def _restore(
+        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
+    ) -> ParzenClassifier:
+        kernel = kernels.from_config(found["kernel"], own=own)
+        model = cls(found["estimator"], kernel, scaling=found["scaling"])
+        model.kernel_, model.slope_ = kernel, float(found["slope"])
+        model.points_, model.weights_, model.halves_ = arrays["points"], arrays["weights"], arrays["halves"]
+        model.scaling_ = Scaling(arrays["shift"], arrays["factor"])
+        model.classes_ = np.array(found["classes"], dtype=np.dtype(found["classes_dtype"]))
+        restore_names(model, found, model.points_.shape[1])
+        return model
+
+
+def _fit_slope(scores: np.ndarray, labels: np.ndarray) -> float:
+    """s that gives the held-out rows the least log loss under softmax(s f)."""
+    spread = float(np.std(scores[:, :1] - scores)) or 1.0
+
+    def loss(log_slope: float) -> float:
+        logits = log_softmax(math.exp(log_slope) / spread * scores, axis=1)
+        return -float(logits[np.arange(len(labels)), labels].mean())
+
+    found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
+    return math.exp(float(found.x)) / spread

@@ -1,0 +1,347 @@
+"""Batch inference: a model over the chunks of any input, exactly once, on this machine or on a cluster.
+
+    import kme_dist as kme
+    kme.predict("model.zarr", "rows.zarr", "scores.zarr")                              # label and probability
+    kme.predict(model, "parquet-folder", "scores", executor=client, format="parquet",
+                outputs=("label", "entropy"), expectations={"cost": [0, 1, 5]}, top_k=3)
+    kme.open_predictions("scores.zarr").labels(0, 10)
+
+Run it again and it does what is missing: nothing, or the chunks that a kill left undone, or the rows that were appended
+since. Workers open the model and the data by their paths, so both must lie where every worker can read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist import backend as devices
+from kme_dist.core import embedding as mce
+from kme_dist.core.calibration import expectation, led_by
+from kme_dist.data.chunks import read_attributes
+from kme_dist.data.places import Place
+from kme_dist.data.predictions import Field, Layout, Receipt
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.meter import metered
+from kme_dist.models.expressions import class_values
+from kme_dist.models.mce import load
+from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
+from kme_dist.run.predict import (
+    Outcome,
+    Progress,
+    Reader,
+    Watch,
+    open_input,
+    recorded_chunk,
+    run_chunks,
+    short_digest,
+    store_chunk,
+)
+
+OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
+FORMATS = ("zarr", "parquet")
+PROCESS_BYTES = 300 << 20  # Python, NumPy, SciPy, scikit-learn, Zarr, Arrow and Dask in a worker, before any data
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every worker needs to know; plain data, the same for all chunks."""
+
+    job: str
+    model: str
+    digest: str
+    dtype: str
+    layout: Layout
+    outputs: tuple[str, ...]
+    expectations: tuple[tuple[str, tuple[float, ...]], ...]
+    raw_expectations: bool
+    top_k: int
+
+
+def predict(
+    model: Any,
+    data: Any,
+    out: str | Path,
+    *,
+    executor: Any = None,
+    outputs: Sequence[str] = ("label", "probability"),
+    expectations: Mapping[str, Any] | None = None,
+    raw_expectations: bool = False,
+    top_k: int | None = None,
+    format: str = "zarr",
+    split: str | None = None,
+    like: Any = None,
+    id_column: str | None = None,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    from_scratch: bool = False,
+    progress: Progress | None = None,
+    watch: Watch | None = None,
+) -> Outcome:
+    """Predict every row of `data` and store the result at `out`, chunk by chunk, each exactly once.
+
+    Parameters
+    ----------
+    model : path of a saved model, or a fitted one (which is then saved beside `out`, for the workers)
+    data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
+    executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
+    outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
+    expectations : name -> g, for E[g(Y) | x] under the probabilities; forms of g: `models.expressions`
+    raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: it may leave the values of g
+    top_k : so many most probable classes, as `top_label` and `top_probability`
+    format : "zarr" (arrays in one group) or "parquet" (one file for each chunk)
+    split : of a data set; None takes all rows
+    like : a data set whose columns and categories Parquet is read by; id_column : a column to carry through
+    dtype : "float32", "float64", or "auto": single precision where it gives the same probabilities to 1e-3
+    overwrite : replace the predictions of another model, or of data that changed
+    from_scratch : forget what is done and compute every chunk anew
+    progress : called with the rows that are done and the rows altogether
+    watch : called with the chunks that are done, have failed, and altogether; the rows done; and `retried`
+
+    Returns
+    -------
+    Outcome : counts, seconds, and the chunks that could not be computed (`quarantined`), which hold no answers
+    """
+    place = Place.of(out)
+    address, digest, fitted = _locate(model, place)
+    spec = _Spec.of(outputs, expectations, top_k, fitted.classes_)
+    if format not in FORMATS:
+        raise ConfigError(f"format={format!r} is unknown; choose 'zarr' or 'parquet'")
+    names = getattr(fitted, "feature_names_in_", None)
+    source = open_input(
+        data,
+        features=int(fitted.n_features_in_),
+        feature_names=None if names is None else [str(name) for name in names],
+        split=split,
+        like=like,
+        id_column=id_column,
+    )
+    if source.ids is not None and source.ids[1] == "text" and format == "zarr":
+        raise ConfigError(f"id_column={id_column!r} holds text, which Zarr arrays do not; choose format='parquet'")
+    working = _precision(fitted, dtype)
+    fields = spec.fields(len(fitted.classes_), source.ids)
+    classes = fitted.classes_.tolist()
+    layout = Layout(place.address, format, source.chunk_rows, fields, tuple(classes))
+    computed_from = {
+        "model": digest,
+        "outputs": [[field.name, field.dtype, list(field.row_shape)] for field in fields],
+        "expectations": [[name, list(values)] for name, values in spec.expectations],
+        "precision": working,
+        "format": format,
+        "chunk_rows": source.chunk_rows,
+        "data": source.describe(),
+    }
+    if spec.expectations:  # of which there was only the raw kind, and no word of it, in older records
+        computed_from["expected_under"] = "decisions" if raw_expectations else "probabilities"
+    job = short_digest(computed_from)
+    state = {
+        "job": job,
+        "computed_from": computed_from,
+        "model": address,
+        "rows": source.rows,
+        "chunk_rows": source.chunk_rows,
+        "layout": format,
+        "classes": classes,
+        "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
+    }
+    task = Task(
+        job, address, digest, working, layout, spec.outputs, spec.expectations, bool(raw_expectations), spec.top_k
+    )
+    return run_chunks(
+        state,
+        layout,
+        source,
+        predict_chunk,
+        (task,),
+        executor=_executor(executor),
+        overwrite=overwrite,
+        from_scratch=from_scratch,
+        progress=progress,
+        watch=watch,
+    )
+
+
+def predict_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
+    """On a worker: read, compute, store, record."""
+    if (receipt := recorded_chunk(task.layout, task.job, chunk, identity)) is not None:
+        return receipt
+    return compute_chunk(task, chunk, rows, identity, reader)
+
+
+def compute_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
+    scorer = _scorer(task.model, task.digest, task.dtype)
+    with metered("read"):
+        X, ids = reader()
+    X = X.reshape(len(X), -1)
+    if len(X) != rows:
+        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows} were announced")
+    _check_finite(X, chunk * task.layout.chunk_rows)
+    arrays = scorer.outputs(X, task)
+    if ids is not None:
+        arrays["row" if "row" in {f.name for f in task.layout.fields} else "id"] = ids
+    return store_chunk(task.layout, task.job, chunk, identity, arrays, rows)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """Which outputs are wanted."""
+
+    outputs: tuple[str, ...]
+    expectations: tuple[tuple[str, tuple[float, ...]], ...]
+    top_k: int
+
+    @classmethod
+    def of(
+        cls, outputs: Sequence[str], expectations: Mapping[str, Any] | None, top_k: int | None, classes: np.ndarray
+    ) -> _Spec:
+        if isinstance(outputs, str):
+            outputs = (outputs,)
+        unknown = [name for name in outputs if name not in OUTPUTS]
+        if unknown:
+            raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
+        for name in expectations or {}:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]", name) or name == "c":
+                raise ConfigError(f"expectation {name!r}: a name has letters, digits, '_', '-' and '.'")
+        k = 0 if top_k is None else top_k
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
+            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 1")
+        labels = classes.tolist()
+        values = tuple((name, tuple(class_values(g, labels).tolist())) for name, g in (expectations or {}).items())
+        if not (outputs or values or k):
+            raise ConfigError(f"outputs: nothing is asked for; choose from {', '.join(OUTPUTS)}")
+        return cls(tuple(name for name in OUTPUTS if name in outputs), values, min(int(k), len(classes)))
+
+    def fields(self, m: int, ids: tuple[str, str] | None) -> tuple[Field, ...]:
+        shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
+        found = [Field(*ids)] if ids is not None else []
+        found += [Field(name, *shapes.get(name, ("float32", ()))) for name in self.outputs]
+        found += [Field(f"expectation/{name}", "float32") for name, _ in self.expectations]
+        if self.top_k:
+            found += [Field("top_label", "int32", (self.top_k,)), Field("top_probability", "float32", (self.top_k,))]
+        return tuple(found)
+
+
+class _Scorer:
+    """A model, loaded and prepared once in the life of a worker."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        self.model, self.dtype = model, dtype
+        embedding = model.embedding_
+        self._decide = mce.Decision(embedding, dtype) if isinstance(embedding, mce.Embedding) else embedding.decision
+        self._device = "cupy" if devices.is_cupy(embedding.weights) else "numpy"
+
+    def decision(self, X: np.ndarray) -> np.ndarray:
+        rows = self.model.scaling_.apply(X, self.dtype)
+        return devices.to_host(self._decide(devices.to_device(rows, self._device)))
+
+    def outputs(self, X: np.ndarray, task: Task) -> dict[str, Any]:
+        f = self.decision(X)
+        p, label = self.model.probabilities(f), f.argmax(axis=1)
+        stored = led_by(p.astype(np.float32), label)  # rounding may bring another class up to the first
+        arrays: dict[str, Any] = {"label": label, "probability": stored, "decision": f}
+        if "entropy" in task.outputs:
+            arrays["entropy"] = mce.rkhs_entropy(p)  # p is normalised already
+        if "rkhs_entropy" in task.outputs:
+            arrays["rkhs_entropy"] = mce.rkhs_entropy(f)
+        for name, g in task.expectations:
+            arrays[f"expectation/{name}"] = mce.expectation(f, g) if task.raw_expectations else expectation(p, g)
+        if task.top_k:
+            order = np.argsort(-stored, axis=1, kind="stable")[:, : task.top_k]
+            arrays["top_label"] = order
+            arrays["top_probability"] = np.take_along_axis(stored, order, axis=1)
+        return arrays
+
+
+@functools.lru_cache(maxsize=2)
+def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
+    found = _model_digest(Place.of(address))
+    if found != digest:
+        raise ConfigError(f"the model {address} has changed since this job began; start over with --from-scratch")
+    return _Scorer(load(address), dtype)
+
+
+def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
+    """Address, digest and the model itself; one that only lives in memory is saved beside the output first."""
+    if isinstance(model, str | Path):
+        place = Place.of(model)
+    else:
+        if not hasattr(model, "save") or not hasattr(model, "embedding_"):
+            raise ConfigError(f"model: needs a fitted model or the path of a saved one, got {type(model).__name__}")
+        place = out.sibling(f"{out.name}.model")
+        model.save(place.address)
+    return place.address, _model_digest(place), load(place.address)
+
+
+def _model_digest(place: Place) -> str:
+    try:
+        attributes = read_attributes(place)
+    except FileNotFoundError:
+        raise DataError(f"{place}: there is no model here; `kme-dist run` or `model.save(path)` makes one") from None
+    return str(attributes.get("attributes_digest"))
+
+
+def _precision(model: Any, dtype: str) -> str:
+    if dtype not in ("auto", "float32", "float64"):
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose 'auto', 'float32' or 'float64'")
+    if dtype != "auto":
+        return dtype
+    if not isinstance(model.embedding_, mce.Embedding):
+        return "float64"
+    return "float64" if _calibration_magnifies(model) else mce.sufficient_precision(model.embedding_)
+
+
+def _calibration_magnifies(model: Any) -> bool:
+    """Whether probabilities change by more than 1e-3 where decisions do not: calibration may be steep."""
+    embedding = model.embedding_
+    if not hasattr(embedding.centres, "dtype"):
+        return False
+    rows = embedding.centres[:: max(1, len(embedding.centres) // 256)]
+    wide, narrow = (
+        model.probabilities(devices.to_host(mce.Decision(embedding, dtype)(devices.astype(rows, dtype))))
+        for dtype in ("float64", "float32")
+    )
+    return bool(np.abs(wide - narrow).max() > 1e-3)
+
+
+def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> int:
+    """The most memory that predicting needs in a worker: Python with its libraries, the model twice (as stored and as
+    prepared), one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
+    fitted = load(model)
+    source = open_input(data, features=int(fitted.n_features_in_), split=split)
+    dtype = _precision(fitted, "auto")
+    wide, d, m = np.dtype(dtype).itemsize, source.features, len(fitted.classes_)
+    centres = int(fitted.embedding_.weights.shape[0])
+    held = centres * (d + m) * 4 + centres * (2 * (d + 2) + m) * wide
+    chunk = source.chunk_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
+    tile = mce.HOST_TILE[0] * (mce.HOST_TILE[1] + 4 * (d + 2)) * wide
+    return PROCESS_BYTES + held + chunk + tile
+
+
+def _executor(given: Any) -> Executor:
+    if given is None:
+        return SerialExecutor()
+    if hasattr(given, "stream"):
+        return given  # type: ignore[no-any-return]
+    if hasattr(given, "scheduler_info"):
+        return DaskExecutor(given)
+    raise ConfigError(f"executor: needs a distributed.Client or None, got {type(given).__name__}")
+
+
+def _check_finite(X: np.ndarray, first_row: int) -> None:
+    if X.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(X.sum(dtype=np.float64)):
+            return
+    bad = np.argwhere(~np.isfinite(X))
+    if len(bad):
+        row, column = (int(index) for index in bad[0])
+        raise DataError(
+            f"row {first_row + row}, feature {column}: the value is {X[row, column]}, a finite one is needed"
+        )

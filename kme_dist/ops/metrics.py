@@ -1,0 +1,172 @@
+"""`kme_*` metrics, on the /metrics that Dask's schedulers and workers serve anyway.
+
+    scheduler    how each run stands, from the messages it sends: status, steps, chunks, loss, rows, times
+    workers      what was computed here: kme_rows_total, kme_tile_duration_seconds, kme_stage_seconds_total
+
+Dask writes out the default registry of `prometheus_client`, so it is enough to register there. Names are in base units,
+counters end in `_total`; labels are those of runs that the board still holds, so their number is bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kme_dist.ops.telemetry import STATUSES
+
+if TYPE_CHECKING:
+    from kme_dist.ops.dashboard import Run, RunBoard
+
+RUN = ("run_id", "pipeline", "phase")
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+# Metric, what it says, the field of a step's record.
+TRAIN = (
+    ("kme_train_step", "Learning steps made", "step"),
+    ("kme_train_loss", "Objective q of the last step", "objective"),
+    ("kme_train_risk", "Empirical risk of the last step", "risk"),
+    ("kme_train_complexity", "Complexity r of the last step", "complexity"),
+    ("kme_train_regularization", "Regularisation of the last step", "regularization"),
+    ("kme_train_gradient_norm", "Norm of the gradient of the last step", "gradient_norm"),
+    ("kme_train_accuracy_ratio", "Accuracy on the batches of the last step", "accuracy"),
+    ("kme_train_validation_accuracy_ratio", "Accuracy on rows held out", "validation_accuracy"),
+    ("kme_train_waiting_ratio", "Share of the workers' time spent waiting in the last step", "waiting_share"),
+    ("kme_gram_jitter", "Added to the diagonal of Gram matrices that were not positive definite", "jitter"),
+)
+
+
+class BoardCollector:
+    """Reads the board of this process's scheduler whenever somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.board: RunBoard | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if self.board is not None:
+            runs = list(self.board.runs.values())
+            yield from _states(runs)
+            yield from _training(runs)
+            yield from _progress(runs)
+            yield from _recurring(self.board)
+            yield from _certificate(self.board)
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # names depend on what runs; nothing to reserve
+
+
+@functools.cache
+def _collector() -> BoardCollector:
+    found = BoardCollector()
+    REGISTRY.register(found)
+    return found
+
+
+def show_board(board: RunBoard) -> None:
+    """The registry is one for the process: of several schedulers in it, the last one is shown, as Dask does."""
+    _collector().board = board
+
+
+def _labels(run: Run) -> tuple[str, str, str]:
+    return run.run, run.pipeline, run.stage
+
+
+def _states(runs: list[Run]) -> Iterator[Metric]:
+    info = GaugeMetricFamily("kme_run_info", "A run and its version", labels=[*RUN, "version"])
+    status = GaugeMetricFamily("kme_run_status", "1 for the status that a run has", labels=[*RUN, "status"])
+    duration = GaugeMetricFamily("kme_run_duration_seconds", "Since the stage began, or until it ended", labels=RUN)
+    progressed = GaugeMetricFamily(
+        "kme_run_last_progress_timestamp_seconds", "When a step or a chunk was last finished", labels=RUN
+    )
+    for run in runs:
+        info.add_metric([*_labels(run), run.version], 1)
+        for name in STATUSES:
+            status.add_metric([*_labels(run), name], float(run.status == name))
+        duration.add_metric(_labels(run), run.seconds)
+        progressed.add_metric(_labels(run), run.progressed)
+    yield from (info, status, duration, progressed)
+
+
+def _training(runs: list[Run]) -> Iterator[Metric]:
+    for name, text, field in TRAIN:
+        family = GaugeMetricFamily(name, text, labels=RUN)
+        for run in runs:
+            if field in run.latest:
+                family.add_metric(_labels(run), run.latest[field])
+        yield family
+    age = GaugeMetricFamily("kme_checkpoint_age_seconds", "Since the last checkpoint of a running run", labels=RUN)
+    for run in runs:
+        if run.checkpoint_at is not None and run.status == "running":
+            age.add_metric(_labels(run), max(0.0, time.time() - run.checkpoint_at))
+    yield age
+
+
+def _progress(runs: list[Run]) -> Iterator[Metric]:
+    share = GaugeMetricFamily("kme_run_progress_ratio", "Part of the steps or chunks that is done", labels=RUN)
+    left = GaugeMetricFamily("kme_run_remaining_seconds", "Until the stage ends, by its recent pace", labels=RUN)
+    rows = CounterMetricFamily("kme_run_rows", "Rows that a run has worked through", labels=RUN)
+    tiles = GaugeMetricFamily("kme_tiles", "Chunks of a run by state", labels=[*RUN, "state"])
+    rejected = CounterMetricFamily("kme_rows_rejected", "Rows that a run left out", labels=[*RUN, "reason"])
+    retries = CounterMetricFamily("kme_tile_retries", "Chunks that had to be done again", labels=[*RUN, "reason"])
+    for run in runs:
+        if run.total:
+            share.add_metric(_labels(run), run.share)
+        if run.seconds_left is not None:
+            left.add_metric(_labels(run), run.seconds_left)
+        rows.add_metric(_labels(run), run.rows)
+        if run.chunks:
+            done, failed = run.chunks["done"], run.chunks["failed"]
+            waiting = max(0, run.chunks["total"] - done - failed)
+            for state, count in (("done", done), ("failed", failed), ("waiting", waiting)):
+                tiles.add_metric([*_labels(run), state], count)
+            rejected.add_metric([*_labels(run), "invalid"], run.chunks.get("rejected", 0))
+            retries.add_metric([*_labels(run), "lost"], run.chunks.get("retried", 0))
+    yield from (share, left, rows, tiles, rejected, retries)
+
+
+def _recurring(board: RunBoard) -> Iterator[Metric]:
+    """By pipeline: these stay when the runs themselves are forgotten."""
+    for name, text, table in (
+        ("kme_run_last_start_timestamp_seconds", "When a pipeline's stage last began", board.last_start),
+        ("kme_run_last_success_timestamp_seconds", "When a pipeline's stage last succeeded", board.last_success),
+        ("kme_run_last_duration_seconds", "How long the last success took", board.last_duration),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["pipeline", "phase"])
+        for (pipeline, stage), value in table.items():
+            family.add_metric([pipeline, stage], value)
+        yield family
+
+
+def _certificate(board: RunBoard) -> Iterator[Metric]:
+    if board.certificate_ends is not None:
+        text = "When the certificate that the scheduler was started with ends"
+        yield GaugeMetricFamily("kme_certificate_expiry_timestamp_seconds", text, value=board.certificate_ends)
+
+
+class WorkerMeters:
+    """The counters of one worker process."""
+
+    def __init__(self) -> None:
+        self._rows = Counter("kme_rows", "Rows worked through here", ["phase"])
+        self._tiles = Counter("kme_tiles_computed", "Calls that ended here", ["phase", "outcome"])
+        self._seconds = Histogram("kme_tile_duration_seconds", "Time of one call", ["phase"], buckets=SECONDS)
+        self._written = Counter("kme_bytes_written", "Bytes of results stored from here", ["phase"])
+        self._stages = Counter("kme_stage_seconds", "Time spent here by kind of work", ["stage"])
+
+    def tile(self, phase: str, seconds: float, rows: int, written: int = 0, *, failed: bool = False) -> None:
+        self._tiles.labels(phase, "failed" if failed else "done").inc()
+        self._seconds.labels(phase).observe(seconds)
+        self._rows.labels(phase).inc(rows)
+        self._written.labels(phase).inc(written)
+
+    def stage(self, stage: str, seconds: float) -> None:
+        self._stages.labels(stage).inc(seconds)
+
+
+@functools.cache
+def worker_meters() -> WorkerMeters:
+    """One for each process, however many workers live in it."""
+    return WorkerMeters()

@@ -1,0 +1,288 @@
+"""Promises of the command line: one line per mistake, the right exit code, JSON for programs."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kme_dist.cli import app as cli
+from kme_dist.errors import CorruptError, NumericalError, RetryError
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "kme_dist"]
+QUICK = """
+data: {source: 'sklearn:iris', features: [1, 2, 3]}
+model: {objective: rcb}
+learn: {steps: 3}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick.yaml").write_text(QUICK)
+    return "quick.yaml"
+
+
+def failure(capsys, *arguments):
+    """The exit code and the only line on stderr."""
+    code = cli.execute(list(arguments))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    return code, line
+
+
+def table(path, lines):
+    path.write_text("\n".join(["height,width,kind", *lines]) + "\n")
+
+
+GOOD = [f"{i % 7}.5,{i},{'ab'[i % 2]}" for i in range(20)]
+
+
+def test_the_first_run_trains_evaluates_and_reports(tmp_path):
+    """What `make run` does, as a user would start it."""
+    folder = tmp_path / "digits"
+    arguments = [*COMMAND, "run", "configs/digits.yaml", "--set", f"output.folder={folder}"]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    accuracy = float(re.search(r"test accuracy ([\d.]+) %", done.stdout).group(1))
+    assert accuracy > 98
+    assert f"report: {folder}/report.html" in done.stdout
+    assert "1,437 training rows, 360 test rows, 64 features, 10 classes" in done.stderr
+    assert re.search(r"step \d+/300 .* steps/s  q .* risk .* r .* ETA", done.stderr)
+    page = (folder / "report.html").read_text()
+    for title in ("Learning curves", "Confusion matrix", "Reliability", "Pixel relevance"):
+        assert f"<h2>{title}</h2>" in page
+
+
+def test_json_is_one_object_on_stdout_and_reuse_is_told(config, capsys):
+    assert cli.execute(["run", config, "--json"]) == 0
+    out, err = capsys.readouterr()
+    first = json.loads(out)
+    assert first["reused"] is False
+    assert first["folder"] == "runs/quick"
+    assert "training rows" in err
+    assert cli.execute(["run", config, "--json", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {**first, "reused": True}
+    assert err == ""
+    assert cli.execute(["run", config]) == 0
+    out, err = capsys.readouterr()
+    assert "nothing has changed" in err
+    assert "test accuracy" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["Missing command", "kme-dist --help"]),
+        (["rnu"], ["rnu", "run"]),
+        (["run"], ["Missing argument", "kme-dist run --help"]),
+        (["run", "quick.yaml", "--fast"], ["--fast"]),
+        (["run", "absent.yaml"], ["absent.yaml does not exist"]),
+        (["run", "quik.yaml"], ["did you mean quick.yaml"]),
+        (["run", "quick.yaml", "--set", "learn.setps=1"], ["`learn.setps`", "`learn.steps`"]),
+        (["run", "quick.yaml", "--set", "learn.steps=many"], ["`learn.steps`", "'many'"]),
+        (["run", "quick.yaml", "--set", "model.kernel=gausian"], ["gausian", "gaussian"]),
+        (["run", "quick.yaml", "--set", "data.source=absent.csv"], ["absent.csv"]),
+        (["run", "quick.yaml", "--set", "data.image_shape=[2, 2]"], ["data.image_shape"]),
+        (["run", "quick.yaml", "--set", "output.folder=quick.yaml"], ["output.folder"]),
+        (["run", "nan.yaml"], ["nan.csv", "row 21", "'height'"]),
+        (["run", "text.yaml"], ["text.csv", "'height'", "'tall'"]),
+        (["run", "ragged.yaml"], ["ragged.csv", "row 21"]),
+        (["run", "oneclass.yaml"], ["oneclass.csv", "one class"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_of_the_user_is_one_line_and_exit_code_2(config, tmp_path, capsys, arguments, words):
+    tables = {
+        "nan": [*GOOD, "nan,3,a"],
+        "text": [*GOOD, "tall,3,a"],
+        "ragged": [*GOOD, "1,3"],
+        "oneclass": ["1,2,a", "2,3,a", "3,4,a"],
+    }
+    for name, lines in tables.items():
+        table(tmp_path / f"{name}.csv", lines)
+        (tmp_path / f"{name}.yaml").write_text(f"data: {{source: {name}.csv, label: kind}}\n")
+    code, line = failure(capsys, *arguments, "--quiet") if arguments[:1] == ["run"] else failure(capsys, *arguments)
+    assert code == 2
+    for word in words:
+        assert word in line
+
+
+def test_errors_reach_programs_as_json_too(config, capsys):
+    assert cli.execute(["run", "absent.yaml", "--json"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["exit_code"] == 2
+    assert err == f"error: {told['error']}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NumericalError("not positive definite"), 3),
+        (CorruptError("chunk 3 is damaged"), 65),
+        (RetryError("store unreachable"), 75),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"), 75),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+)
+def test_each_kind_of_failure_has_its_exit_code(config, capsys, monkeypatch, error, code):
+    def fail(*arguments, **settings):
+        raise error
+
+    monkeypatch.setattr("kme_dist.pipelines.run.run", fail)
+    seen, line = failure(capsys, "run", config)
+    assert seen == code
+    if code == 130:
+        assert "kme-dist run quick.yaml" in line
+
+
+def test_a_bug_of_ours_shows_its_traceback_and_exit_code_1(config, capsys, monkeypatch):
+    def fail(*arguments, **settings):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("kme_dist.pipelines.run.run", fail)
+    assert cli.execute(["run", config]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_have_their_exit_codes(config, capsys, monkeypatch, number, code):
+    monkeypatch.setattr("kme_dist.pipelines.run.run", lambda *arguments, **settings: signal.raise_signal(number))
+    before = signal.getsignal(signal.SIGTERM)
+    seen, line = failure(capsys, "run", config)
+    assert seen == code
+    assert line.endswith("kme-dist run quick.yaml")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_a_run_in_order_and_tells_how_to_go_on(config, tmp_path):
+    arguments = [*COMMAND, "run", config, "--set", "learn.steps=1000000"]
+    log = tmp_path / "runs" / "quick" / "metrics.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        while not log.exists() or log.stat().st_size == 0:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        err = process.communicate()[1]
+    assert process.returncode == 143
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith("kme-dist run quick.yaml --set learn.steps=1000000")
+    assert json.loads((log.parent / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_ingest_makes_a_data_set_and_inspect_describes_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path / "good.csv", GOOD)
+    options = ["--label", "kind", "--split", "train=0.8,test=0.2", "--shuffle", "0", "--exclude", "width"]
+    assert cli.execute(["ingest", "good.csv", "good.zarr", *options, "--quiet", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["rows"] == 20
+    assert facts["classes"] == {"a": 10, "b": 10}
+    assert [column["name"] for column in facts["columns"]] == ["height"]
+    assert facts["splits"]["test"]["rows"] == 4
+    code, line = failure(capsys, "ingest", "good.csv", "good.zarr", "--label", "kind", "--quiet")
+    assert code == 2
+    assert "already there" in line
+    assert cli.execute(["ingest", "good.csv", "good.zarr", "--append", "--quiet"]) == 0
+    assert "40 rows" in capsys.readouterr().out
+    assert cli.execute(["inspect", "good.zarr", "--verify"]) == 0
+    assert "height" in capsys.readouterr().out
+
+
+def test_inspect_finds_damage_and_gives_it_its_exit_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path / "good.csv", GOOD)
+    assert cli.execute(["ingest", "good.csv", "good.zarr", "--label", "kind", "--quiet", "--compression", "none"]) == 0
+    capsys.readouterr()
+    victim = max((tmp_path / "good.zarr" / "X").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    content = bytearray(victim.read_bytes())
+    content[10] ^= 1
+    victim.write_bytes(bytes(content))
+    code, line = failure(capsys, "inspect", "good.zarr", "--verify")
+    assert code == 65
+    assert "good.zarr" in line
+
+
+def test_inspect_describes_a_run_and_refuses_what_is_not_ours(config, tmp_path, capsys):
+    assert cli.execute(["run", config, "--quiet"]) == 0
+    capsys.readouterr()
+    assert cli.execute(["inspect", "runs/quick", "--json", "--verify"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["status"] == "succeeded"
+    assert facts["summary"]["test_rows"] == 30
+    assert cli.execute(["inspect", "runs/quick"]) == 0
+    assert "succeeded" in capsys.readouterr().out
+    assert cli.execute(["inspect", "runs/quick/model.zarr"]) == 0
+    capsys.readouterr()
+    assert failure(capsys, "inspect", "nothing")[0] == 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    assert failure(capsys, "inspect", "other")[0] == 2
+    (tmp_path / "other" / "run.json").write_text("{")
+    assert failure(capsys, "inspect", "other")[0] == 65
+
+
+def test_doctor_finds_versions_blas_memory_and_write_access(config, capsys):
+    assert cli.execute(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for package in ("python", "kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn"):
+        assert re.match(r"\d+\.", report["versions"][package])
+    assert report["cores"] >= 1
+    assert report["memory_bytes"] > 2**28
+    assert report["folder"]["writable"] is True
+    assert "self_test" in report["gpu"]
+    assert cli.execute(["doctor"]) == 0
+    assert "scikit-learn" in capsys.readouterr().out
+
+
+def test_doctor_reports_a_folder_that_cannot_be_written(config, capsys, monkeypatch):
+    def refuse(*arguments, **settings):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    assert cli.execute(["doctor", "--quiet"]) == 2
+    assert "cannot write in" in capsys.readouterr().err
+
+
+def test_the_schema_is_printed_as_json(capsys):
+    assert cli.execute(["config-schema"]) == 0
+    assert "data" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_version_and_help(capsys):
+    assert cli.execute(["--version"]) == 0
+    assert re.fullmatch(r"kme-dist \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert cli.execute(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("run", "ingest", "inspect", "doctor", "config-schema"):
+        assert command in out
+    assert cli.execute(["run", "--help"]) == 0
+
+
+def test_main_always_leaves_with_the_exit_code(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "absent.yaml"])
+    assert caught.value.code == 2
+
+
+def test_a_pipeline_runs_as_a_file_too(tmp_path):
+    arguments = [sys.executable, str(ROOT / "pipelines" / "run.py"), "absent.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.stderr == "error: config file absent.yaml does not exist\n"
+    assert done.returncode == 2

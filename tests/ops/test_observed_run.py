@@ -1,0 +1,168 @@
+"""A real run over a real cluster, watched: tasks and kinds of work, scales, checkpoints, chunks, a report."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from kme_dist.config import parse_config
+from kme_dist.data.ingest import ingest
+from kme_dist.meter import STAGES
+from kme_dist.models.predict import predict as predict_all
+from kme_dist.pipelines import fit, learn, predict
+from kme_dist.pipelines import run as whole
+from kme_dist.pipelines.folder import Listener
+from kme_dist.run.executors import DaskExecutor
+
+ROWS, FEATURES = 800, 16
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, protocol="tcp://", dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def config(client, tmp_path_factory):
+    """Of a small data set in several chunks, on that cluster; further sections replace its own."""
+    folder = tmp_path_factory.mktemp("observed")
+    rng = np.random.default_rng(5)
+    X = rng.normal(size=(ROWS, FEATURES)).astype("float32")
+    y = (X[:, 5] + X[:, 6] > 0).astype("int64")
+    ingest((X, y), folder / "rows.zarr", split="train=0.5,test=0.5", shuffle=0, chunk_bytes=32 * FEATURES * 4)
+
+    def make(name, **sections):
+        return parse_config(
+            {
+                "data": {"source": str(folder / "rows.zarr"), "image_shape": [4, 4]},
+                "model": {"objective": "rcb"},
+                "learn": {"steps": 6, "batch_size": 60, "checkpoint_steps": 2},
+                "fit": {"solver": "nystrom", "centres": 20},
+                "cluster": {"kind": "address", "address": client.scheduler.address},
+                "output": {"folder": str(folder / name)},
+                **sections,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def said(client, config, tmp_path_factory):
+    """What `kme-dist run` said to people, the file of its performance report, and what the worker counted of it."""
+    lines, file, before = [], tmp_path_factory.mktemp("report") / "performance.html", scraped(client)
+    whole.run(config("five"), name="five", listener=Listener(say=lines.append), performance=file)
+    return lines, file, {key: value - before.get(key, 0.0) for key, value in scraped(client).items()}
+
+
+def stages_of(client, run, stage, wanted=()):
+    """Kinds of work that Dask's fine performance metrics tell apart; they travel with a worker's heartbeat."""
+
+    def seconds(dask_scheduler):
+        spans = dask_scheduler.extensions["spans"].spans_search_by_name[run, stage]
+        keys = [key for span in spans for key in span.cumulative_worker_metrics]
+        return sorted({str(key[-2]) for key in keys if key[0] == "execute" and key[-1] == "seconds"})
+
+    return waited(lambda: set(client.run_on_scheduler(seconds)) & set(STAGES), lambda found: found >= set(wanted))
+
+
+def waited(look, enough, wait_s=120.0):
+    deadline = time.monotonic() + wait_s
+    while not enough(found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def scraped(client):
+    (worker,) = client.scheduler_info()["workers"].values()
+    with urllib.request.urlopen(f"http://127.0.0.1:{worker['services']['dashboard']}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found = re.findall(r"^(kme_\w+){(.*)} (\S+)$", text, flags=re.MULTILINE)
+    return {(name, labels): float(value) for name, labels, value in found}
+
+
+def test_the_stages_of_a_run_are_told_apart_by_kind_of_work(client, said):
+    assert stages_of(client, "five", "learn", {"read", "gram", "factorise"}) == {"read", "gram", "factorise"}
+    assert stages_of(client, "five", "fit", set(STAGES)) == set(STAGES)
+    assert stages_of(client, "five", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
+    assert stages_of(client, "five", "evaluate", {"reduce"}) >= {"reduce"}
+
+
+def test_workers_count_every_task_of_a_run_without_being_asked(said):
+    _, _, found = said
+    assert {labels for name, labels in found if name == "kme_stage_seconds_total"} == {f'stage="{s}"' for s in STAGES}
+    gradients = found["kme_tiles_computed_total", 'outcome="done",phase="batch_gradient"']
+    assert gradients >= 6, "one for each step; more where an answer was too long on its way, and was computed again"
+    assert found["kme_rows_total", 'phase="batch_gradient"'] == 60 * gradients
+    assert found["kme_rows_total", 'phase="predict_chunk"'] == ROWS / 2
+    assert found["kme_bytes_written_total", 'phase="predict_chunk"'] > 4 * ROWS / 2
+    assert found["kme_tiles_computed_total", 'outcome="done",phase="sum_chunks"'] >= 1
+    assert found["kme_rows_total", 'phase="reduced"'] == 0, "rows that are joined are not counted again"
+
+
+def test_the_page_shows_scales_checkpoints_and_chunks(client, said):
+    board = client.cluster.scheduler.extensions["kme"]
+    learning, fitting, predicting = (board.runs["five", stage] for stage in ("learn", "fit", "predict"))
+    assert learning.checkpoint_at is not None
+    assert learning.scales.is_image, "the config says that rows are images"
+    assert learning.scales.grid.shape == (4, 4)
+    assert fitting.status == "succeeded"
+    chunks = predicting.chunks
+    assert (chunks["done"], chunks["failed"], chunks["rows"]) == (chunks["total"], 0, ROWS / 2)
+    assert chunks["total"] > 1
+
+
+def test_a_run_says_where_to_watch_it_and_leaves_a_report(client, said):
+    lines, file, _ = said
+    assert any(line.endswith(client.dashboard_link.replace("/status", "/kme")) for line in lines), lines
+    assert "cdn.bokeh.org" not in file.read_text(encoding="utf-8")
+
+
+def test_learn_fit_and_predict_alone_are_watched_alike(client, config, tmp_path):
+    chosen, files = config("alone"), {stage: tmp_path / f"{stage}.html" for stage in ("learn", "fit", "predict")}
+    learn.run(chosen, name="alone", performance=files["learn"])
+    fit.run(chosen, name="alone", performance=files["fit"])
+    predicted = chosen.model_copy(update={"predict": chosen.predict.model_copy(update={"data": chosen.data.source})})
+    predict.run(predicted, name="alone", performance=files["predict"])
+    board = client.cluster.scheduler.extensions["kme"]
+    assert {stage: board.runs["alone", stage].status for stage in files} == dict.fromkeys(files, "succeeded")
+    assert all(file.stat().st_size > 100_000 for file in files.values())
+    assert board.runs["alone", "learn"].scales.is_image
+    assert board.runs["alone", "predict"].chunks["rows"] == ROWS
+    assert stages_of(client, "alone", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
+
+
+def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_path):
+    """A chunk of the input is damaged: it is tried again, then skipped."""
+    told = []
+    chosen = config("five")
+    shutil.copytree(chosen.data.source, tmp_path / "rows.zarr")
+    chunk = sorted(path for path in (tmp_path / "rows.zarr" / "X").rglob("*") if path.is_file() and path.suffix == "")[
+        0
+    ]
+    content = bytearray(chunk.read_bytes())
+    content[len(content) // 2] ^= 1
+    chunk.write_bytes(bytes(content))
+    outcome = predict_all(
+        f"{chosen.output.folder}/model.zarr",
+        tmp_path / "rows.zarr",
+        tmp_path / "out.zarr",
+        executor=DaskExecutor(client),
+        watch=lambda done, failed, total, rows, *, retried: told.append((done, failed, total, retried)),
+    )
+    failed = len(outcome.quarantined)
+    assert failed >= 1
+    assert told[0] == (0, 0, outcome.chunks, 0)
+    assert told[-1] == (outcome.chunks - failed, failed, outcome.chunks, outcome.retried)
+    assert outcome.retried == 2 * failed
+    assert scraped(client)["kme_tiles_computed_total", 'outcome="failed",phase="predict_chunk"'] == 3 * failed

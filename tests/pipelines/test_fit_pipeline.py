@@ -1,0 +1,176 @@
+"""`kme-dist fit`: a model from what was learned, brought up to date without a second look at old rows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kme_dist import kernels, load
+from kme_dist.cli.app import execute
+from kme_dist.config import load_config
+from kme_dist.data.ingest import ingest
+from kme_dist.data.store import load_arrays
+from kme_dist.errors import ConfigError
+from kme_dist.pipelines import fit, learn
+
+CONFIG = """
+data: {{source: {source}}}
+model: {{kernel: {{name: gaussian, ard: true, length_scale: 0.5}}, regularization: 1.0e-3}}
+learn: {{steps: 3, batch_size: 80, seed: 1}}
+fit: {{solver: nystrom, centres: 40}}
+cluster: {{kind: serial}}
+output: {{folder: {folder}}}
+"""
+
+
+def table(n, seed):
+    rng = np.random.default_rng(seed)
+    X = rng.random((n, 3)).astype(np.float32)
+    return X, np.concatenate([[0, 1], (2 * X[2:, 0]).astype(int)])
+
+
+def stored(place, n, seed, **more):
+    return ingest(table(n, seed), place, chunk_bytes=600, shard_bytes=2400, **more)
+
+
+@pytest.fixture
+def data(tmp_path):
+    return stored(tmp_path / "d.zarr", 400, 1, shuffle=0)
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG.format(source=data.path, folder=tmp_path / "run"))
+    return path
+
+
+def run(config, *changes, **more):
+    return fit.run(load_config(config, changes), name="small", **more)
+
+
+def test_the_model_uses_what_was_learned(config, tmp_path):
+    learned = learn.run(load_config(config), name="small")
+    result = run(config)
+    model = load(tmp_path / "run" / "model.zarr")
+    assert model.kernel_ == kernels.from_config(learned["kernel"])
+    shift = load_arrays(tmp_path / "run" / "learned.zarr")[0]["scaling/shift"]
+    np.testing.assert_array_equal(model.scaling_.shift, shift)
+    X, y = table(400, 1)
+    assert np.mean(model.predict(X) == y) > 0.9
+    assert (result["solver"], result["reason"], result["rows"]) == ("nystrom", "asked for", 400)
+    assert result["residual"] < 1e-4
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["stages"]["fit"]["result"]["regularization"] == model.regularization_
+    assert not (tmp_path / "run" / "scratch").exists()
+
+
+def test_without_learning_the_kernel_is_that_of_the_config(config, tmp_path):
+    run(config, "fit.refit_regularization=false", "fit.solver=cholesky")
+    model = load(tmp_path / "run" / "model.zarr")
+    assert model.kernel_ == kernels.Gaussian(length_scale=np.full(3, 0.5))
+    assert model.regularization_ == 1e-3
+    assert not (tmp_path / "run" / "statistics.zarr").exists()
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg"])
+def test_every_solver_leaves_a_model_that_predicts(solver, config, tmp_path):
+    assert run(config, f"fit.solver={solver}", "fit.tile_rows=150")["solver"] == solver
+    X, y = table(200, 7)
+    assert np.mean(load(tmp_path / "run" / "model.zarr").predict(X) == y) > 0.9
+
+
+def test_the_same_command_again_finds_it_done(config, tmp_path):
+    first = run(config)
+    stamp = (tmp_path / "run" / "model.zarr" / "zarr.json").stat().st_mtime_ns
+    assert run(config) == first
+    assert (tmp_path / "run" / "model.zarr" / "zarr.json").stat().st_mtime_ns == stamp
+    assert run(config, "fit.centres=30")["centres"] == 30
+
+
+def test_an_update_equals_a_fit_from_scratch(config, data, tmp_path):
+    fixed = "fit.refit_regularization=false"
+    run(config, fixed)
+    data.append(table(130, 2))
+    changed = run(config, fixed, update=True)
+    assert (changed["added_rows"], changed["rows"]) == (130, 530)
+    updated = load(tmp_path / "run" / "model.zarr")
+    X = table(100, 9)[0]
+    again = run(config, fixed, update=True)
+    assert again["added_rows"] == 0
+    np.testing.assert_array_equal(load(tmp_path / "run" / "model.zarr").predict_proba(X), updated.predict_proba(X))
+    # From scratch with the same centres: take everything out of the model and put it all in again.
+    other = stored(tmp_path / "other.zarr", 64, 3)
+    run(config, f"data.source={other.path}", fixed, update=True)
+    run(config, fixed, update=True, remove=other.path)
+    back = load(tmp_path / "run" / "model.zarr")
+    assert np.abs(back.decision_probabilities(X) - updated.decision_probabilities(X)).max() < 1e-8
+
+
+def test_models_of_two_places_become_one(config, data, tmp_path):
+    """Both start from the same model; each sees chunks of its own."""
+    import shutil
+
+    fixed = "fit.refit_regularization=false"
+    run(config, fixed)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    here, there = stored(tmp_path / "here.zarr", 96, 4), stored(tmp_path / "there.zarr", 64, 5)
+    run(config, fixed, f"data.source={here.path}", update=True)
+    run(config, fixed, f"data.source={there.path}", f"output.folder={tmp_path / 'other'}", update=True)
+    run(config, fixed, f"output.folder={tmp_path / 'other'}", update=True, remove=data.path)
+    result = run(config, fixed, f"data.source={here.path}", update=True, merge=str(tmp_path / "other"))
+    assert (result["merged_rows"], result["rows"]) == (64, 560)
+    merged = load(tmp_path / "run" / "model.zarr")
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    X = table(50, 9)[0]
+    run(config, fixed, f"data.source={there.path}", update=True)
+    assert np.array_equal(load(tmp_path / "run" / "model.zarr").predict(X), merged.predict(X)), (
+        "nothing was left to add"
+    )
+
+
+def test_explicit_features_are_fitted_and_updated_too(config, data, tmp_path):
+    full = [
+        "learn.mode=full",
+        "model.objective=rcb",
+        "model.dtype=float64",
+        "model.features={name: random_fourier, features: 60}",
+    ]
+    learn.run(load_config(config, full), name="small")
+    assert run(config, *full)["solver"] == "features"
+    X, y = table(200, 7)
+    model = load(tmp_path / "run" / "model.zarr")
+    assert np.mean(model.predict(X) == y) > 0.9
+    data.append(table(130, 2))
+    assert run(config, *full, update=True)["rows"] == 530
+    updated = load(tmp_path / "run" / "model.zarr")
+    np.testing.assert_array_equal(updated.features_.forward(X), model.features_.forward(X))
+    Z = updated.features_.forward(
+        updated.scaling_.apply(np.concatenate([table(400, 1)[0], table(130, 2)[0]]), "float64")
+    )
+    y = np.concatenate([table(400, 1)[1], table(130, 2)[1]])
+    W = np.linalg.solve(Z.T @ Z + 530 * updated.regularization_ * np.eye(Z.shape[1]), Z.T @ np.eye(2)[y])
+    np.testing.assert_allclose(updated.weights_, W, atol=1e-2 * np.abs(W).max())
+
+
+def test_mistakes_are_said_in_one_line(config, data, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="give --update, too"):
+        run(config, remove=data.path)
+    with pytest.raises(ConfigError, match="holds no model of sums that could be updated"):
+        run(config, update=True)
+    run(config)
+    strange = ingest((table(40, 1)[0], np.arange(40) % 3), tmp_path / "three.zarr")
+    with pytest.raises(ConfigError, match="only chunks with the same classes"):
+        run(config, f"data.source={strange.path}", update=True)
+    capsys.readouterr()
+    assert execute(["fit", str(config), "--set", "fit.memory=lots"]) == 2
+    assert "fit.memory is 'lots'" in capsys.readouterr().err
+
+
+def test_the_command_prints_what_it_did(config, capsys):
+    assert execute(["fit", str(config), "--quiet"]) == 0
+    assert "nystrom (asked for) on 400 rows" in capsys.readouterr().out
+    assert execute(["fit", str(config), "--update", "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["added_rows"] == 0
