@@ -25,12 +25,14 @@ from kme_dist.core.kernels import Gaussian
 from kme_dist.core.pivots import CHOICES, choose_centres, unexplained
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
 from kme_dist.ops.cluster import open_executor
-from kme_dist.run.blocks import Rows, Scratch, Task
+from kme_dist.run.blocks import Task
 from kme_dist.run.fitting import fit_on_dataset
 from kme_dist.run.learn import median_length_scale
 from kme_dist.run.pcg import Preconditioner, default_rank, labels, make_panels, solve_blocks
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.scratch import Scratch
 
 
 def workers(count=2):
@@ -78,10 +80,10 @@ def iterations(data, folder, rows, lam):
     part = ingest(
         tuple(a[:rows] for a in (data.read_rows(0, rows))), Path(folder) / "part.zarr", dtype="float32"
     )  # fmt: skip
-    common = {"split": None, "scaling": "unit", "dtype": "float64"}
+    common = {"split": None, "scaling": "unit", "dtype": "float64", "classes": True}
     with workers() as executor:
         task = Task(
-            Rows.of(part, **common), median_kernel(data), lam, False, 0.0, 0, 1e-6, executor,
+            RowsRef.of(part, **common), median_kernel(data), lam, False, 0.0, 0, 1e-6, executor,
             Scratch.at(Path(folder) / "scratch"), None, 6 << 30, print,
         )  # fmt: skip
         panels = make_panels(task, "float64")

@@ -33,12 +33,12 @@ from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
+from kme_dist.data.scaling import Scaling
 from kme_dist.ops.cluster import open_executor
 from kme_dist.run import solve
 from kme_dist.run.lanes import Lanes
 from kme_dist.run.learn import LearnSettings, median_length_scale
 from kme_dist.run.rounds import batch_gradient, learn_on_dataset, make_job
-from kme_dist.run.scaling import Scaling
 
 FEATURES, CLASSES = 54, 7
 

@@ -32,6 +32,8 @@ from kme_dist.core import features
 from kme_dist.core.nystrom import Centres, Features
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import parse_bytes
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import in_words, open_executor
@@ -39,11 +41,10 @@ from kme_dist.ops.telemetry import performance_report, telemetry
 from kme_dist.pipelines import learn
 from kme_dist.pipelines.folder import Listener, RunFolder, folder_of
 from kme_dist.run.additive import Statistics, add_rows, remove_rows
-from kme_dist.run.blocks import Rows, Scratch
 from kme_dist.run.executors import Executor
 from kme_dist.run.features import FeatureEmbedding
 from kme_dist.run.fitting import Fit, fit_on_dataset, refit
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import Candidate, Recipe, Trained
 
 MODEL, STATISTICS, SCRATCH = "model.zarr", "statistics.zarr", "scratch"
@@ -196,13 +197,13 @@ def _updated(
     dtype = str(basis.points.dtype) if isinstance(basis, Centres) else task.recipe.dtype
     scratch = Scratch.at(folder.path / SCRATCH)
 
-    def rows_of(data: Dataset, split: str | None) -> Rows:
+    def rows_of(data: Dataset, split: str | None) -> RowsRef:
         if data.classes is None or list(data.classes) != model.classes_.tolist():
             raise ConfigError(
                 f"{data.path} has the classes {data.classes}, the model {model.classes_.tolist()}; "
                 "only chunks with the same classes can be added or removed"
             )
-        return Rows.of(data, split=split, scaling=model.scaling_, dtype=dtype)
+        return RowsRef.of(data, split=split, scaling=model.scaling_, dtype=dtype, classes=True)
 
     changes = {"removed_rows": 0, "merged_rows": 0}
     if remove is not None:

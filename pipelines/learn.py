@@ -33,6 +33,7 @@ from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.store import save_arrays
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.ops.cluster import backend_of, in_words, open_executor
@@ -44,7 +45,6 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.full import LearnedFeatures, learn_features
 from kme_dist.run.learn import OBJECTIVES, Learned, LearnSettings
 from kme_dist.run.rounds import learn_on_dataset
-from kme_dist.run.scaling import Scaling
 
 LEARNED_FORMAT = "kme-dist/learned"
 

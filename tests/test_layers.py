@@ -21,7 +21,7 @@ BELOW = {
     "config": {"errors"},
     "core": {"backend", "meter", "errors"},
     "kernels": {"core"},
-    "data": {"errors"},
+    "data": {"meter", "errors"},
     "run": {"data", "core", "backend", "meter", "errors"},
     "models": {"run", "data", "core", "backend", "meter", "config", "errors"},
     "ops": {"run", "data", "backend", "meter", "config", "errors", "pipelines"},

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.data.dataset import RowSource, generated_names
+from kme_dist.data.dataset import RowSource, generated_names, joined
+from kme_dist.data.plan import Span
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest
 from kme_dist.errors import DataError
@@ -103,6 +104,20 @@ class ArrayRows(RowSource):
     def take(self, rows: np.ndarray) -> tuple[Any, np.ndarray | None]:
         X = self._X[rows] if hasattr(self._X, "shape") else [self._X[i] for i in rows.tolist()]
         return X, None if self._y is None else self._y[rows]
+
+    def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
+        if self._files:
+            return self, ranges  # the files are mapped, and read where they are needed
+        X = joined([self._X[start:stop] for start, stop in ranges])
+        y = None if self._y is None else joined([self._y[start:stop] for start, stop in ranges])
+        rows = ArrayRows(X, y, self.classes, self.feature_names if self.features else None)
+        return rows, ((0, rows.rows),)
+
+    def identity(self, ranges: tuple[Span, ...]) -> str:
+        sha = hashlib.sha256()
+        for start, stop in ranges:
+            sha.update(np.ascontiguousarray(self._X[start:stop]).data)
+        return sha.hexdigest()[:32]
 
     def span_digests(self, start: int, stop: int) -> tuple[str, str]:
         X, y = self.read_rows(start, stop)

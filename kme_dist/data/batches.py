@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.data.dataset import CACHE_BYTES, RowSource
-from kme_dist.data.plan import BatchPlan
+from kme_dist.data.dataset import CACHE_BYTES, RowSource, joined
+from kme_dist.data.plan import BatchPlan, Span
 from kme_dist.data.prefetch import Prefetched
 from kme_dist.errors import ConfigError
 
@@ -38,20 +38,21 @@ def plan_batches(
     batch_size: int,
     seed: int = 0,
     split: str | None = None,
+    ranges: tuple[Span, ...] | None = None,
     mode: str = "auto",
     order: str = "permutation",
     blocks: int = 4,
 ) -> BatchPlan:
-    """A plan for the rows of a split (all rows when None).
+    """A plan for the rows of a split (all rows when None), or for those of `ranges`.
 
     `mode` "rows" gathers exact random rows and is about a hundred times slower to read than "contiguous"; "blocks"
     draws random rows from `blocks` random chunks a batch, and costs as many chunk reads. "contiguous" on data that
     were not shuffled at ingest makes batches of neighbours, which is refused unless asked for by name.
     """
-    ranges = data.ranges(split)
+    ranges = data.ranges(split) if ranges is None else ranges
     if mode == "auto":
         # In double precision whatever the stored one is: the same rows make the same batches however they are kept.
-        cached = 8 * data.features * data.split_rows(split) <= CACHE_BYTES
+        cached = 8 * data.features * sum(stop - start for start, stop in ranges) <= CACHE_BYTES
         mode = "rows" if cached else "contiguous" if data.shuffled is not None else "blocks"
     return BatchPlan(ranges, batch_size, seed, mode, order, data.chunk_rows, blocks)
 
@@ -68,7 +69,7 @@ def read_batch(data: RowSource, plan: BatchPlan, step: int) -> Batch:
     if len(parts) == 1:
         return Batch(step, *parts[0])
     labels = [y for _, y in parts if y is not None]
-    return Batch(step, np.concatenate([X for X, _ in parts]), np.concatenate(labels) if labels else None)
+    return Batch(step, joined([X for X, _ in parts]), np.concatenate(labels) if labels else None)
 
 
 def read_batches(

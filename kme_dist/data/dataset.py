@@ -16,15 +16,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from kme_dist.data.chunks import StoredArray, check_size, read_attributes
 from kme_dist.data.places import METADATA_KEY, Place
+from kme_dist.data.plan import Span
 from kme_dist.data.schema import Schema
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_seal
@@ -110,6 +112,22 @@ class RowSource:
     def take(self, rows: np.ndarray) -> tuple[Any, np.ndarray | None]:
         """X and y of exactly these rows, in this order."""
         raise ConfigError(f"{type(self).__name__} must define take(rows)")
+
+    def read_labels(self, start: int, stop: int) -> np.ndarray | None:
+        """y of rows [start, stop) alone."""
+        return self.read_rows(start, stop)[1]
+
+    def read_ids(self, start: int, stop: int) -> Any:
+        """What names rows [start, stop) outside: by default their numbers."""
+        return np.arange(start, stop, dtype=np.int64)
+
+    def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
+        """A source of no more than these rows and where they lie in it, for a task that needs no others."""
+        return self, ranges
+
+    def identity(self, ranges: tuple[Span, ...]) -> str:
+        """Changes when the features of these rows do; known without reading them where digests are stored."""
+        return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, str]:
         """Digests of X and y in rows [start, stop)."""
@@ -225,6 +243,17 @@ class Dataset(RowSource):
             raise DataError(f"{self.path} has no numbers to predict; ingest it with task='regression'")
         return Statistics.from_json(found, 1)
 
+    def read_labels(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self.y is None else self.y.read(start, stop)
+
+    def read_ids(self, start: int, stop: int) -> np.ndarray:
+        """The place of every row in what was ingested, where rows were moved or dropped."""
+        return super().read_ids(start, stop) if self.row is None else self.row.read(start, stop)
+
+    def identity(self, ranges: tuple[Span, ...]) -> str:
+        digests, size = self.attributes["digests"]["X"], self.chunk_rows
+        return short_digest([(low, high, digests[low // size : -(-high // size)]) for low, high in ranges])
+
     def span_digests(self, start: int, stop: int) -> tuple[str, str]:
         number, begun = divmod(start, self.chunk_rows)
         if not begun and stop == min(start + self.chunk_rows, self.rows):  # a whole chunk: known since it was written
@@ -297,6 +326,20 @@ def _reopen(place: Place, verify: bool, cache_bytes: int, content: str) -> Datas
     `content` is the digest of what is expected there, so that a data set which has changed is opened anew.
     """
     return Dataset(place, verify=verify, cache_bytes=cache_bytes)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Arrays, Arrow columns or lists of rows as one; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
+
+
+def short_digest(value: Any) -> str:
+    """Of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def generated_names(names: list[str]) -> bool:

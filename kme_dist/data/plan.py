@@ -21,7 +21,7 @@ time: nothing is drawn in sequence, so no state is lost with a process and no wo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,20 @@ from kme_dist.errors import ConfigError, DataError
 
 MODES = ("contiguous", "blocks", "rows")
 ORDERS = ("permutation", "sampling")
+
+
+Span = tuple[int, int]  # rows [start, stop)
+
+
+def spans_within(ranges: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """Where rows [start, stop) lie, counted over `ranges` laid end to end."""
+    found, before = [], 0
+    for low, high in ranges:
+        first, last = max(start - before, 0), min(stop - before, high - low)
+        if first < last:
+            found.append((low + first, low + last))
+        before += high - low
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -101,10 +115,10 @@ class BatchPlan:
         if self.mode == "contiguous":
             start = self._contiguous_start(step)
             stop = start + self.rows_per_batch
-            wrapped = self._spans(0, stop - self.rows)
-            return BatchRef(step, self._spans(start, min(stop, self.rows)) + wrapped)
+            wrapped = spans_within(self.ranges, 0, stop - self.rows)
+            return BatchRef(step, spans_within(self.ranges, start, min(stop, self.rows)) + wrapped)
         if self.rows_per_batch == self.rows:
-            return BatchRef(step, self._spans(0, self.rows))  # every row: in order, in one read
+            return BatchRef(step, spans_within(self.ranges, 0, self.rows))  # every row: in order, in one read
         virtual = self._from_blocks(step) if self._has_blocks else self._from_everywhere(step)
         return BatchRef(step, (), self._absolute(virtual))
 
@@ -118,14 +132,6 @@ class BatchPlan:
         part = np.searchsorted(self._edges, virtual, side="right") - 1
         starts = np.array([start for start, _ in self.ranges])
         return np.asarray(virtual - self._edges[part] + starts[part])
-
-    def _spans(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        spans = []
-        for (low, high), edge in zip(self.ranges, self._edges[:-1].tolist(), strict=True):
-            a, b = max(start - edge, 0), min(stop - edge, high - low)
-            if a < b:
-                spans.append((low + a, low + b))
-        return tuple(spans)
 
     def _contiguous_start(self, step: int) -> int:
         """Rows are taken as a circle, so that those at the ends come up as often as the others."""

@@ -51,6 +51,7 @@ from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data import store
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 from kme_dist.errors import ConfigError, DataError
@@ -66,7 +67,6 @@ from kme_dist.run.features import (
     with_parameters,
 )
 from kme_dist.run.learn import LearnSettings, Record
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.sharing import executor_for, share
 
 _CHUNK_ROWS = 4_096

@@ -37,6 +37,7 @@ from kme_dist.core.masked import LOSSES
 from kme_dist.data import store
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 from kme_dist.errors import ConfigError, DataError
@@ -45,7 +46,6 @@ from kme_dist.run import full, solve
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import LearnSettings, Record, assemble
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
 

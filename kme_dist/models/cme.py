@@ -47,6 +47,7 @@ from kme_dist.core.nystrom import Basis, Centres, Features
 from kme_dist.core.pivots import choose_centres
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import (
     as_values,
     check_columns_of,
@@ -75,7 +76,6 @@ from kme_dist.run.features import as_features
 from kme_dist.run.fitting import SOLVERS, choose
 from kme_dist.run.learn import length_scale_names, select
 from kme_dist.run.means import Sample, random_features
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.sharing import executor_for
 from kme_dist.run.sparse_forms import Sparsifiable
 

@@ -28,13 +28,13 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.refining import Refinable
 from kme_dist.run.executors import Executor
 from kme_dist.run.features import FeatureEmbedding, as_features, features_of, restore_features, with_features
 from kme_dist.run.learn import OBJECTIVES, Record
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 

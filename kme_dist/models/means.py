@@ -34,6 +34,7 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data import store
 from kme_dist.data.dataset import open_dataset
+from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import (
     check_columns_of,
     remember_columns,
@@ -47,7 +48,6 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.storing import get_rows, put_rows
 from kme_dist.run.learn import length_scale_names, median_length_scale
 from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.sharing import executor_for
 
 FORMAT = 1

@@ -28,10 +28,12 @@ from kme_dist.backend import resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums, packed, unpacked
+from kme_dist.data.plan import Span
+from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError, CorruptError, DataError
-from kme_dist.run.blocks import Rows, Scratch, Span
 from kme_dist.run.executors import Executor
+from kme_dist.run.scratch import Scratch
 
 STATISTICS_FORMAT = "kme-dist/statistics"
 _TASK_ROWS = 1 << 16  # of one task at most, in whole chunks
@@ -97,7 +99,7 @@ class Summed:
         return int(self.counts.sum())
 
 
-def sum_chunks(rows: Rows, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
+def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
     """Add up a few chunks: the function that workers run."""
     basis, device = _basis(ref)
     accumulator = Accumulator(basis, rows.n_classes, to_device(np.zeros(0, rows.dtype), device))
@@ -116,7 +118,7 @@ def sum_chunks(rows: Rows, ref: BasisRef, spans: tuple[Span, ...], name: str) ->
     return Summed(name, sums.counts, sums.variance, tuple(ledger), sample)
 
 
-def chunk_key(rows: Rows, start: int, stop: int) -> str:
+def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
     """A name for the content of a span: the data set's own digests where it is a whole chunk, else made from rows."""
     ((low, high),) = rows.stored(start, stop)
     found = rows.source.span_digests(low, high)
@@ -251,14 +253,14 @@ def _same_points(one: Basis, other: Basis) -> bool:
 # --- over an executor -------------------------------------------------------------------------------
 
 
-def gather(rows: Rows, basis: Basis, *, executor: Executor, scratch: Scratch) -> Statistics:
+def gather(rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch) -> Statistics:
     """The statistics of all rows."""
     statistics = Statistics(basis)
     statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch))
     return statistics
 
 
-def add_rows(statistics: Statistics, rows: Rows, *, executor: Executor, scratch: Scratch) -> int:
+def add_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
     """Take in the chunks that are not in yet; returns how many rows that were.
 
     A chunk that was not full when it went in and has grown since is taken out as it was and put in as it is, so that
@@ -272,7 +274,7 @@ def add_rows(statistics: Statistics, rows: Rows, *, executor: Executor, scratch:
     return statistics.rows - before
 
 
-def remove_rows(statistics: Statistics, rows: Rows, *, executor: Executor, scratch: Scratch) -> int:
+def remove_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
     """Take out those chunks of `rows` that are in; returns how many rows that were."""
     held, spans = statistics.ledger, []
     for span in rows.chunks():
@@ -285,7 +287,9 @@ def remove_rows(statistics: Statistics, rows: Rows, *, executor: Executor, scrat
     return sum(stop - start for start, stop in spans)
 
 
-def _take_out(statistics: Statistics, rows: Rows, spans: Sequence[Span], executor: Executor, scratch: Scratch) -> None:
+def _take_out(
+    statistics: Statistics, rows: RowsRef, spans: Sequence[Span], executor: Executor, scratch: Scratch
+) -> None:
     out, _ = _sum(rows, statistics.basis, spans, executor, scratch)
     gone = Counter(key for key, _ in out.ledger)
     # Where all of it lies in one part, that part alone is changed, and an emptied one goes without a trace of rounding.
@@ -304,7 +308,7 @@ def _take_out(statistics: Statistics, rows: Rows, spans: Sequence[Span], executo
         statistics.sample = statistics.sample.without([key for key, _ in out.ledger])
 
 
-def _unmet(rows: Rows, statistics: Statistics) -> tuple[list[Span], list[Span]]:
+def _unmet(rows: RowsRef, statistics: Statistics) -> tuple[list[Span], list[Span]]:
     """Chunks whose content is not in the ledger, and the first rows of those that are in it as they were before."""
     held = statistics.ledger
     spans: list[Span] = []
@@ -324,7 +328,9 @@ def _unmet(rows: Rows, statistics: Statistics) -> tuple[list[Span], list[Span]]:
     return spans, grown
 
 
-def _sum(rows: Rows, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch) -> tuple[Part, Sample]:
+def _sum(
+    rows: RowsRef, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch
+) -> tuple[Part, Sample]:
     """Sum over spans by tasks of about equal size; added up here in the order of the rows."""
     ref = publish(basis, scratch)
     calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]

@@ -62,8 +62,10 @@ from kme_dist.core.objective import Objective
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError, NumericalError
-from kme_dist.run.blocks import Rows, Scratch, Task
+from kme_dist.run.blocks import Task
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import (
     LearnSettings,
@@ -76,7 +78,7 @@ from kme_dist.run.learn import (
 )
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.solve import search_regularization
 from kme_dist.run.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.trainer import Round, Trainer
@@ -427,14 +429,14 @@ class Inverse:
         )  # fmt: skip
 
     @functools.cached_property
-    def _stored(self) -> tuple[Rows, Scratch]:
+    def _stored(self) -> tuple[RowsRef, Scratch]:
         sample, token = self.pairs.sample, os.urandom(6).hex()
         if sample.path:
             home = Place.of(sample.path)
             place = home.sibling(f".{home.name}.embedding-{token}")  # where workers reach it too
             scale = self.pairs.scale
             assert scale is not None
-            rows = Rows(token, open_dataset(sample.path), sample.ranges, scale, "float64", 0, self.pairs.inputs)
+            rows = RowsRef(token, open_dataset(sample.path), sample.ranges, scale, "float64", 0, self.pairs.inputs)
         else:
             if not isinstance(sample.memory, np.ndarray):
                 raise ConfigError(
@@ -444,7 +446,7 @@ class Inverse:
             place = Place.of(folder)
             data = ingest(sample.memory, folder / "rows.zarr", dtype="float64")
             plain = Scaling(np.zeros(data.features), np.ones(data.features))
-            rows = Rows(token, data, tuple(data.ranges(None)), plain, "float64", 0)
+            rows = RowsRef(token, data, tuple(data.ranges(None)), plain, "float64", 0)
         weakref.finalize(self, Place.delete_all, place)
         return rows, Scratch(place)
 

@@ -44,11 +44,11 @@ from kme_dist.core.objective import Objective, one_hot
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.learn import LearnSettings, mean_objectives
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.solve import search_regularization
 from kme_dist.run.trainer import Callback, Outcome, Round, Trainer
 

@@ -33,14 +33,16 @@ from kme_dist.core.objective import one_hot
 from kme_dist.core.pivots import choose_centres
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.places import Place
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.run import solve
 from kme_dist.run.additive import Statistics, gather
-from kme_dist.run.blocks import Found, Rows, Scratch, Task
+from kme_dist.run.blocks import Found, Task
 from kme_dist.run.executors import Executor
 from kme_dist.run.features import FeatureEmbedding
 from kme_dist.run.pcg import fit_pcg, relative_residual
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.tiled import fit_tiled
 from kme_dist.run.tuning import solve_on_sample
 
@@ -111,7 +113,10 @@ def fit_on_dataset(
     report : told, in a line, what goes on
     """
     began, say = time.perf_counter(), report or (lambda line: None)
-    rows = Rows.of(dataset, split=split, scaling=scaling, dtype=dtype)
+    split = dataset.training_split(split)
+    if not isinstance(scaling, Scaling):
+        scaling = Scaling.of(dataset.split_statistics(split), scaling)
+    rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
     solver, reason = choose(solver, rows.count, centres, features, room, dtype)
     say(f"fit: {solver} on {rows.count} rows ({reason})")
@@ -120,7 +125,7 @@ def fit_on_dataset(
         rows, kernel, regularization, retune, floor, seed, tolerance, executor, place, tile_rows, room, say, backend
     )  # fmt: skip
     found = _solve(task, solver, centres or solve.NYSTROM_CENTRES, centre_choice, features)
-    return _finished(found, solver, reason, rows.count, rows.scale, began)
+    return _finished(found, solver, reason, rows.count, scaling, began)
 
 
 def refit(
@@ -225,7 +230,7 @@ def _cholesky(task: Task) -> Found:
     return Found(Embedding(task.kernel, X, V, lam), loss, tried, residual, 1, size, facts)
 
 
-def cholesky_on_worker(rows: Rows, kernel: Kernel, lam: float, backend: str = "numpy") -> np.ndarray:
+def cholesky_on_worker(rows: RowsRef, kernel: Kernel, lam: float, backend: str = "numpy") -> np.ndarray:
     """The exact weights, in one factorisation."""
     X, y = rows.read(0, rows.count)
     found = solve.fit(kernel, to_device(X, backend), y, rows.n_classes, regularization=lam, retune=False)
@@ -249,7 +254,7 @@ def _nystrom(task: Task, centres: int, how: str) -> Found:
 
 
 def centres_on_worker(
-    rows: Rows, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
+    rows: RowsRef, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
 ) -> np.ndarray:
     # In double: single precision cannot tell what many centres leave of a smooth kernel from rounding.
     X, _ = rows.sample(size, seed)

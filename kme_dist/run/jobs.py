@@ -27,6 +27,7 @@ from kme_dist.core.objective import Objective, Workspace
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 from kme_dist.run.learn import (
@@ -38,7 +39,6 @@ from kme_dist.run.learn import (
     mean_objectives,
     without_schedule,
 )
-from kme_dist.run.scaling import Scaling
 
 BATCH_ROWS = 1000  # where the settings leave the batch size open
 KEPT_BYTES = 64 << 20  # rows that are kept from step to step where every batch holds all of them

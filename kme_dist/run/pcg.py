@@ -24,9 +24,12 @@ from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
 from kme_dist.core.pivots import accept, block_size, columns, propose
+from kme_dist.data.plan import Span
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import NumericalError
 from kme_dist.run import solve
-from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
+from kme_dist.run.blocks import Found, Task
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.tuning import precision_for, solve_on_sample
 
 _SMALLEST, _LARGEST = 256, 4_096
@@ -37,14 +40,14 @@ class Panels:
     """The Gram matrix in panels of rows, and the factor of its preconditioner."""
 
     token: str
-    rows: Rows
+    rows: RowsRef
     kernel: Kernel
     blocks: tuple[Span, ...]
     scratch: Scratch
     cached: bool  # tiles are kept in the scratch place
 
     def X(self, i: int) -> np.ndarray:
-        return self.rows.read(*self.blocks[i])[0]
+        return np.asarray(self.rows.read(*self.blocks[i])[0])
 
     def tile(self, i: int, j: int) -> np.ndarray:
         """K(block i, block j)."""
@@ -225,7 +228,7 @@ class Preconditioner:
         done = turn = 0
         while done < rank and residual.sum() > floor * trace:
             proposed = propose(residual, min(block_size(rank), rank - done), rng)
-            X, beside = panels.rows.take(proposed), cls._rows_of(panels, proposed, turn)
+            (X, _), beside = panels.rows.take(proposed), cls._rows_of(panels, proposed, turn)
             H = kernel.gram(X, X.copy()).astype(np.float64) - beside.astype(np.float64) @ beside.T
             kept, L = accept(H, rng)
             if not len(kept):

@@ -32,6 +32,7 @@ from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.run import jobs
 from kme_dist.run.checkpoints import Checkpoints
@@ -54,7 +55,6 @@ from kme_dist.run.learn import (
     log_parameters,
     mean_named,
 )
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.trainer import PlayRound, Round, Trainer
 
 __all__ = [

@@ -26,10 +26,13 @@ from kme_dist.backend import Factor, cholesky
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
+from kme_dist.data.plan import Span
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run import solve
-from kme_dist.run.blocks import Found, Rows, Scratch, Span, Task
+from kme_dist.run.blocks import Found, Task
 from kme_dist.run.pcg import relative_residual
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.tuning import precision_for, solve_on_sample
 
 _SMALLEST, _LARGEST = 512, 4_096
@@ -39,14 +42,14 @@ _SMALLEST, _LARGEST = 512, 4_096
 class Tiles:
     """A factorisation: which rows, which matrix, and where its tiles go."""
 
-    rows: Rows
+    rows: RowsRef
     kernel: Kernel
     shift: float
     blocks: tuple[Span, ...]
     scratch: Scratch
 
     def X(self, i: int) -> np.ndarray:
-        return self.rows.read(*self.blocks[i])[0]
+        return np.asarray(self.rows.read(*self.blocks[i])[0])
 
 
 def default_tile_rows(n: int) -> int:
@@ -98,7 +101,7 @@ def _tiles(task: Task, dtype: str, shift: float, size: int) -> Tiles:
     known = {
         "path": rows.path,
         "ranges": rows.ranges,
-        "scaling": [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
+        "scaling": None if rows.scale is None else [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
         "dtype": dtype,
         "kernel": task.kernel.to_config(),
         "shift": shift,

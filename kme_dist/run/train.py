@@ -23,6 +23,7 @@ from kme_dist.core.kernels import Linear
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import solve
 from kme_dist.run.checkpoints import Checkpoints
@@ -32,7 +33,6 @@ from kme_dist.run.fitting import Fit, fit_on_dataset
 from kme_dist.run.learn import LearnSettings, Record, length_scale_names, median_length_scale
 from kme_dist.run.means import random_features
 from kme_dist.run.rounds import learn_on_dataset
-from kme_dist.run.scaling import Scaling
 
 SELECTED = ("rcb", "validation")  # what objective "auto" chooses between
 WHOLE_BATCH_ROWS = 1_000  # with more rows than this a step sees a batch of so many

@@ -7,8 +7,9 @@ import numpy as np
 from kme_dist.backend import to_device
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.precision import Need, decide, gram_norm
+from kme_dist.data.rows import RowsRef
 from kme_dist.run import solve
-from kme_dist.run.blocks import Rows, Task
+from kme_dist.run.blocks import Task
 
 _SAMPLED = 1_000  # rows that stand for all where the size of K is estimated
 
@@ -40,7 +41,7 @@ def solve_on_sample(task: Task) -> tuple[float, float | None, dict[float, float]
 
 
 def leave_one_out_on_worker(
-    rows: Rows, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
+    rows: RowsRef, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
 ) -> float:
     """Leave-one-out log loss of (a sample of) the rows at one λ."""
     X, y = rows.sample(solve.LOO_ROWS, seed)

@@ -10,8 +10,8 @@ import pytest
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.batches import plan_batches
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
-from kme_dist.run.blocks import Rows
 
 
 def table(n=5000, d=3, seed=0):
@@ -39,7 +39,9 @@ def test_the_same_rows_in_memory_and_on_disk_make_the_same_plans_samples_and_sta
         )
         a, b = (plan.batch(step).rows for plan in plans)
         np.testing.assert_array_equal(a, b)
-    parts = [Rows.of(source, split="auto", scaling="standard", dtype="float64") for source in (rows, data)]
+    parts = [
+        RowsRef.of(source, split="auto", scaling="standard", dtype="float64", classes=True) for source in (rows, data)
+    ]
     for a, b in zip(*(part.sample(50, 1) for part in parts), strict=True):
         np.testing.assert_array_equal(a, b)
     assert parts[0].chunks() == parts[1].chunks()

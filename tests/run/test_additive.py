@@ -10,12 +10,13 @@ from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian
 from kme_dist.core.nystrom import Centres, Features
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
 from kme_dist.run import additive
 from kme_dist.run.additive import Statistics, add_rows, gather, remove_rows
-from kme_dist.run.blocks import Rows, Scratch
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fitting import refit
-from kme_dist.run.scaling import Scaling
+from kme_dist.run.scratch import Scratch
 
 M, KERNEL = 3, Gaussian(length_scale=np.full(3, 0.5))
 PLAIN = Scaling(np.zeros(3), np.ones(3))
@@ -42,7 +43,7 @@ def tools(tmp_path):
 
 
 def rows(data):
-    return Rows.of(data, split=None, scaling=PLAIN, dtype="float32")
+    return RowsRef.of(data, split=None, scaling=PLAIN, dtype="float32", classes=True)
 
 
 def weights(statistics, tools, lam=1e-4, **more):

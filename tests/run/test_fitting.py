@@ -16,11 +16,12 @@ from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian, Matern
 from kme_dist.core.nystrom import Accumulator, Centres, System
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import RowsRef
 from kme_dist.ops.cluster import open_client
 from kme_dist.run import fitting, pcg, solve, tiled
-from kme_dist.run.blocks import Rows, Scratch
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fitting import choose, fit_on_dataset
+from kme_dist.run.scratch import Scratch
 
 M = 3
 KERNEL = Gaussian(length_scale=np.full(4, 0.6))
@@ -177,7 +178,7 @@ def test_the_preconditioner_saves_two_thirds_of_the_steps(data, tmp_path, monkey
     from kme_dist.run.blocks import Task
     from kme_dist.run.pcg import Preconditioner, labels, make_panels, solve_blocks
 
-    rows = Rows.of(data, split="train", scaling="unit", dtype="float64")
+    rows = RowsRef.of(data, split="train", scaling="unit", dtype="float64", classes=True)
     task = Task(
         rows, KERNEL, 1e-6, False, 0.0, 0, 1e-6, SerialExecutor(), Scratch.at(tmp_path), None, 10**9, print
     )  # fmt: skip

@@ -19,6 +19,7 @@ from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
+from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import executors, jobs, rounds
 from kme_dist.run.checkpoints import Checkpoints
@@ -26,7 +27,6 @@ from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.jobs import BatchRecord, batch_gradient, make_job
 from kme_dist.run.learn import LearnSettings, log_parameters
 from kme_dist.run.rounds import learn_on_dataset
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.trainer import Trainer
 
 FEATURES = 5

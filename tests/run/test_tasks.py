@@ -7,9 +7,9 @@ import pytest
 
 from kme_dist.core import features as maps
 from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.scaling import Scaling
 from kme_dist.run.features import Source
 from kme_dist.run.learn import LearnSettings
-from kme_dist.run.scaling import Scaling
 from kme_dist.run.tasks import SoftmaxTask, learn_softmax
 
 
