@@ -22,6 +22,7 @@ from benchmarks.machine import load_average, shared_data
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
 from kme_dist.core.kernels import Gaussian
+from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.core.pivots import CHOICES, choose_centres, unexplained
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
@@ -30,7 +31,6 @@ from kme_dist.data.scaling import Scaling
 from kme_dist.ops.cluster import open_executor
 from kme_dist.run.blocks import Task
 from kme_dist.run.fitting import fit_on_dataset
-from kme_dist.run.learn import median_length_scale
 from kme_dist.run.pcg import Preconditioner, default_rank, labels, make_panels, solve_blocks
 from kme_dist.run.scratch import Scratch
 

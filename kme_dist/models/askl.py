@@ -58,22 +58,18 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.cen import FORMAT
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.features import (
-    FeatureEmbedding,
-    Source,
-    learn_task,
-    restore_features,
-    start_of,
-    with_parameters,
-)
-from kme_dist.run.learn import LearnSettings, Record
+from kme_dist.run.features import FeatureEmbedding
+from kme_dist.run.learn import Batches, learn
+from kme_dist.run.learners import describe_map, start_of, with_parameters
+from kme_dist.run.maps import restore_features
 from kme_dist.run.sharing import executor_for, share
+from kme_dist.run.trainer import LearnSettings, Record
 
 _CHUNK_ROWS = 4_096
 
 
 @dataclass(frozen=True)
-class SpectralTask:
+class SpectralLearner:
     """One batch of the spectral objective."""
 
     features: Any
@@ -95,6 +91,10 @@ class SpectralTask:
             feature_penalty=self.feature_penalty if self.variant.trace_norm else 0.0,
             learn_features=self.variant.learned,
         )
+
+    def describe(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name not in ("features", "variant")}
+        return {"kind": "spectral", **own, "variant": vars(self.variant), **describe_map(self.features)}
 
     def after(self, parameters: optim.Named, rate: float) -> optim.Named:
         """The proximal step of the trace norm."""
@@ -162,10 +162,10 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
     def _executor(self) -> Executor:
         return executor_for(self.client)
 
-    def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Source:
+    def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Batches:
         split = data.training_split()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
-        return Source.of(
+        return Batches.of(
             data,
             split=split,
             scaling=self.scaling_,
@@ -178,7 +178,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
 
     def _learn(
         self,
-        source: Source,
+        source: Batches,
         n_classes: int | None,
         outputs: int,
         callback: Callable[[Record], None] | None,
@@ -186,20 +186,20 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         variant, start = VARIANTS[self.variant], self._start()
         width = start.first.shape[1] * (2 if self.form == "2D" else 1)
-        task = SpectralTask(
+        task = SpectralLearner(
             start, variant, self.loss, n_classes, float(self.weight_penalty), float(self.feature_penalty)
         )
-        per_epoch = -(-source.rows // (source.batch * int(self.batches_per_step)))
+        per_epoch = -(-source.count // (source.size * int(self.batches_per_step)))
         settings = LearnSettings(
             steps=int(self.epochs) * per_epoch,
-            batch_size=source.batch,
+            batch_size=source.size,
             learning_rate=float(self.learning_rate),
             schedule=optim.cosine_decay if self.schedule == "cosine" else None,
             optimizer=self.optimizer,
             seed=self._seed(),
         )
         features = start_of(start) if variant.learned else {}
-        found = learn_task(
+        found = learn(
             task,
             source,
             {**features, "W": np.zeros((width, outputs))},
@@ -226,9 +226,9 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             seed=self._seed(),
         )
 
-    def _bound(self, source: Source, n_classes: int | None) -> float:
+    def _bound(self, source: Batches, n_classes: int | None) -> float:
         """The bound at the training rows (at those of the first chunk, where there are many)."""
-        X, y = source.prepared(*(np.asarray(part) for part in source.dataset.read_rows(*source.chunks()[0])))
+        X, y = source.first_chunk()
         total, squares, lipschitz = 0.0, 0.0, 0.0
         for rows in row_blocks(len(y), _CHUNK_ROWS):
             Z = devices.to_host(self.features_.forward(X[rows, :]))

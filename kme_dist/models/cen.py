@@ -41,13 +41,15 @@ from kme_dist.data.scaling import Scaling
 from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.run import features as learning
 from kme_dist.run import full, solve
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.learn import LearnSettings, Record, assemble
+from kme_dist.run.features import FeatureEmbedding, solve_features
+from kme_dist.run.learn import Batches, learn, learn_softmax
+from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, assemble, start_of, with_parameters
+from kme_dist.run.maps import as_features, restore_features
 from kme_dist.run.sharing import executor_for, share
-from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
+from kme_dist.run.trainer import LearnSettings, Record
 
 FORMAT = 1
 _WHOLE_ROWS = 20_000  # up to so many rows an exact gradient is one batch; beyond, three passes over the chunks
@@ -197,7 +199,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._check_classes()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         rows = data.split_rows(split)
-        source = learning.Source.of(
+        source = Batches.of(
             data,
             split=split,
             scaling=self.scaling_,
@@ -213,12 +215,12 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _learn(
         self,
-        source: learning.Source,
+        source: Batches,
         report: Callable[[Record], None] | None,
         watch: Any,
         saved: Checkpoints | None,
     ) -> None:
-        features, settings = self._start(), self._settings(source.rows)
+        features, settings = self._start(), self._settings(source.count)
         head = self._kernel_head()
         self.curve_: list[Record] = []
         self.softmax_curve_: list[Record] = []
@@ -226,7 +228,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if head is not None:
             self._learn_kernel(OnFeatures(head, features), source, settings, report, saved)
             return
-        task = NetworkTask(
+        task = NetworkLearner(
             features,
             settings,
             len(self.classes_),
@@ -237,7 +239,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             halves=self.objective == "validation",
             loss=self.loss,
         )
-        per_epoch = max(1, source.rows // (source.batch * self.batches_per_step))
+        per_epoch = max(1, source.count // (source.size * self.batches_per_step))
 
         def after_step(record: Record, parameters: optim.Named) -> None:
             if watch is not None and record["step"] % per_epoch == 0:
@@ -247,10 +249,10 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if report is not None:
                 report(record)
 
-        found = learning.learn_task(
+        found = learn(
             task,
             source,
-            learning.start_of(features, self.regularization),
+            start_of(features, self.regularization),
             settings,
             executor=self._executor(),
             batches_per_step=self.batches_per_step,
@@ -268,7 +270,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 codes = [numbers.get(label, -1) for label in np.asarray(watch[1]).tolist()]
                 rows = self._rows(watch[0]), np.array(codes)
             history = learn_softmax(
-                SoftmaxTask(features, settings, len(self.classes_), self.dropout),
+                SoftmaxLearner(features, settings, len(self.classes_), self.dropout),
                 source,
                 width=len(self.weights_),
                 per_epoch=per_epoch,
@@ -280,14 +282,14 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
             self.softmax_curve_ = [_point(record, per_epoch) for record in history if "watched_accuracy" in record]
 
-    def _solve(self, start: Any, parameters: optim.Named, source: learning.Source, settings: LearnSettings) -> None:
+    def _solve(self, start: Any, parameters: optim.Named, source: Batches, settings: LearnSettings) -> None:
         """W on all rows, for the features that `parameters` stand for."""
-        self.features_ = learning.with_parameters(start, parameters)
+        self.features_ = with_parameters(start, parameters)
         self._fit_head(source, float(np.exp(parameters["regularization"])))
 
-    def _fit_head(self, source: learning.Source, regularization: float) -> None:
-        floor = self._floor(source.rows)
-        head = learning.solve_features(
+    def _fit_head(self, source: Batches, regularization: float) -> None:
+        floor = self._floor(source.count)
+        head = solve_features(
             self.features_,
             source,
             len(self.classes_),
@@ -298,14 +300,14 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
         self.probability_floor_, self.regularization_ = floor, head.regularization
         self.weights_ = head.weights
-        self.embedding_ = learning.FeatureEmbedding(self.features_, head.weights)
+        self.embedding_ = FeatureEmbedding(self.features_, head.weights)
         self.bound_ = self.history_[-1]["bound"] if getattr(self, "history_", None) else math.nan
 
     def _learn_full(
         self,
         data: RowSource,
         split: str | None,
-        source: learning.Source,
+        source: Batches,
         report: Callable[[Record], None] | None,
         saved: Checkpoints | None,
     ) -> None:
@@ -319,7 +321,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             data,
             self._start(),
             self.regularization,
-            self._settings(source.rows),
+            self._settings(source.count),
             executor=self._executor(),
             callback=report,
             checkpoints=saved,
@@ -335,7 +337,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _learn_kernel(
         self,
         start: OnFeatures,
-        source: learning.Source,
+        source: Batches,
         settings: LearnSettings,
         report: Callable[[Record], None] | None,
         saved: Checkpoints | None,
@@ -343,8 +345,8 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Algorithm 1 with a kernel on the features."""
         lam = np.asarray(self.regularization, np.float64)
         with devices.blas_threads(1):
-            found = learning.learn_task(
-                KernelTask(start, settings, len(self.classes_)),
+            found = learn(
+                KernelLearner(start, settings, len(self.classes_)),
                 source,
                 optim.to_log({**start.parameters, "regularization": lam}),
                 settings,
@@ -358,7 +360,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             self.features_ = kernel.features
             X, codes = source.all_rows()
             Z = self.features_.forward(X)
-            floor = self._floor(source.rows)
+            floor = self._floor(source.count)
             solution = solve.fit(
                 kernel.kernel,
                 Z,
@@ -369,7 +371,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 floor=floor,
             )
         self.weights_ = solution.embedding.weights
-        self.embedding_ = learning.FeatureEmbedding(self.features_, self.weights_, solution.embedding)
+        self.embedding_ = FeatureEmbedding(self.features_, self.weights_, solution.embedding)
         self.probability_floor_, self.regularization_ = floor, solution.embedding.regularization
         self.bound_ = self.history_[-1]["bound"] if self.history_ else math.nan
 
@@ -456,7 +458,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         d, network = self.n_features_in_, self.network
         if network is None:
             return maps.dense_network(d, tuple(self.hidden), self.activation, seed=self._seed())
-        return learning.as_features(network, d, self._seed())
+        return as_features(network, d, self._seed())
 
     # --- predicting ------------------------------------------------------------------------------
 
@@ -553,7 +555,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, Any]
     ) -> CENClassifier:
         model = cls(**{**found["settings"], "hidden": tuple(found["settings"]["hidden"])})
-        model.features_ = learning.restore_features(found["features"], arrays, own)
+        model.features_ = restore_features(found["features"], arrays, own)
         model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
         model.classes_ = labels_from_json(found)
         restore_names(model, found, found["inputs"])
@@ -564,7 +566,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             kernel = kernels.from_config(found["kernel"], own=own)
             centres, weights = (devices.to_device(arrays[name], device) for name in ("centres", "weights"))
             inner = mce.Embedding(kernel, centres, weights, model.regularization_)
-        model.embedding_ = learning.FeatureEmbedding(model.features_, model.weights_, inner)
+        model.embedding_ = FeatureEmbedding(model.features_, model.weights_, inner)
         model.probability_floor_ = float(found["probability_floor"])
         model.bound_ = math.nan if found["bound"] is None else float(found["bound"])
         model.history_, model.curve_ = found["history"], found["curve"]

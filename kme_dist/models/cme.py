@@ -42,7 +42,7 @@ from kme_dist.core.conditional import (
 from kme_dist.core.features import SAMPLERS
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
-from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
+from kme_dist.core.kernels.base import FeatureMap, length_scale_names, row_blocks, row_count, select, take
 from kme_dist.core.nystrom import Basis, Centres, Features
 from kme_dist.core.pivots import choose_centres
 from kme_dist.data import store
@@ -72,9 +72,8 @@ from kme_dist.run.conditional import (
     project,
     with_median,
 )
-from kme_dist.run.features import as_features
 from kme_dist.run.fitting import SOLVERS, choose
-from kme_dist.run.learn import length_scale_names, select
+from kme_dist.run.maps import as_features
 from kme_dist.run.means import Sample, random_features
 from kme_dist.run.sharing import executor_for
 from kme_dist.run.sparse_forms import Sparsifiable

@@ -33,10 +33,11 @@ from kme_dist.data.validation import remember_names, restore_names, rows_and_lab
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.refining import Refinable
 from kme_dist.run.executors import Executor
-from kme_dist.run.features import FeatureEmbedding, as_features, features_of, restore_features, with_features
-from kme_dist.run.learn import OBJECTIVES, Record
+from kme_dist.run.features import FeatureEmbedding
+from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
+from kme_dist.run.trainer import OBJECTIVES, Record
 
 _FORMAT = 1
 _SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration

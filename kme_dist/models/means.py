@@ -31,6 +31,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from kme_dist.core import kernels
 from kme_dist.core.kernels import Kernel
+from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data import store
 from kme_dist.data.dataset import open_dataset
@@ -46,7 +47,6 @@ from kme_dist.data.validation import (
 )
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.storing import get_rows, put_rows
-from kme_dist.run.learn import length_scale_names, median_length_scale
 from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
 from kme_dist.run.sharing import executor_for
 

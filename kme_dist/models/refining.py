@@ -18,9 +18,9 @@ from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, leave_one_out_decisions
 from kme_dist.core.compression import compress
 from kme_dist.core.kernels import Linear
+from kme_dist.core.kernels.base import select
 from kme_dist.core.objective import one_hot
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.run.learn import select
 
 _ROWS = 20_000  # leave-one-out on more rows than this uses a sample
 

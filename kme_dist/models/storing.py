@@ -13,7 +13,7 @@ from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.errors import DataError
 from kme_dist.run.conditional import Inverse
-from kme_dist.run.features import restore_features
+from kme_dist.run.maps import restore_features
 
 Arrays = dict[str, np.ndarray]
 

@@ -56,7 +56,15 @@ from kme_dist.core.conditional import (
     marginal_weights,
 )
 from kme_dist.core.intervals import LeftOut
-from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.core.kernels.base import (
+    Kernel,
+    length_scale_names,
+    median_length_scale,
+    row_blocks,
+    row_count,
+    select,
+    take,
+)
 from kme_dist.core.nystrom import Basis, Features
 from kme_dist.core.objective import Objective
 from kme_dist.data.dataset import Dataset, open_dataset
@@ -67,21 +75,13 @@ from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError, NumericalError
 from kme_dist.run.blocks import Task
 from kme_dist.run.executors import Executor
-from kme_dist.run.learn import (
-    LearnSettings,
-    Record,
-    assemble,
-    length_scale_names,
-    log_parameters,
-    median_length_scale,
-    select,
-)
+from kme_dist.run.learners import assemble, log_parameters
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.solve import search_regularization
 from kme_dist.run.tiled import Tiles, apply_inverse, factorise
-from kme_dist.run.trainer import Round, Trainer
+from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
 
 _SLAB_ROWS = 2_048
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages

@@ -21,13 +21,12 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, free_bytes, namespace_of, to_host
 from kme_dist.core.embedding import Embedding, leave_one_out, log_loss, solve_dual
-from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.nystrom import Accumulator, Centres, System, judged_rows
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.precision import Need, need_of_solve
 from kme_dist.errors import ConfigError, NumericalError, PrecisionWarning
-from kme_dist.run.learn import length_scale_names, median_length_scale, select
 
 # n λ / α² over which λ is sought: from "trust every label" to "average over everything".
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.5, 1.0)

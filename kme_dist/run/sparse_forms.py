@@ -10,9 +10,9 @@ import numpy as np
 from kme_dist.core import sparse
 from kme_dist.core.conditional import ConditionalEmbedding, Explicit, marginal_weights
 from kme_dist.core.intervals import LeftOut
+from kme_dist.core.kernels.base import select
 from kme_dist.errors import ConfigError
 from kme_dist.run.conditional import are_numbers
-from kme_dist.run.learn import select
 
 
 class Sparsifiable:
