@@ -25,22 +25,21 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, led_by
 from kme_dist.data.chunks import read_attributes
+from kme_dist.data.dataset import short_digest
+from kme_dist.data.lazy import open_rows
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, Layout, Receipt
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.meter import metered
 from kme_dist.models.expressions import class_values
 from kme_dist.models.mce import load
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.predict import (
     Outcome,
     Progress,
-    Reader,
     Watch,
-    open_input,
     recorded_chunk,
     run_chunks,
-    short_digest,
     store_chunk,
 )
 
@@ -114,7 +113,7 @@ def predict(
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'zarr' or 'parquet'")
     names = getattr(fitted, "feature_names_in_", None)
-    source = open_input(
+    source = open_rows(
         data,
         features=int(fitted.n_features_in_),
         feature_names=None if names is None else [str(name) for name in names],
@@ -122,19 +121,19 @@ def predict(
         like=like,
         id_column=id_column,
     )
-    if source.ids is not None and source.ids[1] == "text" and format == "zarr":
+    if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
         raise ConfigError(f"id_column={id_column!r} holds text, which Zarr arrays do not; choose format='parquet'")
     working = _precision(fitted, dtype)
-    fields = spec.fields(len(fitted.classes_), source.ids)
+    fields = spec.fields(len(fitted.classes_), source.id_field)
     classes = fitted.classes_.tolist()
-    layout = Layout(place.address, format, source.chunk_rows, fields, tuple(classes))
+    layout = Layout(place.address, format, source.source.output_rows, fields, tuple(classes))
     computed_from = {
         "model": digest,
         "outputs": [[field.name, field.dtype, list(field.row_shape)] for field in fields],
         "expectations": [[name, list(values)] for name, values in spec.expectations],
         "precision": working,
         "format": format,
-        "chunk_rows": source.chunk_rows,
+        "chunk_rows": source.source.output_rows,
         "data": source.describe(),
     }
     if spec.expectations:  # of which there was only the raw kind, and no word of it, in older records
@@ -144,8 +143,8 @@ def predict(
         "job": job,
         "computed_from": computed_from,
         "model": address,
-        "rows": source.rows,
-        "chunk_rows": source.chunk_rows,
+        "rows": source.count,
+        "chunk_rows": source.source.output_rows,
         "layout": format,
         "classes": classes,
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
@@ -167,25 +166,25 @@ def predict(
     )
 
 
-def predict_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
+def predict_chunk(task: Task, chunk: int, identity: str, rows: RowsRef) -> Receipt:
     """On a worker: read, compute, store, record."""
     if (receipt := recorded_chunk(task.layout, task.job, chunk, identity)) is not None:
         return receipt
-    return compute_chunk(task, chunk, rows, identity, reader)
+    return compute_chunk(task, chunk, identity, rows)
 
 
-def compute_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
+def compute_chunk(task: Task, chunk: int, identity: str, rows: RowsRef) -> Receipt:
     scorer = _scorer(task.model, task.digest, task.dtype)
-    with metered("read"):
-        X, ids = reader()
+    X, _ = rows.read()
+    ids = None if rows.id_field is None else rows.read_ids(0, rows.count)
     X = X.reshape(len(X), -1)
-    if len(X) != rows:
-        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows} were announced")
+    if len(X) != rows.count:
+        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows.count} were announced")
     _check_finite(X, chunk * task.layout.chunk_rows)
     arrays = scorer.outputs(X, task)
     if ids is not None:
         arrays["row" if "row" in {f.name for f in task.layout.fields} else "id"] = ids
-    return store_chunk(task.layout, task.job, chunk, identity, arrays, rows)
+    return store_chunk(task.layout, task.job, chunk, identity, arrays, rows.count)
 
 
 @dataclass(frozen=True)
@@ -313,12 +312,12 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     """The most memory that predicting needs in a worker: Python with its libraries, the model twice (as stored and as
     prepared), one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
     fitted = load(model)
-    source = open_input(data, features=int(fitted.n_features_in_), split=split)
+    source = open_rows(data, features=int(fitted.n_features_in_), split=split)
     dtype = _precision(fitted, "auto")
-    wide, d, m = np.dtype(dtype).itemsize, source.features, len(fitted.classes_)
+    wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(fitted.classes_)
     centres = int(fitted.embedding_.weights.shape[0])
     held = centres * (d + m) * 4 + centres * (2 * (d + 2) + m) * wide
-    chunk = source.chunk_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
+    chunk = source.source.output_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
     tile = mce.HOST_TILE[0] * (mce.HOST_TILE[1] + 4 * (d + 2)) * wide
     return PROCESS_BYTES + held + chunk + tile
 
