@@ -20,45 +20,33 @@ A data set on disk is fitted where it lies, by centres or features in one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator
-from sklearn.utils.validation import check_is_fitted
 
-from kme_dist.backend import blas_threads, free_bytes, to_host
-from kme_dist.core import kernels
+from kme_dist.backend import blas_threads, free_bytes
 from kme_dist.core.conditional import (
     ConditionalEmbedding,
     Delta,
     Explicit,
     Weights,
     conditional_quantiles,
-    held_out_scores,
     herd,
     solve_embedding,
 )
 from kme_dist.core.features import SAMPLERS
 from kme_dist.core.intervals import LeftOut
-from kme_dist.core.kernels import Kernel, Linear, OnFeatures
+from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
 from kme_dist.core.nystrom import Basis, Centres, Features
 from kme_dist.core.pivots import choose_centres
-from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.validation import (
-    as_values,
-    check_columns_of,
-    check_labels,
-    remember_columns,
-    remember_names,
-    restore_names,
-    stored_names,
-)
+from kme_dist.data.validation import as_values, check_labels
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.means import FORMAT
-from kme_dist.models.storing import pack, unpack
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, scaling_arrays, stored_scaling
+from kme_dist.models.cme_choice import Score, input_kernels, judge, target_kernel
+from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
+from kme_dist.models.settings import Rule, integer, one_of, positive
 from kme_dist.run.conditional import (
     Inverse,
     KernelLearning,
@@ -69,25 +57,20 @@ from kme_dist.run.conditional import (
     learn_kernel,
     left_out,
     project,
-    with_median,
 )
 from kme_dist.run.features import as_features
 from kme_dist.run.fitting import SOLVERS, choose
-from kme_dist.run.learn import length_scale_names, select
+from kme_dist.run.learn import select
 from kme_dist.run.means import Sample, random_features
 from kme_dist.run.scaling import Scaling
-from kme_dist.run.sharing import executor_for
-from kme_dist.run.sparse_forms import Sparsifiable
 
 _JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
 _CHOICE_ROWS = 20_000  # rows that centres are chosen among
-_WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
 _ASKED_ROWS = 1_024  # of quantiles at a time
-_SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
 
 
-class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[misc]
+class ConditionalMeanEmbedding(Estimator):
     """μ(x) = E[L(Y, ·) | x], estimated by regression in the target kernel's Hilbert space.
 
     Parameters
@@ -109,7 +92,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     target_centres : project on so many targets, so that the model's size does not grow with the rows; None keeps all
         targets, where they are in memory.
     scaling : {"standard", "unit", None} of numeric inputs.
-    client : a distributed.Client.   random_state : whole number.
+    client : a distributed.Client.   random_state : integer >= 0.
 
     Attributes
     ----------
@@ -119,6 +102,19 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     retuned_ : errors of the λ that "pcg", "nystrom" and "features" tried on all rows, after the kernel was chosen.
     n_features_in_, feature_names_in_ : of numeric inputs; names where a data frame or a data set brought them.
     """
+
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "solver": one_of("auto", *SOLVERS),
+        "tolerance": positive(),
+        "regularization": positive(optional=True),
+        "learn_steps": integer(0),
+        "centres": integer(1, optional=True),
+        "target_centres": integer(1, optional=True),
+        "folds": integer(2, optional=True),
+        "random_state": integer(0),
+    }
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("kernel", "target_kernel", "regularization", "solver", "scaling")
+    _left: LeftOut | None = None
 
     def __init__(
         self,
@@ -165,9 +161,9 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
             return self._fit(self._pairs(X, Y))
 
     def _fit(self, pairs: Pairs) -> Self:
-        self._left: LeftOut | None = None
+        self._left = None
         some_X, some_Y = pairs.some(_JUDGED_ROWS, self.random_state)
-        self.target_kernel_ = self._target_kernel(some_Y)
+        self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self.random_state)
         some_Y = as_targets(some_Y, self.target_kernel_)
         kernel, lam = self._choose(some_X, some_Y, pairs.count)
         self.history_: list[dict[str, Any]] = []
@@ -192,32 +188,22 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
         return self
 
-    def _check_settings(self) -> None:
-        if self.solver not in ("auto", *SOLVERS):
-            raise ConfigError(f"solver={self.solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
+    def _check_together(self) -> None:
         if self.features is not None and self.solver not in ("auto", "features"):
             raise ConfigError(f"features are for solver='features', not {self.solver!r}; leave one of them out")
-        if not self.tolerance > 0:
-            raise ConfigError(f"tolerance={self.tolerance!r}: must be a positive number")
-        if self.regularization is not None and not self.regularization > 0:
-            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
-        for name in ("centres", "target_centres", "folds"):
-            value, least = getattr(self, name), 2 if name == "folds" else 1
-            if value is not None and (not isinstance(value, int | np.integer) or value < least):
-                raise ConfigError(f"{name}={value!r}: must be an integer >= {least}, or None")
 
     def _pairs(self, X: Any, Y: Any) -> Pairs:
         if isinstance(X, Dataset):
             pairs = Pairs.of(X, Y, self.scaling)
             self.scaling_ = pairs.scale
-            remember_names(self, [X.feature_names[i] for i in pairs.inputs])
+            self._remember_names([X.feature_names[i] for i in pairs.inputs])
             return pairs
         if Y is None:
             raise DataError("fit needs targets: fit(X, Y), or a data set that brings them")
         rows, targets = Sample.of(X), self._targets(Y)
         if row_count(targets) != rows.count:
             raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; they come in pairs")
-        remember_columns(self, X, rows.memory)
+        self._remember_columns(X, rows.memory)
         numeric = isinstance(rows.memory, np.ndarray)
         self.scaling_ = Scaling.learn(rows.memory, self.scaling) if numeric else None
         return Pairs(Sample.of(self._scaled(rows.memory)), targets)
@@ -233,7 +219,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     def _rows(self, X: Any) -> Any:
         """Inputs of a question, as those of the fit: the same columns, on the same scale."""
         rows = Sample.of(X).read()
-        check_columns_of(self, X, rows)
+        self._check_columns(X, rows)
         return self._scaled(rows)
 
     def _asked(self, Y: Any) -> Any:
@@ -244,51 +230,22 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
             raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; they differ in width")
         return found
 
-    def _target_kernel(self, Y: Any) -> Kernel:
-        if isinstance(self.target_kernel, str) and self.target_kernel == "delta":
-            return Delta()
-        if not isinstance(self.target_kernel, str):
-            return kernels.from_config(self.target_kernel, own={"delta": Delta})
-        found = kernels.from_config({"name": self.target_kernel})
-        return with_median(found, as_targets(Y, found), 1.0, self.random_state)
-
     def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
         """The kernel and λ with the least held-out error of (at most) _JUDGED_ROWS pairs, at the same shift nλ."""
         if candidates is None:
-            candidates = self._candidates(X)
-        n = row_count(X)
+            candidates = input_kernels(self.kernel, self.features, X, self.random_state)
+        self.scores_: list[Score] = []
         if len(candidates) == 1 and self.regularization is not None:
-            self.scores_: list[tuple[Kernel, float, float]] = []
             return candidates[0], float(self.regularization)
-        L = np.asarray(self.target_kernel_.gram(Y), dtype=np.float64)
-        folds = None
-        if self.folds is not None:
-            order = np.random.default_rng([self.random_state, 1]).permutation(n)
-            folds = [np.sort(part) for part in np.array_split(order, min(self.folds, n))]
-        self.scores_ = []
-        for kernel in candidates:
-            scale = float(np.mean(to_host(kernel.diag(X)))) or 1.0
-            shifts = _SHIFTS * scale if self.regularization is None else np.array([n * self.regularization])
-            scores = held_out_scores(np.asarray(kernel.gram(X)), L, [float(s) for s in shifts], folds)
-            lams = shifts / rows if self.regularization is None else shifts / n
-            self.scores_ += [(kernel, float(lam), float(score)) for lam, score in zip(lams, scores, strict=True)]
+        self.scores_ = judge(
+            candidates, self.target_kernel_, X, Y,
+            rows=rows, regularization=self.regularization, folds=self.folds, seed=self.random_state,
+        )  # fmt: skip
         kernel, lam, _ = min(self.scores_, key=lambda found: found[2])
         return kernel, lam
 
-    def _candidates(self, X: Any) -> list[Kernel]:
-        if self.features is not None and not isinstance(self.features, int | np.integer):
-            return [OnFeatures(Linear(), as_features(self.features, np.shape(X)[1], self.random_state))]
-        if isinstance(self.kernel, list | tuple):
-            return [kernels.from_config(kernel, own={"delta": Delta}) for kernel in self.kernel]
-        if not isinstance(self.kernel, str):
-            return [kernels.from_config(self.kernel, own={"delta": Delta})]
-        found = kernels.from_config({"name": self.kernel, "ard": True}, n_features=np.shape(X)[-1])
-        if not length_scale_names(found):
-            return [found]
-        return [with_median(found, X, width, self.random_state) for width in _WIDTHS]
-
     def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
-        room = int(0.6 * free_bytes("numpy") / max(1, executor_for(self.client).workers))
+        room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
         centres = self.centres or self.target_centres
         found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
         if (
@@ -352,7 +309,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
                     "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
                 )
         return Inverse(
-            pairs, self.kernel_, self.regularization_, self.solver_, executor=executor_for(self.client),
+            pairs, self.kernel_, self.regularization_, self.solver_, executor=self._executor(),
             tolerance=self.tolerance, seed=self.random_state,
         )  # fmt: skip
 
@@ -388,7 +345,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         variance = 1.0 if features is None or own else float(self.kernel_.scale) ** 2  # type: ignore[attr-defined]
         found, self.retuned_, self._left = fit_sums(
             self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
-            executor=executor_for(self.client), keep_targets=keep, retune=self.regularization is None,
+            executor=self._executor(), keep_targets=keep, retune=self.regularization is None,
             seed=self.random_state, variance=variance,
         )  # fmt: skip
         self.regularization_ = found.regularization
@@ -474,7 +431,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         """What quantiles and intervals need, some rows at a time: residuals, predictions, and z(x) as rows."""
         model, rows = self._fitted(), self._rows(X)
         with blas_threads(1):
-            if getattr(self, "_left", None) is None:
+            if self._left is None:
                 if isinstance(model.weights, Explicit):
                     raise ConfigError(
                         "this embedding kept no residuals (a sparse form of centres, or stored by an older version); "
@@ -513,66 +470,66 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         return -float(np.mean(self.errors(X, Y)))
 
     def _fitted(self) -> ConditionalEmbedding:
-        check_is_fitted(self, "embedding_")
+        self._check_fitted()
         weights = self.embedding_.weights
         if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
-            weights.executor = executor_for(self.client)  # the client was closed, or another one was set
+            weights.executor = self._executor()  # the client was closed, or another one was set
         return self.embedding_
 
-    def _sparse_form(self) -> SparseEmbedding:
-        """One with these settings, not yet filled in (see `sparsify`)."""
-        found = SparseEmbedding(**self.get_params(deep=False))
-        found.scaling_, found.solver_ = self.scaling_, "sparse"
-        restore_names(found, stored_names(self))
-        return found
+    # --- other forms -----------------------------------------------------------------------------
 
-    # --- storing ---------------------------------------------------------------------------------
+    def sparsify(
+        self,
+        penalty: str = "element",
+        gammas: Sequence[float] | int = 20,
+        method: str = "fista",
+        refit: bool = True,
+        steps: int = 200,
+    ) -> list[SparseEmbedding]:
+        """Embeddings with more and more zeros: one for each γ (method "fista") or number of pivots ("cholesky").
 
-    def save(self, path: str | Path) -> None:
-        """Write the fitted embedding as arrays and JSON.
-
-        The model that comes back predicts the same bits on the same machine: its arrays are those that were saved, in
-        the same order, and an exact one ("cholesky") is factorised anew, at once, from the same rows by the same steps.
-        "tiled" and "pcg" solve anew when something is asked that was not asked before saving; that agrees to the
-        precision of the solve ("pcg": `tolerance`).
+        penalty : "element" | "row" (targets) | "column" (inputs)
+        gammas : how many, or which; for method "cholesky" how many numbers of pivots, or which
+        refit : solve again on what the penalty kept (it also shrinks what it keeps)
+        steps : of FISTA, which finishes what a splitting of the problem has begun
         """
-        arrays, attributes = pack(self._fitted(), self._left)
-        attributes |= {
-            "model": "ConditionalMeanEmbedding",
-            "model_format": FORMAT,
-            "solver": self.solver_,
-            "scaling": self.scaling,
-            "random_state": int(self.random_state),
-            **stored_names(self),
-        }
-        if self.scaling_ is not None:
-            arrays["shift"], arrays["factor"] = self.scaling_.shift, self.scaling_.factor
-        store.save_arrays(path, arrays, attributes)
+        forms = sparse_forms(self._fitted(), penalty, gammas, method, refit, steps)
+        return [SparseEmbedding(**self.get_params(deep=False))._adopt(self, form) for form in forms]
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> ConditionalMeanEmbedding:
-        seed = int(found.get("random_state", 0))
-        model = cls(solver=found["solver"], scaling=found["scaling"], random_state=seed)
-        model.solver_ = found["solver"]
-        model.scaling_ = Scaling(arrays["shift"], arrays["factor"]) if "shift" in arrays else None
+    def dense_weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """W, K of the centres and L of the targets."""
+        return dense_weights(self._fitted())
+
+    def _pack(self) -> tuple[Arrays, Facts]:
+        """The model that comes back predicts the same bits on the same machine: its arrays are those that were saved,
+        in the same order, and an exact one ("cholesky") is factorised again, at once, from the same rows by the same
+        steps. "tiled" and "pcg" solve again when something is asked that was not asked before saving; that agrees to
+        the precision of the solve ("pcg": `tolerance`)."""
+        arrays, facts = pack(self._fitted(), self._left)
+        if self.scaling_ is not None:
+            arrays |= scaling_arrays(self.scaling_, at="")
+        seed = int(self.random_state)
+        return arrays, {**facts, "solver": self.solver_, "scaling": self.scaling, "random_state": seed}
+
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.solver = self.solver_ = facts["solver"]
+        self.scaling, self.random_state = facts["scaling"], int(facts.get("random_state", 0))
+        self.scaling_ = stored_scaling(arrays, at="") if "shift" in arrays else None
 
         def inverse(kernel: Kernel, lam: float, X: Any, Y: Any) -> Inverse:
-            model.kernel_, model.regularization_ = kernel, lam
-            return model._inverse(Pairs(Sample.of(X), Y))
+            self.kernel_, self.regularization_ = kernel, lam
+            return self._inverse(Pairs(Sample.of(X), Y))
 
         with blas_threads(1):
-            model.embedding_, model._left = unpack(arrays, found, own, inverse)
-        fitted = model.embedding_
-        model.kernel = model.kernel_ = fitted.kernel
-        model.target_kernel = model.target_kernel_ = fitted.target_kernel
-        model.regularization = model.regularization_ = fitted.regularization
+            self.embedding_, self._left = unpack(arrays, facts, own, inverse)
+        fitted = self.embedding_
+        self.kernel = self.kernel_ = fitted.kernel
+        self.target_kernel = self.target_kernel_ = fitted.target_kernel
+        self.regularization = self.regularization_ = fitted.regularization
         if isinstance(fitted.weights, Inverse):
-            model.tolerance = fitted.weights.tolerance
-        width = model.scaling_.shift.size if model.scaling_ is not None else None
-        restore_names(model, found, width)
-        return model
+            self.tolerance = fitted.weights.tolerance
+        if self.scaling_ is not None:
+            self.n_features_in_ = int(self.scaling_.shift.size)
 
 
 class SparseEmbedding(ConditionalMeanEmbedding):
@@ -590,6 +547,18 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     distance_: float
     relative_distance_: float
     penalised_distance_: float
+
+    def _adopt(self, dense: ConditionalMeanEmbedding, form: SparseForm) -> SparseEmbedding:
+        """Become this form of a fitted embedding: its columns and scale, fewer rows."""
+        for name in ("scaling_", "n_features_in_", "feature_names_in_", "fitted_to_dataset_"):
+            if hasattr(dense, name):
+                setattr(self, name, getattr(dense, name))
+        self.embedding_, self._left, self.solver_ = form.embedding, form.left_out, "sparse"
+        self.kernel_, self.target_kernel_ = form.embedding.kernel, form.embedding.target_kernel
+        self.regularization_ = form.embedding.regularization
+        self.gamma_, self.density_, self.distance_ = form.gamma, form.density, form.distance
+        self.relative_distance_, self.penalised_distance_ = form.relative_distance, form.penalised_distance
+        return self
 
     @property
     def inputs_kept_(self) -> int:

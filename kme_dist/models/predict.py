@@ -29,8 +29,8 @@ from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, Layout, Receipt
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
+from kme_dist.models.base import load
 from kme_dist.models.expressions import class_values
-from kme_dist.models.mce import load
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.predict import (
     Outcome,
