@@ -33,7 +33,7 @@ from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_lab
 from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
 from kme_dist.run.features import FeatureEmbedding, as_features, features_of, restore_features, with_features
-from kme_dist.run.learn import OBJECTIVES, Record, select
+from kme_dist.run.learn import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 
 _SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration
@@ -258,7 +258,7 @@ class MCEClassifier(EmbeddingClassifier):
         rows = devices.to_device(self.scaling_.apply(batch.X, devices.precision(fit.embedding.weights)), self._device())
         with devices.blas_threads(1):
             self.bound_ = self._bound(rows, np.asarray(batch.y), fit.rows)
-            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(batch.y), recipe.seed, fit.rows)
+            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(batch.y), fit.rows)
         return self
 
     def _on_device(self, embedding: Any) -> Any:
@@ -294,17 +294,12 @@ class MCEClassifier(EmbeddingClassifier):
         self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_)
         return self
 
-    def _leave_one_out_calibration(
-        self, rows: Any, codes: np.ndarray, seed: int, total: int | None = None
-    ) -> Calibration:
+    def _leave_one_out_calibration(self, rows: Any, codes: np.ndarray, total: int | None = None) -> Calibration:
+        """From scaled rows of the fit, or a sample of its `total` rows, as if each had been left out."""
         if self.calibration == "none":
             return Calibration()
-        total = total or len(codes)  # of which `rows` may be a sample
-        if len(codes) > _SAMPLE_ROWS:
-            chosen = np.sort(np.random.default_rng([seed, 3]).choice(len(codes), _SAMPLE_ROWS, replace=False))
-            rows, codes = select(rows, chosen), codes[chosen]
         Y = one_hot(codes, len(self.classes_), self.embedding_.weights)
-        P = devices.to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total))
+        P = devices.to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total or len(codes)))
         p = np.asarray(mce.clip_normalise(P, self.probability_floor_))
         return Calibration.fit(self.calibration, p, codes, self.probability_floor_)
 
