@@ -1,9 +1,9 @@
-"""What callers hand in, looked at once: rows, columns, labels.
+"""What callers pass in, checked once: rows, columns, labels.
 
     rows = as_rows(X)                  numbers as a C-ordered matrix of floats; texts and the like as they are
     values = as_values(Y)              targets: numbers as an array, texts and labels as they are
     check_columns(X)                   a column of dates is refused by its name, before anything else trips over it
-    check_labels(y)                    labels of mixed types, dates and holes are refused, by row
+    check_labels(y)                    labels of mixed types, dates and missing ones are refused, by row
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can stand in front of scikit-learn's own
 `validate_data`.
@@ -33,8 +33,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     """Rows as kernels take them.
 
     A table of numbers (an array, a data frame, a list of equally long rows) becomes a C-ordered matrix of `dtype`, so
-    that the same values give the same bits however they were laid out. Whatever is no table of numbers (texts, ...)
-    stays as it is, for the kernel to judge.
+    that the same values give the same bits however they were laid out. Whatever is not a table of numbers (texts, ...)
+    stays as it is, for the kernel to check.
     """
     check_columns(X)
     if hasattr(X, "to_numpy"):  # a data frame or one of its columns
@@ -91,20 +91,20 @@ def _from_list(X: Sequence[Any]) -> Any:
 
 
 def _numbers_or_same(values: np.ndarray) -> np.ndarray:
-    """An array of objects as floats where all of them are numbers (None is a hole)."""
+    """An array of objects as floats where all of them are numbers (None is a missing one)."""
     if any(not _is_number(value) for value in values.ravel()):
         return values
-    found = [np.nan if _is_hole(value) else float(value) for value in values.ravel()]
+    found = [np.nan if _is_missing(value) else float(value) for value in values.ravel()]
     return np.array(found, np.float64).reshape(values.shape)
 
 
 def _is_number(value: Any) -> bool:
-    if _is_hole(value) or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    if _is_missing(value) or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         return True
     return isinstance(value, Decimal | Fraction)
 
 
-def _is_hole(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType"  # pandas' missing number
 
 
@@ -180,8 +180,8 @@ def check_labels(y: Any) -> None:
     first: dict[str, tuple[int, Any]] = {}
     for row, value in enumerate(values):
         if isinstance(value, list | tuple | np.ndarray):
-            return  # several outputs: not ours to judge
-        if _is_hole(value) or type(value).__name__ == "NaTType":
+            return  # several outputs: not checked here
+        if _is_missing(value) or type(value).__name__ == "NaTType":
             raise DataError(f"the label of row {row} is missing ({value!r}); remove that row, or give it a label")
         if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
             raise DataError(

@@ -165,7 +165,7 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
     level : kernel between the means: "linear" or "gaussian".   width : σ of the latter; None: the median distance.
     C : how much a mistake costs.   positive_part, random_state : as in KernelMean.
 
-    Bags are no rows of a table, so this is a classifier of its own kind: `fit(bags, y)`, `predict(bags)`.
+    Bags are not rows of a table, so this is a classifier of its own kind: `fit(bags, y)`, `predict(bags)`.
     """
 
     _RULES: ClassVar[Mapping[str, Rule]] = {**_BagMachine._RULES, "C": positive()}
@@ -194,7 +194,7 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
         check_labels(y)
         self.labels_ = np.asarray(y)
         if len(self.labels_) != len(bags):
-            raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; they come in pairs")
+            raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; their numbers must be equal")
         if len(np.unique(self.labels_)) < 2:
             raise DataError("y holds one class only; a classifier needs bags of at least two classes")
         self.machine_ = SVC(C=self.C, kernel="precomputed").fit(self._prepare(bags), self.labels_)
@@ -208,10 +208,10 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
 
 
 class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
-    """Bags that do not belong: the one-class support measure machine.
+    """Outliers among bags: the one-class support measure machine.
 
-    `nu` bounds the share of training bags called strange; the other parameters are those of SupportMeasureClassifier.
-    `predict` gives 1 for bags like those of the fit and -1 for strange ones, by the sign of `decision_function`.
+    `nu` bounds the share of training bags called outliers; the other parameters are those of SupportMeasureClassifier.
+    `predict` gives 1 for bags like those of the fit and -1 for outliers, by the sign of `decision_function`.
     """
 
     _RULES: ClassVar[Mapping[str, Rule]] = {**_BagMachine._RULES, "nu": up_to_one()}
@@ -241,7 +241,7 @@ class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
         return self
 
     def predict(self, bags: Sequence[Any]) -> np.ndarray:
-        """1 for bags like those of the fit, -1 for strange ones."""
+        """1 for bags like those of the fit, -1 for outliers."""
         return np.where(self.decision_function(bags) >= 0, 1, -1)
 
 

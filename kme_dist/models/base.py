@@ -8,7 +8,7 @@ An estimator of this package says what is its own; the rest is here.
     _pack, _unpack      arrays and facts of a fitted model, and a model filled in from them
 
 Columns are remembered by `fit` (`feature_names_in_`, `n_features_in_`) and compared by every question after it; they
-are stored with the model. A data set's generated names (x0, x1, ...) stand for positions and are no names.
+are stored with the model. A data set's generated names (x0, x1, ...) stand for positions, not for names.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def stored_scaling(arrays: Mapping[str, np.ndarray], at: str = "scaling/") -> Sc
 
 
 def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
-    """Rows among the arrays of a model; rows that are no numbers (texts) among its facts."""
+    """Rows among the arrays of a model; rows that are not numbers (texts) among its facts."""
     if hasattr(rows, "shape"):
         arrays[name] = np.asarray(rows)
     elif all(isinstance(row, str | int | float | bool) for row in rows):
@@ -305,4 +305,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -42,7 +42,7 @@ from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.scaling import Scaling
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
 
-_WHOLE_ROWS = 20_000  # up to so many rows an exact gradient is one batch; beyond, three passes over the chunks
+_WHOLE_ROWS = 20_000  # up to this number of rows an exact gradient is one batch; beyond, three passes over the chunks
 
 
 class CENClassifier(EmbeddingClassifier):
@@ -56,12 +56,12 @@ class CENClassifier(EmbeddingClassifier):
     network : instead of dense layers: a feature map of `kme_dist.core.features`, a config of one, a `torch.nn.Module`,
         or {"name": "torch", "architecture": NAME, ...} (see `kme_dist.run.torch_features`).
     dropout, independent_masks : features of the last layer left out while learning; with `independent_masks` W is
-        solved under one mask and judged under another (the published convolutional network): in truth a validation
+        solved under one mask and evaluated under another (the published convolutional network): in truth a validation
         inside the batch.
     alpha : 1 as published, or "batch": the supremum of |φ(x)| over the batch. (With the supremum the published networks
         collapse.)
-    objective : "rcb": a batch is judged by its own W, as published. "validation": each half of a batch by the W of the
-        other half, which needs no bound to tell learning from memory (and larger batches).
+    objective : "rcb": a batch is evaluated by its own W, as published. "validation": each half of a batch by the W of
+        the other half, which needs no bound to tell learning from memory (and larger batches).
     loss : "log" of the decision probability of a row's class, as published, or "softmax": cross entropy of the softmax
         of ten times the decision probabilities, by which networks learn faster.
     risk, complexity_weight : the loss summed or averaged, and τ (None: 4e).
@@ -171,7 +171,7 @@ class CENClassifier(EmbeddingClassifier):
         """Learn the features and λ, then solve for the weights on all rows.
 
         X is a table with y its labels, or an open `Dataset`. `callback` receives the record of every step. `watch` is a
-        pair of rows and labels: after every epoch W is solved on all training rows and judged there, see `curve_`.
+        pair of rows and labels: after every epoch W is solved on all training rows and evaluated there, see `curve_`.
         `checkpoints` is a folder to save to while learning; after a kill the same call resumes from there, to the
         same bits. Checkpoints of other settings or rows are refused.
         """

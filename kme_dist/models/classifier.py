@@ -37,7 +37,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         process, the folder through which they read rows in memory (until `stack` closes)."""
         if isinstance(X, Dataset):
             if y is not None:
-                raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
+                raise DataError(f"{X.path} has its own labels; call fit(dataset) without y")
             if X.classes is None:
                 raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
             _check_classes(X.classes)

@@ -14,7 +14,7 @@ True
 
 Targets are vectors, labels (`target_kernel="delta"`, when it equals the multiclass conditional embedding), texts, or
 whatever the target kernel takes. Exact solvers keep the weights implicit: E[h(Y) | x] is solved for when it is asked.
-A data set on disk is fitted where it lies, by centres or features in one pass.
+A data set on disk is fitted in place, by centres or features in one pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.validation import as_values, check_labels
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, scaling_arrays, stored_scaling
-from kme_dist.models.cme_choice import Score, input_kernels, judge, target_kernel
+from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
 from kme_dist.models.settings import Rule, integer, one_of, positive
 from kme_dist.run.conditional import (
@@ -64,10 +64,10 @@ from kme_dist.run.learn import select
 from kme_dist.run.means import Sample, random_features
 from kme_dist.run.scaling import Scaling
 
-_JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
+_SELECTION_ROWS = 1_200  # pairs by which kernel and λ are chosen
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
 _CHOICE_ROWS = 20_000  # rows that centres are chosen among
-_ASKED_ROWS = 1_024  # of quantiles at a time
+_QUERY_ROWS = 1_024  # of quantiles at a time
 
 
 class ConditionalMeanEmbedding(Estimator):
@@ -78,8 +78,8 @@ class ConditionalMeanEmbedding(Estimator):
     kernel : of the inputs: a name (length scale by cross-validation), a kernel, or a list of kernels to choose from.
     target_kernel : of the targets: a name (length scale is the median distance), "delta" for labels, or a kernel.
     regularization : λ, or None to choose it by cross-validation.
-    folds : None leaves out one pair at a time; a number makes so many folds. In closed form either way.
-    learn_steps : learn the input kernel's parameters and λ by so many gradient steps of the held-out loss (0: do not).
+    folds : None leaves out one pair at a time; a number is that of the folds. In closed form either way.
+    learn_steps : number of gradient steps of the held-out loss that learn the input kernel and λ (0: none).
         The loss is |L(y, ·) - μ(x)|² over held-out pairs plus `complexity_weight` times the Hilbert-Schmidt norm of the
         embedding: for arbitrary targets what the complexity bound is for classes, but as a heuristic; no generalisation
         bound is known for it, and the target kernel is never learned, since the loss is measured in it.
@@ -89,8 +89,8 @@ class ConditionalMeanEmbedding(Estimator):
     features : of solver "features": a feature map, or how many random frequencies of the kernel.
     tolerance : of solver "pcg": relative residual.
     centres, centre_choice : how many, and "rpcholesky", "uniform" or "kmeans++".
-    target_centres : project on so many targets, so that the model's size does not grow with the rows; None keeps all
-        targets, where they are in memory.
+    target_centres : number of targets to project on, so that the model's size does not grow with the rows; None keeps
+        all targets, where they are in memory.
     scaling : {"standard", "unit", None} of numeric inputs.
     client : a distributed.Client.   random_state : integer >= 0.
 
@@ -162,7 +162,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _fit(self, pairs: Pairs) -> Self:
         self._left = None
-        some_X, some_Y = pairs.some(_JUDGED_ROWS, self.random_state)
+        some_X, some_Y = pairs.some(_SELECTION_ROWS, self.random_state)
         self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self.random_state)
         some_Y = as_targets(some_Y, self.target_kernel_)
         kernel, lam = self._choose(some_X, some_Y, pairs.count)
@@ -181,11 +181,11 @@ class ConditionalMeanEmbedding(Estimator):
                 lam = float(self.regularization)
         self.kernel_, self.regularization_ = kernel, lam
         features = self._feature_map(some_X, kernel)
-        self.solver_, self.solver_reason_ = self._solver(pairs, features)
+        self.solver_, self.solver_reason_ = self._choose_solver(pairs, features)
         every = self.solver_ == "nystrom" and (self.centres or _CENTRES) >= pairs.count  # a centre: the exact solve
         self.retuned_ = {at: error for chosen, at, error in self.scores_ if every and chosen is kernel}
         sums = self.solver_ in ("nystrom", "features") and not every
-        self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
+        self.embedding_ = self._fit_sums(pairs, features) if sums else self._fit_exact(pairs)
         return self
 
     def _check_together(self) -> None:
@@ -199,10 +199,10 @@ class ConditionalMeanEmbedding(Estimator):
             self._remember_names([X.feature_names[i] for i in pairs.inputs])
             return pairs
         if Y is None:
-            raise DataError("fit needs targets: fit(X, Y), or a data set that brings them")
+            raise DataError("fit needs targets: fit(X, Y), or a data set that has them")
         rows, targets = Sample.of(X), self._targets(Y)
         if row_count(targets) != rows.count:
-            raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; they come in pairs")
+            raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; their numbers must be equal")
         self._remember_columns(X, rows.memory)
         numeric = isinstance(rows.memory, np.ndarray)
         self.scaling_ = Scaling.learn(rows.memory, self.scaling) if numeric else None
@@ -216,13 +216,13 @@ class ConditionalMeanEmbedding(Estimator):
     def _scaled(self, rows: Any) -> Any:
         return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
 
-    def _rows(self, X: Any) -> Any:
+    def _query_rows(self, X: Any) -> Any:
         """Inputs of a question, as those of the fit: the same columns, on the same scale."""
         rows = Sample.of(X).read()
         self._check_columns(X, rows)
         return self._scaled(rows)
 
-    def _asked(self, Y: Any) -> Any:
+    def _query_targets(self, Y: Any) -> Any:
         """Targets of a question."""
         found, own = as_targets(self._targets(Y), self.target_kernel_), self.embedding_.targets
         shapes = [getattr(part, "shape", ()) for part in (found, own)]
@@ -231,20 +231,20 @@ class ConditionalMeanEmbedding(Estimator):
         return found
 
     def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
-        """The kernel and λ with the least held-out error of (at most) _JUDGED_ROWS pairs, at the same shift nλ."""
+        """The kernel and λ with the least held-out error of (at most) _SELECTION_ROWS pairs, at the same shift nλ."""
         if candidates is None:
             candidates = input_kernels(self.kernel, self.features, X, self.random_state)
         self.scores_: list[Score] = []
         if len(candidates) == 1 and self.regularization is not None:
             return candidates[0], float(self.regularization)
-        self.scores_ = judge(
+        self.scores_ = score_kernels(
             candidates, self.target_kernel_, X, Y,
             rows=rows, regularization=self.regularization, folds=self.folds, seed=self.random_state,
         )  # fmt: skip
         kernel, lam, _ = min(self.scores_, key=lambda found: found[2])
         return kernel, lam
 
-    def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
+    def _choose_solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
         room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
         centres = self.centres or self.target_centres
         found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
@@ -253,7 +253,7 @@ class ConditionalMeanEmbedding(Estimator):
             and found == "tiled"
             and not (pairs.sample.path or isinstance(pairs.sample.memory, np.ndarray))
         ):
-            return "nystrom", "inputs that are no numbers cannot be stored in tiles"
+            return "nystrom", "inputs that are not numeric cannot be stored in tiles"
         return found, reason
 
     def _feature_map(self, X: Any, kernel: Kernel) -> FeatureMap | None:
@@ -269,7 +269,7 @@ class ConditionalMeanEmbedding(Estimator):
             )
         return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state)
 
-    def _exact(self, pairs: Pairs) -> ConditionalEmbedding:
+    def _fit_exact(self, pairs: Pairs) -> ConditionalEmbedding:
         """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
         X, Y = pairs.some(pairs.count, 0)
         Y = as_targets(Y, self.target_kernel_)
@@ -325,7 +325,7 @@ class ConditionalMeanEmbedding(Estimator):
         count = min(self.target_centres or _TARGET_CENTRES, row_count(Y))
         return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self.random_state))
 
-    def _with_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
+    def _fit_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
         """Centres or features of the inputs; targets projected, or all kept where that is wanted and they are here."""
         X, _ = pairs.some(_CHOICE_ROWS, self.random_state)
         basis: Basis
@@ -355,7 +355,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def coefficients(self, X: Any) -> np.ndarray:
         """a(x), one row for each row of X and one column for each target that the model holds."""
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
             return np.asarray(model.coefficients(rows)).T
 
@@ -368,7 +368,7 @@ class ConditionalMeanEmbedding(Estimator):
         labels (`target_kernel="delta"`), where the plain sum is that of the decision probabilities of the multiclass
         embedding. With target centres h̄ is the mean of h as the target kernel sees it, exact for E[Y | x] itself.
         """
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         targets = model.targets
         if isinstance(targets, np.ndarray) and targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]  # scalar targets, as they were given
@@ -383,15 +383,15 @@ class ConditionalMeanEmbedding(Estimator):
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf":
             raise DataError(
-                "the targets are no numbers and have no mean; use expectation(X, h) with a function of them"
+                "the targets are not numeric and have no mean; use expectation(X, h) with a function of them"
             )
         return self.expectation(X, lambda y: y)
 
     def evaluate(self, X: Any, Y: Any) -> np.ndarray:
         """μ(x)(y) for every row of X (down) and every target of Y (across)."""
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
-            return np.asarray(model.evaluate(rows, self._asked(Y)))
+            return np.asarray(model.evaluate(rows, self._query_targets(Y)))
 
     def quantiles(self, X: Any, levels: Sequence[float]) -> np.ndarray:
         """Conditional quantiles of scalar targets, one row for each row of X.
@@ -429,7 +429,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _around(self, X: Any) -> Iterator[tuple[LeftOut, np.ndarray, np.ndarray]]:
         """What quantiles and intervals need, some rows at a time: residuals, predictions, and z(x) as rows."""
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
             if self._left is None:
                 if isinstance(model.weights, Explicit):
@@ -440,7 +440,7 @@ class ConditionalMeanEmbedding(Estimator):
                 self._left = left_out(model, model.weights, model.targets, self.random_state)
             assert self._left is not None
             predicted = np.asarray(model.centred_expectation(rows, model.targets))
-            for part in row_blocks(row_count(rows), _ASKED_ROWS):
+            for part in row_blocks(row_count(rows), _QUERY_ROWS):
                 Z = np.asarray(model.basis(take(rows, part)), dtype=np.float64).T
                 yield self._left, predicted[part], Z
 
@@ -450,8 +450,8 @@ class ConditionalMeanEmbedding(Estimator):
         They are chosen among `candidates`, by default the targets that the model holds; a list with one entry (an array
         or a list of targets) for each row.
         """
-        model, rows = self._fitted(), self._rows(X)
-        pool = model.targets if candidates is None else self._asked(candidates)
+        model, rows = self._fitted(), self._query_rows(X)
+        pool = model.targets if candidates is None else self._query_targets(candidates)
         with blas_threads(1):
             L = np.asarray(self.target_kernel_.gram(pool), dtype=np.float64)
             values = np.asarray(model.evaluate(rows, pool))
@@ -459,9 +459,9 @@ class ConditionalMeanEmbedding(Estimator):
 
     def errors(self, X: Any, Y: Any) -> np.ndarray:
         """|L(y, ·) - μ(x)|² of every pair, in the target kernel's Hilbert space."""
-        model, rows, targets = self._fitted(), self._rows(X), self._asked(Y)
+        model, rows, targets = self._fitted(), self._query_rows(X), self._query_targets(Y)
         if row_count(rows) != row_count(targets):
-            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; they come in pairs")
+            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; their numbers must be equal")
         with blas_threads(1):
             return np.asarray(model.errors(rows, targets))
 
@@ -486,7 +486,7 @@ class ConditionalMeanEmbedding(Estimator):
         refit: bool = True,
         steps: int = 200,
     ) -> list[SparseEmbedding]:
-        """Embeddings with more and more zeros: one for each γ (method "fista") or number of pivots ("cholesky").
+        """Embeddings with fewer and fewer zeros: one for each γ (method "fista") or number of pivots ("cholesky").
 
         penalty : "element" | "row" (targets) | "column" (inputs)
         gammas : how many, or which; for method "cholesky" how many numbers of pivots, or which
@@ -539,7 +539,7 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     ----------
     gamma_ : the penalty's weight.   density_ : share of the entries of the dense weights that are not zero.
     distance_, relative_distance_ : to the dense embedding in the Hilbert-Schmidt norm, and as a share of its own norm.
-    penalised_distance_ : the relative distance before the entries that were kept were solved for anew.
+    penalised_distance_ : the relative distance before the entries that were kept were solved for again.
     """
 
     gamma_: float

@@ -1,4 +1,4 @@
-"""Which kernels, and which λ: candidates for a conditional embedding, judged by held-out error in closed form."""
+"""Which kernels, and which λ: candidates for a conditional embedding, scored by held-out error in closed form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def input_kernels(given: Any, features: Any, X: Any, seed: int) -> list[Kernel]:
     return [with_median(found, X, width, seed) for width in _WIDTHS]
 
 
-def judge(
+def score_kernels(
     candidates: Sequence[Kernel],
     targets_by: Kernel,
     X: Any,

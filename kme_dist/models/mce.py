@@ -36,7 +36,7 @@ from kme_dist.run.features import FeatureEmbedding, as_features, features_of, re
 from kme_dist.run.learn import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 
-_SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration
+_SAMPLE_ROWS = 20_000  # sample of the rows of the fit: for the bound, and for the calibration
 
 
 class MCEClassifier(EmbeddingClassifier):
@@ -59,7 +59,7 @@ class MCEClassifier(EmbeddingClassifier):
     regularization : where λ starts; with steps=0 kernel and λ are used as given.
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None chooses by the number of rows.
     scaling : {"unit", "standard", None}; learned inside the model and applied to queries too.
-    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with so many centres.
+    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it carries three digits;
         solves that need more, and raw rows (scaling=None) that it cannot tell apart, are done in float64 all the same.
     random_state : integer >= 0; decides batches, splits and centres.
@@ -70,7 +70,7 @@ class MCEClassifier(EmbeddingClassifier):
         too. Labels do not depend on it.
     features : a feature map (or its config) that scaled rows are taken through first; the kernel stands on it. With
         solver="features", or a linear kernel, the fit solves for the weights of the features themselves: p x p
-        equations instead of n x n. A number stands for so many random features of the learned kernel.
+        equations instead of n x n. A number is that of random features of the learned kernel.
 
     Attributes
     ----------
@@ -151,7 +151,7 @@ class MCEClassifier(EmbeddingClassifier):
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
         X is a table of numbers with y its labels, or an open `Dataset` (its "train" split where it has one), which
-        brings its own labels. `callback` receives the record of every learning step (see `history_`).
+        has its own labels. `callback` receives the record of every learning step (see `history_`).
 
         Here and over a `client` the same work is done in the same order: what comes out has the same bits.
         """
@@ -289,7 +289,7 @@ class MCEClassifier(EmbeddingClassifier):
         known = codes < len(self.classes_)
         known[known] = self.classes_[codes[known]] == np.asarray(y)[known]
         if not known.all():
-            raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is none of the model's classes")
+            raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is not one of the model's classes")
         p = mce.clip_normalise(self.decision_probabilities(X), self.probability_floor_)
         self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_)
         return self
@@ -320,7 +320,7 @@ class MCEClassifier(EmbeddingClassifier):
         X: Any = None,
         y: Any = None,
     ) -> Self:
-        """A copy with fewer centres: so many, or as few as keep the function within a relative error.
+        """A copy with fewer centres: `n_centres`, or as few as keep the function within a relative error.
 
         `compression_` of the copy states the loss: the relative error in the kernel's norm, how many labels stay and
         the largest change of a decision on the rows of X (the centres themselves where X is not given), and with y the

@@ -50,7 +50,7 @@ from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_
 from kme_dist.run.scaling import Scaling
 
 _MEDIAN_ROWS = 2_000
-_JUDGED_ROWS = 2_000  # rows by which a length scale is chosen
+_SELECTION_ROWS = 2_000  # rows by which a length scale is chosen
 
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: int) -> Kernel:
@@ -82,7 +82,7 @@ class KernelMean(Estimator):
         Sums over all pairs of rows by tiles, O(n²), or estimated with random features, O(n · features); the standard
         error of the estimate is `rho_error_`.
     features : how many random frequencies.
-    centres : of "s-kmse": project on so many rows; None is exact up to 5,000 rows and takes 1,000 centres beyond.
+    centres : of "s-kmse": number of rows to project on; None is exact up to 5,000 rows and takes 1,000 centres beyond.
     dtype : precision of the tiles.   client : a distributed.Client.   random_state : integer >= 0.
 
     Attributes
@@ -338,9 +338,9 @@ class ParzenClassifier(Classifier):
         self.scaling_ = Scaling.learn(X, self.scaling)
         rows = self.scaling_.apply(X, "float64")
         candidates = self._candidates(rows)
-        judged, labels = self._judged(rows, codes)
+        some, labels = self._selection_rows(rows, codes)
         splits = self._splits(labels)
-        held_out = [self._held_out(kernel, judged, labels, splits) for kernel in candidates]
+        held_out = [self._held_out(kernel, some, labels, splits) for kernel in candidates]
         errors = [int(np.sum(scores.argmax(axis=1) != labels)) for scores in held_out]
         best = int(np.argmin(errors))
         self.kernel_, self.cv_errors_ = candidates[best], np.asarray(errors) / len(labels)
@@ -364,10 +364,10 @@ class ParzenClassifier(Classifier):
             scales = np.asarray(self.length_scales, dtype=np.float64)
         return [kernel.replace({name: float(scale) for name in names}) for scale in scales]
 
-    def _judged(self, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if len(rows) <= _JUDGED_ROWS:
+    def _selection_rows(self, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(rows) <= _SELECTION_ROWS:
             return rows, codes
-        chosen = np.random.default_rng(self.random_state).choice(len(rows), _JUDGED_ROWS, replace=False)
+        chosen = np.random.default_rng(self.random_state).choice(len(rows), _SELECTION_ROWS, replace=False)
         return rows[chosen], codes[chosen]
 
     def _splits(self, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -74,7 +74,7 @@ class Outputs:
             raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
         for name in expectations or {}:
             if not re.fullmatch(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]", name) or name == "c":
-                raise ConfigError(f"expectation {name!r}: a name has letters, digits, '_', '-' and '.'")
+                raise ConfigError(f"invalid name of an expectation: {name!r}; use letters, digits, '_', '-' and '.'")
         k = 0 if top_k is None else top_k
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
             raise ConfigError(f"top_k={top_k!r}: must be an integer >= 1")
@@ -221,7 +221,7 @@ def compute_chunk(plan: PredictionPlan, chunk: int, rows: int, identity: str, re
         X, ids = reader()
     X = X.reshape(len(X), -1)
     if len(X) != rows:
-        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows} were announced")
+        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows} were expected")
     _check_finite(X, chunk * plan.layout.chunk_rows)
     arrays = scorer.outputs(X, plan.wanted)
     if ids is not None:

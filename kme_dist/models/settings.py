@@ -28,7 +28,7 @@ class Rule:
 
 
 def integer(least: int, *, optional: bool = False) -> Rule:
-    """A whole number, Python's or NumPy's."""
+    """An integer, Python's or NumPy's."""
     return _number(int | np.integer, lambda value: value >= least, f"an integer >= {least}", optional)
 
 
