@@ -305,7 +305,7 @@ class ParzenClassifier(Classifier):
     """
 
     _FITTED: ClassVar[str] = "weights_"
-    _IN_FACTS: ClassVar[tuple[str, ...]] = ("estimator", "kernel", "scaling")
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("estimator", "kernel", "length_scales", "scaling")
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "estimator": one_of(*ESTIMATORS),
         "folds": integer(1),
