@@ -29,6 +29,7 @@ def run(
     dest: str | Path,
     *,
     label: str | int | None = None,
+    like: str | None = None,
     features: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     task: str = "auto",
@@ -66,6 +67,7 @@ def run(
             source,
             dest,
             label=label,
+            like=like,
             features=None if features is None else tuple(features),
             exclude=tuple(exclude),
             task=task,
@@ -141,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source")
     parser.add_argument("dest")
     parser.add_argument("--label", help="column of the classes or targets, by name or position")
+    parser.add_argument("--like", metavar="DATA", help="data set whose encoding is reused: columns, categories, classes")
     parser.add_argument("--missing", default="error", help="error, drop, mean, median, or a number")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="store the rows in a random order")
     parser.add_argument("--split", help="for example train=0.8,test=0.2")
