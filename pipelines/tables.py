@@ -4,6 +4,9 @@
     tables = load(config.data)                            # the same rows in memory
     tables.X_train, tables.y_train, tables.X_test, tables.y_test, tables.feature_names
 
+The data set keeps how columns became features (categories of text columns, values for missing numbers), as one that
+`kme-dist ingest` makes, so that new rows can be encoded in the same way.
+
 A data set that comes with both parts is used where it lies. Everything that is wrong with the data is said here, before
 any computing starts: which row and column holds a missing value, which label the training rows do not have, which
 column does not exist.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,13 +68,14 @@ def _fingerprint(source: str) -> str:
     return sha.hexdigest()
 
 
-def checked(settings: DataConfig) -> Dataset | Tables | None:
+def checked(settings: DataConfig, *, test_rows: bool = True) -> Dataset | Tables | None:
     """What can be known before anything is stored: the data set that is used where it lies, or the rows of a table.
 
-    None stands for a source that is too large to look at beforehand.
+    None stands for a source that is too large to look at beforehand. Without `test_rows` a data set need not have the
+    parts `train` and `test`.
     """
     data = dataset_at(settings.source)
-    if data is not None and in_place(settings, data):
+    if data is not None and in_place(settings, data, test_rows=test_rows):
         return data
     return None if _bytes(settings.source, data) > IN_MEMORY_BYTES else load(settings)
 
@@ -109,25 +113,31 @@ def stored(
 
 def sample(data: Dataset, limit: int) -> Tables:
     """At most `limit` rows of either part, the first ones, to look at and to draw."""
-    assert data.classes is not None
-    labels = np.asarray(data.classes)
-    parts = []
-    for part in ("train", "test"):
-        spans, room = [], limit
-        for start, stop in data.ranges(part):
-            stop = min(stop, start + room)
-            spans.append(data.read_rows(start, stop))
-            room -= stop - start
-        X = np.concatenate([X.reshape(len(X), -1) for X, _ in spans]).astype(np.float64)
-        parts += [X, labels[np.concatenate([y for _, y in spans if y is not None])]]
-    return Tables(*parts, feature_names=list(data.feature_names))
+    train = "train" if "train" in data.splits else None
+    X_test, y_test = _first_rows(data, data.splits.get("test", ()), limit)
+    return Tables(*_first_rows(data, data.ranges(train), limit), X_test, y_test, list(data.feature_names))
 
 
-def in_place(settings: DataConfig, data: Dataset) -> bool:
-    """Whether a data set is used where it lies: it has both parts, and nothing else is asked for."""
+def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) -> tuple[np.ndarray, np.ndarray]:
+    X, codes = [np.zeros((0, data.features))], [np.zeros(0, np.int64)]
+    for start, stop in ranges:
+        rows, y = data.read_rows(start, min(stop, start + limit))
+        limit -= len(rows)
+        X.append(rows.reshape(len(rows), -1).astype(np.float64))
+        codes.append(np.asarray(y))
+    return np.concatenate(X), np.asarray(data.classes)[np.concatenate(codes)]
+
+
+def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
+    """Whether a data set is used where it lies: it has the parts that are needed, and nothing else is asked for."""
     own_label = settings.label is None or settings.label == data.label
     plain = settings.test_source is None and settings.features is None and settings.missing is None
-    return settings.stored_split and set(data.splits) >= PARTS and plain and own_label and data.classes is not None
+    parts = is_divided(data) or not test_rows
+    return settings.stored_split and parts and plain and own_label and data.classes is not None
+
+
+def is_divided(data: Dataset) -> bool:
+    return set(data.splits) >= PARTS
 
 
 def _bytes(source: str, data: Dataset | None) -> int:

@@ -24,7 +24,7 @@ from kme_dist.pipelines.progress import StepProgress, rate_in_words
 
 CONFIG = """
 data: {{source: {source}}}
-model: {{kernel: {{name: gaussian, ard: true}}, regularization: 0.1}}
+model: {{kernel: {{name: gaussian, ard: true}}, objective: rcb, regularization: 0.1}}
 learn: {{steps: 5, batch_size: 80, batches_per_step: 2, seed: 1}}
 cluster: {{kind: serial}}
 output: {{folder: {folder}}}

@@ -50,7 +50,7 @@ def quick(folder, **changes):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Drawing takes a second; these tests are about something else."""
-    monkeypatch.setattr("kme_dist.pipelines.report.build", lambda *arguments, **settings: "<html></html>")
+    monkeypatch.setattr("kme_dist.pipelines.pages.run_page", lambda *arguments, **settings: "<html></html>")
 
 
 def status(folder):
