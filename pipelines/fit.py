@@ -152,7 +152,7 @@ def _fit_network(run: Run, learned: Learned | None) -> dict[str, Any]:
         "model": str(run.folder.path / MODEL),
         "solver": "features",
         "reason": f"model.kind {run.config.model.kind}",
-        "regularization": regularization_of(model),
+        "regularization": learn.regularization_of(model),
         "loss": None,
         "residual": 0.0,  # solved in closed form, or learned
         "iterations": 0,
@@ -162,10 +162,6 @@ def _fit_network(run: Run, learned: Learned | None) -> dict[str, Any]:
         "best": 0,
         "fits": [{"objective": run.config.model.kind, "steps": len(model.history_)}],
     }
-
-
-def regularization_of(model: Any) -> float:
-    return float(model.regularization_ if hasattr(model, "regularization_") else model.weight_penalty)
 
 
 def _store(run: Run, model: Any, fit: Fit) -> dict[str, Any]:

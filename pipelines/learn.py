@@ -60,7 +60,7 @@ class Learned:
 
     starts: list[list[Candidate]] = field(default_factory=list)
     features: Any = None
-    regularization: float = 1.0  # that was learned with the features
+    regularization: float = 1.0  # that was learned with the features, or the network
     scaling: Scaling | None = None  # that the features are of
     checkpoints: str = ""  # of model.kind cen and askl, in the run folder
 
@@ -85,7 +85,7 @@ def load_learned(run: Run) -> Learned | None:
             f"{path} was learned from other columns than those of {run.data.path}; choose another output.folder"
         )
     if "checkpoints" in found:
-        return Learned(checkpoints=found["checkpoints"])
+        return Learned(checkpoints=found["checkpoints"], regularization=float(found["regularization"]))
     if "features" in found:
         held = {name.removeprefix("features/"): a for name, a in arrays.items() if name.startswith("features/")}
         scaling = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
@@ -114,7 +114,7 @@ def _arrays(learned: Learned) -> dict[str, np.ndarray]:
 def _summary(learned: Learned) -> dict[str, Any]:
     """Kernel or features and regularisation; of several candidates, those of the first."""
     if learned.checkpoints:
-        return {}
+        return {"regularization": learned.regularization}
     if learned.features is not None:
         return {"features": learned.features.to_config(), "regularization": learned.regularization}
     first = learned.starts[0][0]
@@ -235,6 +235,10 @@ class CheckpointFolder:
                 self.run.folder.remove(f"{CHECKPOINTS}/{other.name}")
 
 
+def regularization_of(model: Any) -> float:
+    return float(model.regularization_ if hasattr(model, "regularization_") else model.weight_penalty)
+
+
 def checkpoints_at(run: Run, folder: Path) -> Checkpoints:
     settings = run.config.learn
     return Checkpoints(
@@ -287,8 +291,8 @@ def _learn_network(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
     place = saved.path / run.config.model.kind
     watched = (run.sample.X_test, run.sample.y_test) if len(run.sample.y_test) else None
     run.listener.start("")
-    fit_network(run, place, _step(run, lines, ""), watched)
-    return Learned(checkpoints=str(place.relative_to(run.folder.path)))
+    model = fit_network(run, place, _step(run, lines, ""), watched)
+    return Learned(checkpoints=str(place.relative_to(run.folder.path)), regularization=regularization_of(model))
 
 
 def fit_network(run: Run, place: Path, step: StepCallback | None = None, watched: Any = None) -> Any:

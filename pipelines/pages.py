@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.pipelines.fit import final_objective, regularization_of
+from kme_dist.pipelines.fit import final_objective
+from kme_dist.pipelines.learn import regularization_of
 from kme_dist.pipelines.tables import Tables
 from kme_dist.report import page as draw
 from kme_dist.report import plots as feature_plots

@@ -10,8 +10,9 @@ from typing import Any
 
 from kme_dist import load
 from kme_dist.pipelines import pages, recipes
-from kme_dist.pipelines.fit import GIVEN, MODEL, regularization_of
+from kme_dist.pipelines.fit import GIVEN, MODEL
 from kme_dist.pipelines.folder import to_yaml
+from kme_dist.pipelines.learn import regularization_of
 from kme_dist.pipelines.pages import FittedStart
 from kme_dist.pipelines.predict import PREDICTIONS
 from kme_dist.pipelines.stages import Run, Stage, config_digest
