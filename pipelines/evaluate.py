@@ -3,7 +3,7 @@
     measure(y_test, clf.predict_proba(X_test), clf.classes_)["accuracy"]          # rows in memory
     evaluate("scores.zarr", "rows.zarr", executor=executor)                       # stored rows, chunk by chunk
 
-`evaluate` adds up every chunk where it lies and writes the figures (`metrics.json`) and a page with pictures
+`evaluate` sums over the chunks on the workers and writes the figures (`metrics.json`) and a page with pictures
 (`report.html`) into a folder. In a run, `STAGE` evaluates the predictions of its test rows.
 """
 

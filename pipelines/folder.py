@@ -40,7 +40,7 @@ PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed",
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told how a run goes on: the name of each starting point, each learning step, chunks, lines for people."""
+    """Callbacks for the progress of a run: name of a starting point, learning step, chunks done, line for people."""
 
     start: Callable[[str], None] = lambda name: None
     step: Callable[[dict[str, Any]], None] = lambda record: None
@@ -238,7 +238,7 @@ def _curve(record: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def folder_of(config: Config, name: str) -> Path:
     if "://" in str(config.output.folder):
-        raise ConfigError(f"output.folder {config.output.folder} is not local; a run folder lies on a local disk")
+        raise ConfigError(f"output.folder {config.output.folder} is not local; a run folder must be on a local disk")
     return Path(config.output.folder or f"runs/{name}")
 
 

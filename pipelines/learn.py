@@ -4,8 +4,8 @@ The run folder holds
 
     config.yaml     the configuration with every default spelled out
     run.json        status (running, succeeded, failed, interrupted), timings, versions
-    metrics.jsonl   one line per step, written while learning goes on
-    checkpoints/    where learning stands; the same command resumes from there
+    metrics.jsonl   one line per step, written during learning
+    checkpoints/    state of the learning; the same command resumes from there
     learned.zarr    every candidate for the fit: kernels (or features) and regularisations
     data.zarr       the rows, where `data.source` is not a data set yet
 
@@ -325,7 +325,7 @@ def _inputs(run: Run) -> dict[str, Any]:
 
 
 def _lasting_inputs(run: Run) -> dict[str, Any]:
-    """Those that a checkpoint belongs to. More steps go on from where fewer ended, unless a schedule ends there."""
+    """Those that a checkpoint belongs to. More steps resume where fewer ended, unless a schedule ends there."""
     inputs = _inputs(run)
     if run.config.learn.schedule == "constant":
         inputs.pop("steps", None)

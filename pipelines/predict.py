@@ -73,7 +73,7 @@ def request_of(config: Config, name: str) -> PredictRequest:
 
 
 def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
-    """The data set that a run has learned from: in its folder, or where it lies."""
+    """The data set that a run has learned from: a copy in its folder, or data.source itself."""
     return tables.dataset_at(str(folder / DATA)) or tables.dataset_at(config.data.source)
 
 
@@ -119,15 +119,15 @@ def run_request(
     listener = listener or Listener()
     with (
         LazyExecutor(cluster, listener.say, performance) as executor,
-        telemetry(executor, run=request.name, stage="predict", pipeline=request.name) as told,
+        telemetry(executor, run=request.name, stage="predict", pipeline=request.name) as stage,
     ):
-        return predict_rows(request, executor, told, listener, fresh=fresh, overwrite=overwrite)
+        return predict_rows(request, executor, stage, listener, fresh=fresh, overwrite=overwrite)
 
 
 def predict_rows(
     request: PredictRequest,
     executor: Executor,
-    told: Telemetry,
+    reported_to: Telemetry,
     listener: Listener,
     *,
     fresh: bool = False,
@@ -150,7 +150,7 @@ def predict_rows(
         overwrite=overwrite,
         from_scratch=fresh,
         progress=RowProgress(listener),
-        watch=told.chunks,
+        watch=reported_to.chunks,
     )
     return _summary(outcome, request)
 
@@ -207,8 +207,8 @@ def _summary(outcome: Outcome, request: PredictRequest) -> dict[str, Any]:
 
 
 class LazyExecutor(SerialExecutor):
-    """The cluster of a config, opened when there are chunks for it: not before the input was checked, and not at all
-    where a local one would take longer to start than the few chunks take here."""
+    """The cluster of a config, opened when there are chunks for it: after the input was checked, and not at all where
+    starting a local one would take longer than computing the few chunks here."""
 
     def __init__(
         self, settings: ClusterConfig, say: Callable[[str], None] = lambda line: None, performance: Path | None = None

@@ -92,8 +92,8 @@ def _check_kernel(config: Config) -> None:
     steps = MCEClassifier().steps if learn.steps is None else learn.steps
     if learn.mode == "local" and steps % learn.local_steps:
         raise ConfigError(
-            f"learn.steps is {steps}, which is no multiple of learn.local_steps {learn.local_steps}: "
-            "averages are taken after whole rounds"
+            f"learn.steps is {steps}, which is not a multiple of learn.local_steps {learn.local_steps}: "
+            "parameters are averaged after whole rounds"
         )
 
 

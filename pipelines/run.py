@@ -8,7 +8,7 @@
     report     report.html         the same with pictures
 
 Each stage is that of the command of the same name. Beside these the run folder holds config.yaml (every default spelled
-out), metrics.jsonl (one line per learning step, written while learning goes on) and run.json (status, timings,
+out), metrics.jsonl (one line per learning step, written during learning) and run.json (status, timings,
 versions, digests). A stage whose inputs have not changed is skipped, so a second call with the same configuration, data
 and version returns the finished result, and a call after a kill resumes.
 """

@@ -1,4 +1,4 @@
-"""What the stages of a run have in common: a config, a run folder, workers, and who is told how it goes.
+"""What the stages of a run have in common: a config, a run folder, workers, and who is told of the progress.
 
     with Run.open(config, name="digits") as run:
         for stage in (ingest.STAGE, learn.STAGE, fit.STAGE):
@@ -67,7 +67,7 @@ class Run:
     """What every stage is given.
 
     `source` is what is known of the rows before they are stored, see `tables.checked`; `fresh` names stages to do even
-    if they are current; `outdated` are results of later stages that go once something new is learned or fitted.
+    if they are current; `outdated` are results of later stages, removed once something new is learned or fitted.
     """
 
     config: Config
@@ -131,7 +131,7 @@ class Run:
         return True
 
     def _work(self, stage: Stage) -> dict[str, Any]:
-        """The work of a stage, told to the dashboard and to log.jsonl."""
+        """The work of a stage, reported to the dashboard and to log.jsonl."""
         cluster = self.executor if stage.over_workers else None
         log = self.folder.path / "log.jsonl"
         with telemetry(cluster, run=self.name, stage=stage.name, pipeline=self.name, log=log) as self.telemetry:
@@ -165,7 +165,7 @@ class Run:
 
     @cached_property
     def sample(self) -> tables.Tables:
-        """Rows to draw, and to watch while learning goes on."""
+        """Rows to draw, and to watch during learning."""
         return tables.sample(self.data, ROWS_TO_DRAW)
 
     @property

@@ -7,7 +7,7 @@
 The data set keeps how columns became features (categories of text columns, values for missing numbers), as one that
 `kme-dist ingest` makes, so that new rows can be encoded in the same way.
 
-A data set that comes with both parts is used where it lies. Everything that is wrong with the data is said here, before
+A data set that comes with both parts is used in place. Everything that is wrong with the data is said here, before
 any computing starts: which row and column holds a missing value, which label the training rows do not have, which
 column does not exist.
 """
@@ -41,7 +41,7 @@ PARTS = frozenset({"train", "test"})
 
 
 def fingerprint(settings: DataConfig) -> str:
-    """Changes when the settings change, or what lies at the sources."""
+    """Changes with the settings and with the content of the sources."""
     sha = hashlib.sha256(settings.model_dump_json().encode())
     for source in filter(None, (settings.source, settings.test_source)):
         if not source.startswith("sklearn:"):
@@ -69,9 +69,9 @@ def _fingerprint(source: str) -> str:
 
 
 def checked(settings: DataConfig, *, test_rows: bool = True) -> Dataset | Tables | None:
-    """What can be known before anything is stored: the data set that is used where it lies, or the rows of a table.
+    """What can be known before anything is stored: the data set that is used in place, or the rows of a table.
 
-    None stands for a source that is too large to look at beforehand. Without `test_rows` a data set need not have the
+    None for a source that is too large to read beforehand. Without `test_rows` a data set need not have the
     parts `train` and `test`.
     """
     data = dataset_at(settings.source)
@@ -129,7 +129,7 @@ def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) ->
 
 
 def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
-    """Whether a data set is used where it lies: it has the parts that are needed, and nothing else is asked for."""
+    """Whether a data set is used as it is: it has the parts that are needed, and nothing else is asked for."""
     own_label = settings.label is None or settings.label == data.label
     plain = settings.test_source is None and settings.features is None and settings.missing is None
     parts = is_divided(data) or not test_rows
@@ -154,7 +154,7 @@ def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> D
     """Larger than memory: read, shuffled, divided and stored in one go."""
     if settings.test_source is not None:
         raise ConfigError(
-            f"data.test_source goes with tables that fit in memory, and {settings.source} is larger than "
+            f"data.test_source is for tables that fit in memory, and {settings.source} is larger than "
             f"{IN_MEMORY_BYTES >> 20} MiB; put both into one data set with `kme-dist ingest --split-column`"
         )
     share = settings.test_fraction

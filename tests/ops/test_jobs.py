@@ -30,7 +30,7 @@ from kme_dist.ops.certs import tls_files
 STARTER = """
 import os, signal, sys, time, types
 from pathlib import Path
-from kme_dist import jobs
+from kme_dist.ops import jobs
 from kme_dist.data import epochs
 from kme_dist.errors import KMEError
 
@@ -435,6 +435,7 @@ def operator(cluster, capsys, tmp_path):
         config = tmp_path / "small.yaml"
         config.write_text(
             "data: {source: table.zarr}\n"
+            "model: {objective: rcb}\n"
             f"learn: {{steps: {steps}, batch_size: 50, checkpoint_steps: 5}}\n"
             "cluster: {patience_s: 60}\n"
         )
