@@ -441,7 +441,7 @@ def _status_or_damage(job: Job) -> dict[str, Any] | None:
 
 
 def _drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:
-    from kme_dist.data.epochs import LeaseLost
+    from kme_dist.data.leases import LeaseLost
     from kme_dist.ops.jobs import Cancelled, drive
 
     try:

@@ -40,7 +40,7 @@ from typing import Any
 import yaml
 
 from kme_dist.config import Config, parse_config, parse_yaml
-from kme_dist.data.epochs import EpochLease, LeaseLost, latest_epoch
+from kme_dist.data.leases import EpochLease, LeaseLost, latest_epoch
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kme_dist.config import ClusterConfig
-from kme_dist.data.epochs import LeaseLost, begin_epoch, latest_epoch
+from kme_dist.data.leases import LeaseLost, begin_epoch, latest_epoch
 from kme_dist.errors import ConfigError, KMEError, RetryError
 from kme_dist.ops.cluster import DRIVER, open_client, open_unchecked
 from kme_dist.ops.jobs import ENDED, Cancelled, Job, drive, job_at, job_root

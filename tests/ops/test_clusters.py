@@ -193,7 +193,7 @@ def test_a_library_for_one_kind_of_cluster_leaves_ctrl_c_alone():
     if importlib.util.find_spec("dask_jobqueue") is None:
         pytest.skip("dask-jobqueue is not installed")
     script = (
-        "import signal, sys; from kme_dist import cluster; before = signal.getsignal(signal.SIGINT);"
+        "import signal, sys; from kme_dist.ops import cluster; before = signal.getsignal(signal.SIGINT);"
         "cluster._needed('dask_jobqueue', 'dask-jobqueue', 'jobqueue');"
         "assert 'dask_jobqueue.runner' in sys.modules; assert signal.getsignal(signal.SIGINT) is before"
     )

@@ -17,8 +17,8 @@ import pytest
 
 from kme_dist.cli import app as cli
 from kme_dist.config import ClusterConfig, Config, parse_config
-from kme_dist.data import epochs
-from kme_dist.data.epochs import EpochLease, LeaseLost, begin_epoch, latest_epoch
+from kme_dist.data import leases
+from kme_dist.data.leases import EpochLease, LeaseLost, begin_epoch, latest_epoch
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, KMEError, RetryError
 from kme_dist.ops import cluster as clusters
@@ -30,12 +30,12 @@ from kme_dist.ops.certs import tls_files
 STARTER = """
 import os, signal, sys, time, types
 from pathlib import Path
-from kme_dist import jobs
-from kme_dist.data import epochs
+from kme_dist.data.leases import EpochLease, LeaseLost
 from kme_dist.errors import KMEError
+from kme_dist.ops import jobs
 
 root, name, seconds, die_at = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-epochs.BEAT_S = 0.1
+EpochLease.default_beat_s = 0.1
 
 def run(config, *, name, listener, command):
     notes = Path(config.output.folder)
@@ -57,7 +57,7 @@ sys.modules[fake.__name__] = fake
 jobs.LOOK_EVERY_S = 0.0
 try:
     print(jobs.drive(jobs.job_at(jobs.job_root(root), name), wait_s=60)["result"]["by"])
-except epochs.LeaseLost:
+except LeaseLost:
     sys.exit(4)
 except KMEError as error:
     print(error, file=sys.stderr)
@@ -149,9 +149,9 @@ def test_a_result_is_never_replaced(job):
 
 
 def test_a_living_driver_is_not_disturbed(job, monkeypatch):
-    monkeypatch.setattr(epochs, "BEAT_S", 0.05)
+    monkeypatch.setattr(EpochLease, "default_beat_s", 0.05)
     with EpochLease.take(job.place, holder="the first"):
-        with pytest.raises(RetryError, match="the first is at work"):
+        with pytest.raises(RetryError, match=r"another driver is at work there \(the first\)"):
             jobs.drive(job)
         assert latest_epoch(job.place)[0] == 1
     with EpochLease.take(job.place) as lease:  # given back: no need to wait
@@ -159,7 +159,7 @@ def test_a_living_driver_is_not_disturbed(job, monkeypatch):
 
 
 def test_of_many_contenders_that_see_the_same_one_gets_the_next_epoch(tmp_path, monkeypatch):
-    real, together, seen = epochs.latest_epoch, threading.Barrier(8), set()
+    real, together, seen = leases.latest_epoch, threading.Barrier(8), set()
 
     def look(place):
         found = real(place)
@@ -168,7 +168,7 @@ def test_of_many_contenders_that_see_the_same_one_gets_the_next_epoch(tmp_path, 
             together.wait(timeout=60)
         return found
 
-    monkeypatch.setattr(epochs, "latest_epoch", look)
+    monkeypatch.setattr(leases, "latest_epoch", look)
     place, winners = Place.of(tmp_path), []
 
     def contend():
