@@ -22,22 +22,24 @@ from kme_dist.data.leases import EpochLease, LeaseLost, begin_epoch, latest_epoc
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, KMEError, RetryError
 from kme_dist.ops import cluster as clusters
-from kme_dist.ops import jobs
+from kme_dist.ops import driver, jobs
 from kme_dist.ops.certs import tls_files
+from kme_dist.ops.driver import drive
+from kme_dist.pipelines.job import run_pipeline
 
-# A process that starts one job: `evaluate` is replaced by a pipeline that notes each chunk it does, skips those that
-# are noted, and so behaves like ours do after a kill. Arguments: root, job, seconds for a chunk, chunk to die at.
+# A process that starts one job, with a pipeline that notes each chunk it does, skips those that are noted, and so
+# behaves like ours do after a kill. Arguments: root, job, seconds for a chunk, chunk to die at.
 STARTER = """
-import os, signal, sys, time, types
+import os, signal, sys, time
 from pathlib import Path
 from kme_dist.data.leases import EpochLease, LeaseLost
 from kme_dist.errors import KMEError
-from kme_dist.ops import jobs
+from kme_dist.ops import driver, jobs
 
 root, name, seconds, die_at = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 EpochLease.default_beat_s = 0.1
 
-def run(config, *, name, listener, command):
+def run(pipeline, config, *, name, command, listener):
     notes = Path(config.output.folder)
     notes.mkdir(parents=True, exist_ok=True)
     for chunk in range(6):
@@ -51,12 +53,9 @@ def run(config, *, name, listener, command):
     listener.progress("chunks", 6, 6)
     return {"chunks": 6, "by": os.getpid()}
 
-fake = types.ModuleType("kme_dist.pipelines.evaluate")
-fake.run = run
-sys.modules[fake.__name__] = fake
-jobs.LOOK_EVERY_S = 0.0
+driver.CHECK_EVERY_S = 0.0
 try:
-    print(jobs.drive(jobs.job_at(jobs.job_root(root), name), wait_s=60)["result"]["by"])
+    print(driver.drive(jobs.job_at(jobs.job_root(root), name), run, wait_s=60)["result"]["by"])
 except LeaseLost:
     sys.exit(4)
 except KMEError as error:
@@ -97,8 +96,8 @@ def pipeline(monkeypatch):
         module = type(sys)("kme_dist.pipelines.evaluate")
         module.run = run
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(jobs, "LOOK_EVERY_S", 0.0)
-        monkeypatch.setattr(jobs, "PAUSE_S", 0.0)
+        monkeypatch.setattr(driver, "CHECK_EVERY_S", 0.0)
+        monkeypatch.setattr(driver, "PAUSE_S", 0.0)
 
     return replace
 
@@ -152,7 +151,7 @@ def test_a_living_driver_is_not_disturbed(job, monkeypatch):
     monkeypatch.setattr(EpochLease, "default_beat_s", 0.05)
     with EpochLease.take(job.place, holder="the first"):
         with pytest.raises(RetryError, match=r"another driver is at work there \(the first\)"):
-            jobs.drive(job)
+            drive(job, run_pipeline)
         assert latest_epoch(job.place)[0] == 1
     with EpochLease.take(job.place) as lease:  # given back: no need to wait
         assert lease.epoch == 2
@@ -207,13 +206,13 @@ def test_a_job_tells_how_it_stands(job, pipeline):
 
     assert job.status()["state"] == "waiting"
     pipeline(run)
-    done = jobs.drive(job)
+    done = drive(job, run_pipeline)
     assert seen == [("running", str(job.folder / "output"), "nightly")]
     assert done["result"] == {"accuracy": 0.9}
     assert job.status()["state"] == "succeeded"
     assert job.status()["result"] == {"accuracy": 0.9}
     assert [line["message"] for line in job.logs()][1:] == ["reading", "learn: 3 of 10", "succeeded"]
-    assert jobs.drive(job) == done, "a job that is done is not done again"
+    assert drive(job, run_pipeline) == done, "a job that is done is not done again"
 
 
 def test_what_may_pass_is_tried_again_and_what_may_not_is_not(job, pipeline):
@@ -227,7 +226,7 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not(job, pipeline):
 
     pipeline(stumble)
     with pytest.raises(DataError):
-        jobs.drive(job)
+        drive(job, run_pipeline)
     assert len(calls) == 3
     status = job.status()
     assert (status["state"], status["exit_code"], status["error"]) == ("failed", 2, "column width is missing")
@@ -237,20 +236,20 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not(job, pipeline):
 def test_a_bug_leaves_its_traceback_in_the_log(job, pipeline):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        jobs.drive(job)
+        drive(job, run_pipeline)
     assert job.status()["exit_code"] == 1
     assert "ZeroDivisionError" in job.logs()[-1]["traceback"]
 
 
 def test_a_job_that_is_asked_to_stop_stops_at_its_next_word(job, pipeline):
     def run(config, *, listener, **_):
-        job.ask_to_stop("a test")
+        job.request_stop("a test")
         listener.progress("chunks", 1, 9)
         pytest.fail("it went on")
 
     pipeline(run)
-    with pytest.raises(jobs.Cancelled):
-        jobs.drive(job)
+    with pytest.raises(driver.Cancelled):
+        drive(job, run_pipeline)
     assert job.status()["state"] == "cancelled"
 
 
@@ -269,18 +268,18 @@ def test_the_word_of_a_driver_that_lost_the_job_does_not_count(job):
 
 @pytest.mark.parametrize("name", ["../other", "a/b", "", ".hidden", "a\nb", "x" * 200])
 def test_a_name_is_no_path(tmp_path, name):
-    with pytest.raises(ConfigError, match="is an invalid job id"):
+    with pytest.raises(ConfigError, match="invalid job id"):
         jobs.job_at(tmp_path, name)
 
 
 @pytest.mark.parametrize("pipeline_name", ["os", "../run", "run.run", "cluster"])
 def test_only_pipelines_of_the_package_run(tmp_path, job, pipeline_name):
-    with pytest.raises(ConfigError, match="there is no pipeline"):
+    with pytest.raises(ConfigError, match="unknown pipeline"):
         jobs.create_job(tmp_path, pipeline=pipeline_name, config=job.config(), name="x")
     path = job.folder / "job.json"
     path.write_text(json.dumps({**job.request(), "pipeline": pipeline_name}))
     with pytest.raises(ConfigError, match=r"job\.json names the pipeline"):
-        jobs.drive(job)
+        drive(job, run_pipeline)
 
 
 @pytest.mark.parametrize("key", [f"{section}.{name}" for section, name in jobs.PATH_KEYS])
@@ -385,7 +384,7 @@ def test_secrets_of_the_environment_stay_out_of_the_folder(job, pipeline, monkey
 
     pipeline(leak)
     with pytest.raises(OSError, match="refused"):
-        jobs.drive(job)
+        drive(job, run_pipeline)
     written = "".join(path.read_text() for path in job.folder.rglob("*") if path.is_file())
     assert "sesame" not in written
     assert "token-1234567890" not in written
@@ -550,18 +549,18 @@ def test_a_job_that_nobody_took_leaves_no_trace(tmp_path, capsys, monkeypatch):
 def test_a_job_that_failed_goes_on_when_it_is_resumed(job, pipeline, capsys):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        jobs.drive(job)
-    job.ask_to_stop("an operator, before that")
+        drive(job, run_pipeline)
+    job.request_stop("an operator, before that")
     pipeline(lambda config, **_: {"rows": 3})
     assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root)]) == 0
     assert capsys.readouterr().out.split() == [job.id, "succeeded"]
     assert cli.execute(["jobs", "status", job.id, "--root", str(job.root)]) == 0
-    assert "rows 3" in capsys.readouterr().out
+    assert "result\n  rows  3\n" in capsys.readouterr().out
 
 
 def test_a_job_that_is_cancelled_here_ends_as_cancelled(job, pipeline, capsys):
     def run(config, *, listener, **_):
-        job.ask_to_stop("a test")
+        job.request_stop("a test")
         listener.progress("chunks", 1, 2)
 
     pipeline(run)
@@ -588,7 +587,7 @@ def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stands_still(jo
     from kme_dist.ops import submit
 
     answers = iter(["processing", None, None, None])
-    monkeypatch.setattr(submit, "ASK_S", 0.0)
+    monkeypatch.setattr(submit, "QUERY_S", 0.0)
     monkeypatch.setattr(submit, "POLL_S", 0.0)
     monkeypatch.setattr(submit, "on_scheduler", lambda jobs, cluster: [{"state": next(answers)}])
     with EpochLease.take(job.place, beat_s=600):
@@ -602,7 +601,7 @@ def test_a_wait_goes_on_while_a_driver_elsewhere_shows_that_it_lives(job, monkey
     from kme_dist.ops import submit
 
     epoch = iter(range(100))
-    monkeypatch.setattr(submit, "ASK_S", 0.0)
+    monkeypatch.setattr(submit, "QUERY_S", 0.0)
     monkeypatch.setattr(submit, "POLL_S", 0.0)
     monkeypatch.setattr(submit, "on_scheduler", lambda jobs, cluster: [{"state": None}])
     monkeypatch.setattr(submit, "latest_epoch", lambda place: next(epoch))
