@@ -116,4 +116,4 @@ def test_every_command_does_what_it_should(tmp_path):
         out, err = process.communicate()
     assert process.returncode == 0, f"{out[-2000:]}\n{err[-4000:]}"
     assert "passed: " in out
-    assert "is done already" in err, "a second start of a night"
+    assert "is already done" in err, "a second start of a night"

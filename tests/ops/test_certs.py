@@ -72,7 +72,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(CorruptError, match=r"no ca\.pem"):
         make_certificates(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         make_certificates(tmp_path / "file" / "certs")
 
 
