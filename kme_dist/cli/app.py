@@ -24,6 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -35,20 +36,19 @@ from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
 from kme_dist.cli.lazy import load
 from kme_dist.cli.options import (
-    AsJson,
+    ConfigOptions,
     DatasetConfig,
     Fresh,
     Insecure,
+    Output,
     Overrides,
-    Performance,
-    Quiet,
     Scheduler,
-    cluster_overrides,
-    performance_notice,
+    StageOptions,
+    expand_options,
     split_names,
 )
-from kme_dist.cli.output import print_json, print_result, print_tree, stderr_printer
-from kme_dist.config import ClusterConfig, json_schema, load_config, parse_yaml
+from kme_dist.cli.output import print_json, print_tree
+from kme_dist.config import ClusterConfig, json_schema, parse_yaml
 from kme_dist.errors import KMEError
 
 app = typer.Typer(
@@ -82,28 +82,26 @@ def _options(
 
 
 @app.command()
+@expand_options
 def run(
     config: Annotated[Path, typer.Argument(help="YAML file, see `kme-dist config-schema`.")],
-    overrides: Overrides = None,
-    scheduler: Scheduler = None,
+    options: StageOptions,
+    output: Output,
     fresh: Fresh = False,
-    performance: Performance = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
 ) -> None:
     """Learn, evaluate and write the run folder with report.html, as configured."""
     if _has_section(config, "pendulum"):
-        if performance is not None or scheduler is not None:
-            option = "--scheduler" if performance is None else "--performance-report"
+        if options.performance is not None or options.scheduler is not None:
+            option = "--scheduler" if options.performance is None else "--performance-report"
             raise typer.BadParameter(f"{option} requires a cluster, which the pendulum example does not use.")
-        pendulum(config, overrides, as_json, quiet)
+        _run_pendulum(config, options.overrides, output)
         return
-    result = _run_stage("run", config, overrides, scheduler, quiet, fresh=fresh, performance=performance)
-    if as_json:
+    result = _run_stage("run", config, options, output, fresh=fresh)
+    if output.as_json:
         print_json(result)
         return
     if result["reused"]:
-        stderr_printer(quiet)("nothing has changed: this is the earlier result (--fresh recomputes it)")
+        output.say("nothing has changed: this is the earlier result (--fresh recomputes it)")
     for start in result["starts"]:
         print(
             f"{start['name']}: test accuracy {100 * start['accuracy_before']:.2f} % before learning, "
@@ -118,53 +116,49 @@ def run(
 
 
 @app.command()
+@expand_options
 def learn(
     config: DatasetConfig,
-    overrides: Overrides = None,
-    scheduler: Scheduler = None,
+    options: StageOptions,
+    output: Output,
     fresh: Annotated[bool, typer.Option("--fresh", help="Restart instead of resuming from a checkpoint.")] = False,
-    performance: Performance = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
 ) -> None:
     """Learn kernel and regularisation from a data set on a cluster, or resume an interrupted run."""
-    result = _run_stage("learn", config, overrides, scheduler, quiet, fresh=fresh, performance=performance)
-    print_result(
+    result = _run_stage("learn", config, options, output, fresh=fresh)
+    output.result(
         result,
-        as_json,
         f"{result['steps']} steps, {result['steps_now']} of them now in {result['seconds']:.1f} s; "
         f"regularisation {result['regularization']:.4g}",
         f"learned: {result['learned']}",
     )
 
 
-@app.command()
-def fit(
-    config: DatasetConfig,
+@dataclass(frozen=True)
+class UpdateOptions:
+    """How a fitted model is changed without reading all rows."""
+
     update: Annotated[
         bool,
         typer.Option("--update", help="Add the chunks that the fitted model has not seen, without reading others."),
-    ] = False,
+    ] = False
     remove: Annotated[
         str | None, typer.Option(metavar="DATA", help="With --update: remove the chunks of this data set.")
-    ] = None,
+    ] = None
     merge: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="With --update: merge the model of another run folder.")
-    ] = None,
-    overrides: Overrides = None,
-    scheduler: Scheduler = None,
-    fresh: Fresh = False,
-    performance: Performance = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    ] = None
+
+
+@app.command()
+@expand_options
+def fit(
+    config: DatasetConfig, update: UpdateOptions, options: StageOptions, output: Output, fresh: Fresh = False
 ) -> None:
     """Fit the embedding on all rows on a cluster, with the kernel that `learn` has written to the run folder."""
-    changes = {"update": update, "remove": remove, "merge": merge}
-    result = _run_stage("fit", config, overrides, scheduler, quiet, fresh=fresh, performance=performance, **changes)
+    result = _run_stage("fit", config, options, output, fresh=fresh, **asdict(update))
     loss = "" if result["loss"] is None else f", leave-one-out log loss {result['loss']:.4f}"
-    print_result(
+    output.result(
         result,
-        as_json,
         f"{result['solver']} ({result['reason']}) on {result['rows']} rows in {result['seconds']:.1f} s: "
         f"regularisation {result['regularization']:.4g}{loss}, residual {result['residual']:.1e}, "
         f"{result['iterations']} iterations",
@@ -172,110 +166,88 @@ def fit(
     )
 
 
-def _run_stage(
-    stage: str, config: Path, overrides: list[str] | None, scheduler: str | None, quiet: bool, **options: Any
-) -> dict[str, Any]:
-    """Run the pipeline `stage` with its progress on stderr; `options` are those of the pipeline."""
-    say, changes = stderr_printer(quiet), overrides or []
-    settings = load_config(config, [*changes, *cluster_overrides(scheduler)])
-    typed = ["kme-dist", stage, str(config), *(f"--set={change}" for change in changes)]
-    with load("pipelines.progress").StepProgress(sys.stderr, quiet=quiet) as progress:
-        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=say)
-        with performance_notice(options["performance"], say):
+def _run_stage(stage: str, config: Path, options: StageOptions, output: Output, **settings: Any) -> dict[str, Any]:
+    """Run the pipeline `stage` with its progress on stderr; `settings` are those of the pipeline."""
+    typed = ["kme-dist", stage, str(config), *(f"--set={change}" for change in options.overrides or [])]
+    wanted = options.load(config)
+    with load("pipelines.progress").StepProgress(sys.stderr, quiet=output.quiet) as progress:
+        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=output.say)
+        with options.performance_notice(output.say):
             result: dict[str, Any] = load(f"pipelines.{stage}").run(
-                settings, name=config.stem, listener=listener, command=shlex.join(typed), **options
+                wanted,
+                name=config.stem,
+                listener=listener,
+                command=shlex.join(typed),
+                performance=options.performance,
+                **settings,
             )
     return result
 
 
 @app.command()
-def plan(
-    config: DatasetConfig,
-    overrides: Overrides = None,
-    scheduler: Scheduler = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@expand_options
+def plan(config: DatasetConfig, options: ConfigOptions, output: Output) -> None:
     """Show what `learn` would do: batches, memory per worker, time; refuse what cannot fit."""
-    facts = load("pipelines.plan").run(load_config(config, [*(overrides or []), *cluster_overrides(scheduler)]))
-    _print_facts(facts, as_json)
+    _print_facts(load("pipelines.plan").run(options.load(config)), output)
+
+
+@dataclass(frozen=True)
+class IngestOptions:
+    """Which columns and rows of a source to store, and how."""
+
+    label: Annotated[str | None, typer.Option(help="Column of classes or targets, by name or index.")] = None
+    features: Annotated[str | None, typer.Option(help="Comma-separated columns to read; default: all.")] = None
+    exclude: Annotated[str | None, typer.Option(help="Comma-separated columns to skip.")] = None
+    task: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto"
+    one_hot: Annotated[str | None, typer.Option(help="Text columns to encode one-hot; default: all.")] = None
+    ordinal: Annotated[str | None, typer.Option(help="Text columns to encode as 0, 1, 2, ...")] = None
+    missing: Annotated[str, typer.Option(help="Missing values: error, drop, mean, median, or a number.")] = "error"
+    dtype: Annotated[str, typer.Option(help="auto, float32, float64 or uint8.")] = "auto"
+    shuffle: Annotated[int | None, typer.Option(metavar="SEED", help="Shuffle the rows.")] = None
+    split: Annotated[str | None, typer.Option(help="train=0.8,test=0.2, or rows train=0:800,test=800:1000.")] = None
+    split_key: Annotated[str | None, typer.Option(help="Column whose equal values stay in one split.")] = None
+    split_column: Annotated[str | None, typer.Option(help="Column with the split of each row.")] = None
+    stratify: Annotated[bool, typer.Option("--stratify", help="Keep class proportions equal in all splits.")] = False
+    format: Annotated[str | None, typer.Option(help="File format, if the name does not show it.")] = None
+    delimiter: Annotated[str | None, typer.Option(help="Field delimiter of a csv file.")] = None
+    header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether a csv file has a header.")] = None
+    encoding: Annotated[str, typer.Option(help="Encoding of a csv file.")] = "utf-8"
+    compression: Annotated[str, typer.Option(help="auto, zstd or none.")] = "auto"
+    memory: Annotated[str, typer.Option(help="Memory limit for buffered rows, e.g. 512MiB.")] = "512MiB"
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False
+    append: Annotated[bool, typer.Option("--append", help="Append the rows to an existing data set.")] = False
+
+    def settings(self) -> dict[str, Any]:
+        """As the pipeline takes them."""
+        names = {"features": split_names(self.features), "one_hot": split_names(self.one_hot)}
+        names |= {"exclude": split_names(self.exclude) or [], "ordinal": split_names(self.ordinal) or []}
+        given = {**asdict(self), **names, "add": self.append}
+        del given["append"]
+        return given
 
 
 @app.command()
+@expand_options
 def ingest(
     source: Annotated[str, typer.Argument(help="csv/tsv, Parquet (file or folder), npy, npz, LIBSVM, IDX or Zarr.")],
     dest: Annotated[str, typer.Argument(help="Path or address of the data set, e.g. table.zarr.")],
-    label: Annotated[str | None, typer.Option(help="Column of classes or targets, by name or index.")] = None,
-    features: Annotated[str | None, typer.Option(help="Comma-separated columns to read; default: all.")] = None,
-    exclude: Annotated[str | None, typer.Option(help="Comma-separated columns to skip.")] = None,
-    task: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto",
-    one_hot: Annotated[str | None, typer.Option(help="Text columns to encode one-hot; default: all.")] = None,
-    ordinal: Annotated[str | None, typer.Option(help="Text columns to encode as 0, 1, 2, ...")] = None,
-    missing: Annotated[
-        str, typer.Option(help="Missing values: error, drop, mean, median, or a number to fill in.")
-    ] = "error",
-    dtype: Annotated[str, typer.Option(help="auto, float32, float64 or uint8.")] = "auto",
-    shuffle: Annotated[int | None, typer.Option(metavar="SEED", help="Shuffle the rows.")] = None,
-    split: Annotated[
-        str | None, typer.Option(help="train=0.8,test=0.2, or row ranges train=0:800,test=800:1000.")
-    ] = None,
-    split_key: Annotated[str | None, typer.Option(help="Column whose equal values stay in one split.")] = None,
-    split_column: Annotated[str | None, typer.Option(help="Column with the split of each row.")] = None,
-    stratify: Annotated[
-        bool, typer.Option("--stratify", help="Keep the class proportions equal in all splits.")
-    ] = False,
-    format: Annotated[str | None, typer.Option(help="File format, if the name does not show it.")] = None,
-    delimiter: Annotated[str | None, typer.Option(help="Field delimiter of a csv file.")] = None,
-    header: Annotated[
-        bool | None, typer.Option("--header/--no-header", help="Whether a csv file has a header.")
-    ] = None,
-    encoding: Annotated[str, typer.Option(help="Encoding of a csv file.")] = "utf-8",
-    compression: Annotated[str, typer.Option(help="auto, zstd or none.")] = "auto",
-    memory: Annotated[str, typer.Option(help="Memory limit for buffered rows, e.g. 512MiB.")] = "512MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False,
-    append: Annotated[bool, typer.Option("--append", help="Append the rows to an existing data set.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    options: IngestOptions,
+    output: Output,
 ) -> None:
     """Convert a table of any size to a data set: partitioned, validated, with statistics."""
-    data = load("pipelines.ingest").run(
-        source,
-        dest,
-        label=label,
-        features=split_names(features),
-        exclude=split_names(exclude) or (),
-        task=task,
-        one_hot=split_names(one_hot),
-        ordinal=split_names(ordinal) or (),
-        missing=missing,
-        dtype=dtype,
-        shuffle=shuffle,
-        split=split,
-        split_key=split_key,
-        split_column=split_column,
-        stratify=stratify,
-        format=format,
-        delimiter=delimiter,
-        header=header,
-        encoding=encoding,
-        compression=compression,
-        memory=memory,
-        overwrite=overwrite,
-        add=append,
-        quiet=quiet,
-    )
-    if as_json:
+    data = load("pipelines.ingest").run(source, dest, quiet=output.quiet, **options.settings())
+    if output.as_json:
         print_json(load("pipelines.describe").describe(dest))
     else:
         print(data)
 
 
 @app.command()
+@expand_options
 def inspect(
     path: Annotated[str, typer.Argument(help="A data set, model, checkpoint, predictions or run folder.")],
+    output: Output,
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every stored byte.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
 ) -> None:
     """Describe a data set, a model or a run."""
     stored = load("pipelines.describe")
@@ -285,7 +257,7 @@ def inspect(
             stored.describe(Path(path) / "model.zarr", verify=True)
     else:
         facts = stored.describe(path, verify=verify)
-    if as_json:
+    if output.as_json:
         print_json(facts)
     elif facts["format"] == "kme-dist/dataset":
         stored.render(facts)
@@ -295,46 +267,43 @@ def inspect(
 
 
 @app.command()
-def doctor(
-    scheduler: Scheduler = None,
-    insecure: Insecure = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@expand_options
+def doctor(output: Output, scheduler: Scheduler = None, insecure: Insecure = False) -> None:
     """Check this installation: versions, BLAS, threads, memory, GPUs, write access, cluster."""
     report = load("pipelines.doctor").examine(scheduler=scheduler, insecure=insecure)
-    if as_json or not quiet:
-        _print_facts(report, as_json)
+    if output.as_json or not output.quiet:
+        _print_facts(report, output)
     for problem in report["problems"]:
         print(f"problem: {problem}", file=sys.stderr)
     if report["problems"]:
         raise typer.Exit(2)
-    if not as_json:
-        stderr_printer(quiet)("no problems found")
+    if not output.as_json:
+        output.say("no problems found")
 
 
 @app.command()
+@expand_options
 def smoke(
+    options: ConfigOptions,
+    output: Output,
     config: Annotated[Path | None, typer.Argument(help="YAML file whose section `cluster` is tested.")] = None,
-    overrides: Overrides = None,
-    scheduler: Scheduler = None,
     folder: Annotated[
         str | None, typer.Option(help="Folder that all workers can reach; default: a temporary folder.")
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
 ) -> None:
     """Test a cluster end to end: store, learn, fit and predict a tiny table, and check the result."""
     if config is not None:
-        settings = load_config(config, [*(overrides or []), *cluster_overrides(scheduler)]).cluster
-    elif overrides:
+        settings = options.load(config).cluster
+    elif options.overrides:
         raise typer.BadParameter("--set overrides a key of CONFIG, and no CONFIG is given.")
+    elif options.scheduler is not None:
+        settings = ClusterConfig(kind="address", address=options.scheduler)
     else:
-        settings = ClusterConfig() if scheduler is None else ClusterConfig(kind="address", address=scheduler)
+        settings = ClusterConfig()
     facts = load("pipelines.smoke").run(settings, folder)
-    if as_json:
+    if output.as_json:
         print_json(facts)
-    elif not quiet:
+    elif not output.quiet:
         print(
             f"passed: {facts['workers']} workers, {facts['steps']} steps identical to a single process, "
             f"test accuracy {100 * facts['accuracy']:.0f} % ({facts['seconds']:.1f} s)"
@@ -346,16 +315,20 @@ predict_commands.add_commands(app)
 
 
 @app.command()
+@expand_options
 def pendulum(
     config: Annotated[Path, typer.Argument(help="YAML file with a section `pendulum`, see configs/pendulum.yaml.")],
+    output: Output,
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
 ) -> None:
     """Example: swing a pendulum up by kernel policy iteration, with dense and sparse embeddings."""
+    _run_pendulum(config, overrides, output)
+
+
+def _run_pendulum(config: Path, overrides: list[str] | None, output: Output) -> None:
     example = load("pipelines.pendulum")
-    result = example.run(example.load(config, overrides or []), name=config.stem, say=stderr_printer(quiet))
-    print_result(result, as_json, example.summary(result), f"report: {result['report']}")
+    result = example.run(example.load(config, overrides or []), name=config.stem, say=output.say)
+    output.result(result, example.summary(result), f"report: {result['report']}")
 
 
 def _has_section(config: Path, name: str) -> bool:
@@ -368,7 +341,8 @@ def _has_section(config: Path, name: str) -> bool:
 
 
 @app.command("config-schema")
-def config_schema(as_json: AsJson = False, quiet: Quiet = False) -> None:
+@expand_options
+def config_schema(output: Output) -> None:
     """Print the JSON Schema of the config file, for editors and validators."""
     print_json(json_schema())
 
@@ -441,8 +415,8 @@ def _sigterm_raises() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _print_facts(facts: dict[str, Any], as_json: bool) -> None:
-    if as_json:
+def _print_facts(facts: dict[str, Any], output: Output) -> None:
+    if output.as_json:
         print_json(facts)
     else:
         print_tree(facts)

@@ -23,15 +23,6 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
-def print_result(result: Mapping[str, Any], as_json: bool, *lines: str) -> None:
-    """A result as JSON, or as lines for a person."""
-    if as_json:
-        print_json(result)
-        return
-    for line in lines:
-        print(line)
-
-
 def print_tree(facts: Mapping[str, Any], *, width: int = 160, indent: int = 0) -> None:
     """Nested facts as indented `name  value` lines, each value cut at `width` characters."""
     column = max((len(str(key)) for key in facts), default=0)
