@@ -16,8 +16,8 @@ from kme_dist.pipelines.folder import Listener
 
 def run_pipeline(pipeline: str, config: Config, *, name: str, command: str, listener: JobListener) -> dict[str, Any]:
     """Run the pipeline of that name (one of kme_dist.ops.jobs.PIPELINES); returns its result."""
-    # Loaded by name: whoever only submits a job need not load the numerics, nor a prediction job the plots.
+    # Loaded by name: submitting a job does not load the numerics, nor a prediction job the plots.
     module = importlib.import_module(f"kme_dist.pipelines.{pipeline}")
-    told = Listener(start=listener.start, step=listener.step, progress=listener.progress, say=listener.say)
-    result: dict[str, Any] = module.run(config, name=name, listener=told, command=command)
+    adapted = Listener(start=listener.start, step=listener.step, progress=listener.progress, say=listener.say)
+    result: dict[str, Any] = module.run(config, name=name, listener=adapted, command=command)
     return result

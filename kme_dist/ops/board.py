@@ -87,7 +87,7 @@ class Run:
         self.began = float(message["began"])
         self.number = number  # in order of appearance: determines its colour
         self.status, self.facts = "running", dict[str, Any]()
-        self.heard = self.progressed = self.began
+        self.last_message = self.progressed = self.began
         self.ended: float | None = None
         self.latest, self.phase = dict[str, float](), ""
         self.chunks: dict[str, int] = {}
@@ -100,12 +100,12 @@ class Run:
         self.rows_per_second = 0.0
         self._marks: deque[tuple[float, float, int]] = deque(maxlen=40)  # time, progress, rows: for the time left
 
-    def hear(self, message: Mapping[str, Any]) -> None:
-        self.heard = float(message["at"])
+    def receive(self, message: Mapping[str, Any]) -> None:
+        self.last_message = float(message["at"])
         for step in message.get("steps", ()):
             self._step({name: float(step[name]) for name in STEP_FIELDS if name in step}, str(step.get("phase", "")))
         if message.get("steps"):
-            self._mark(self.heard, self.latest.get("step", 0.0))
+            self._mark(self.last_message, self.latest.get("step", 0.0))
         if "chunks" in message:
             self._chunks(message["chunks"])
         if "rows" in message:
@@ -115,13 +115,13 @@ class Run:
         for event in message.get("events", ()):
             what = event.get("facts", {}).get("line") if event["name"] == "said" else event["name"]
             self.events.append((str(what)[:200], float(event["at"])))
-            self.progressed = self.heard  # a stage without a count shows its progress by events
+            self.progressed = self.last_message  # a stage without a count shows its progress by events
             if event["name"] == "checkpoint":
                 self.checkpoint_at = float(event["at"])
         status = message.get("status")
         if status in STATUSES:
             self.status, self.facts = status, dict(message.get("facts", {}))
-            self.ended = None if status == "running" else self.heard
+            self.ended = None if status == "running" else self.last_message
 
     def _step(self, record: dict[str, float], phase: str) -> None:
         step, before = record.get("step", 0.0), self.latest.get("step", 0.0)
@@ -138,19 +138,19 @@ class Run:
     def _chunks(self, chunks: Mapping[str, int]) -> None:
         self.chunks = {str(name): int(count) for name, count in chunks.items()}
         self.rows = self.chunks["rows"]
-        self._mark(self.heard, self.chunks["done"] + self.chunks["failed"])
+        self._mark(self.last_message, self.chunks["done"] + self.chunks["failed"])
         self._measure_pace()
 
     def _rows(self, done: int, total: int) -> None:
         self.rows, self.rows_total = int(done), int(total)
-        self._mark(self.heard, self.rows)
+        self._mark(self.last_message, self.rows)
         self._measure_pace()
 
     def _measure_pace(self) -> None:
         when, _, rows = self._marks[0]
-        if self.heard - when > 0.5:
-            self.rows_per_second = (self.rows - rows) / (self.heard - when)
-            self.pace.add({"seconds": self.heard - self.began, "rows_per_second": self.rows_per_second})
+        if self.last_message - when > 0.5:
+            self.rows_per_second = (self.rows - rows) / (self.last_message - when)
+            self.pace.add({"seconds": self.last_message - self.began, "rows_per_second": self.rows_per_second})
 
     def _mark(self, when: float, far: float) -> None:
         if not self._marks or far != self._marks[-1][1]:
@@ -200,7 +200,7 @@ class RunBoard:
         self.certificate_expires: float | None = None  # that of the scheduler, if it has one
         self._number = 0
 
-    def hear(self, message: Mapping[str, Any]) -> None:
+    def receive(self, message: Mapping[str, Any]) -> None:
         key = (str(message["run"])[:120], str(message["stage"])[:40])
         found = self.runs.get(key)
         if found is None or float(message["began"]) > found.began:  # the same run, restarted
@@ -211,7 +211,7 @@ class RunBoard:
             self._forget_old()
         if float(message["began"]) < found.began:
             return  # a late message of an earlier start
-        found.hear(message)
+        found.receive(message)
         self._remember(found)
 
     def _remember(self, run: Run) -> None:
@@ -227,7 +227,7 @@ class RunBoard:
     def _forget_old(self) -> None:
         while len(self.runs) > RUNS_KEPT:
             ended = [run for run in self.runs.values() if run.status != "running"]
-            del self.runs[min(ended or self.runs.values(), key=lambda run: run.heard).key]
+            del self.runs[min(ended or self.runs.values(), key=lambda run: run.last_message).key]
 
     def client_left(self, client: str) -> None:
         """A run whose process disappeared without a message does not continue on this cluster."""
@@ -238,5 +238,5 @@ class RunBoard:
     def latest(self, most: int, name: str | None = None) -> list[Run]:
         """Running ones first, then those with the latest messages."""
         wanted = [run for run in self.runs.values() if name in (None, run.run)]
-        wanted.sort(key=lambda run: (run.status != "running", -run.heard))
+        wanted.sort(key=lambda run: (run.status != "running", -run.last_message))
         return sorted(wanted[:most], key=lambda run: run.number)

@@ -53,7 +53,7 @@ class BoardPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic == TOPIC and isinstance(msg, Mapping):
-            self.board.hear(msg)
+            self.board.receive(msg)
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         self.board.client_left(client)

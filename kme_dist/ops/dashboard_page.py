@@ -419,7 +419,7 @@ def _note(run: Run) -> str:
     if run.status in ("failed", "lost", "interrupted"):
         said = run.facts.get("message") or run.facts.get("error") or "its process disappeared without a message"
         return f"<div class='note bad'>{html.escape(str(said)[:200])}</div>"
-    quiet = time.time() - run.heard
+    quiet = time.time() - run.last_message
     if run.status == "running" and quiet > 30:
         return f"<div class=note>no message for {_duration(quiet)}</div>"
     if run.events:

@@ -170,7 +170,7 @@ def test_signals_have_their_exit_codes(config, capsys, monkeypatch, number, code
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_ends_a_run_in_order_and_tells_how_to_go_on(config, tmp_path):
+def test_sigterm_ends_a_run_in_order_and_tells_how_to_resume(config, tmp_path):
     arguments = [*COMMAND, "run", config, "--set", "learn.steps=1000000"]
     log = tmp_path / "runs" / "quick" / "metrics.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import shutil
@@ -114,7 +116,7 @@ def test_eight_simultaneous_starts_give_one_result_and_clean_exits(job):
     assert [event["state"] for event in job.events()] == ["running", "succeeded"]
 
 
-def test_a_killed_driver_is_followed_by_one_that_goes_on(job):
+def test_a_killed_driver_is_followed_by_one_that_resumes(job):
     first = start(job, die_at=3)
     first.communicate(timeout=60)
     assert first.returncode == -signal.SIGKILL
@@ -127,7 +129,7 @@ def test_a_killed_driver_is_followed_by_one_that_goes_on(job):
     assert job.status()["drivers"] == 2
 
 
-def test_a_driver_that_stood_still_does_not_commit_when_it_wakes(job):
+def test_a_driver_that_stalled_does_not_commit_when_it_wakes(job):
     sleeper = start(job, seconds=3.0)  # long enough to be stopped before it is done, on a busy machine too
     wait_until(lambda: job.status().get("progress"))
     sleeper.send_signal(signal.SIGSTOP)
@@ -446,7 +448,7 @@ def operator(cluster, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [120, pytest.param(400, marks=pytest.mark.slow)])
-def test_a_job_goes_on_by_itself_and_survives_the_death_of_its_driver(operator, steps):
+def test_a_job_runs_by_itself_and_survives_the_death_of_its_driver(operator, steps):
     job = operator.submit(steps=steps)
     told = job.folder / "output" / "metrics.jsonl"
     wait_until(lambda: told.exists() and told.read_text().count("\n") >= 8)  # past its first checkpoint
@@ -546,7 +548,7 @@ def test_a_job_that_nobody_took_leaves_no_trace(tmp_path, capsys, monkeypatch):
     assert "no scheduler answers" in capsys.readouterr().err
 
 
-def test_a_job_that_failed_goes_on_when_it_is_resumed(job, pipeline, capsys):
+def test_a_job_that_failed_can_be_resumed(job, pipeline, capsys):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drive(job, run_pipeline)
@@ -583,7 +585,7 @@ def test_a_list_survives_jobs_that_are_damaged_or_go_away(tmp_path, job, capsys,
     assert "gone" not in out
 
 
-def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stands_still(job, monkeypatch):
+def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stalled(job, monkeypatch):
     from kme_dist.ops import submit
 
     answers = iter(["processing", None, None, None])
@@ -597,7 +599,7 @@ def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stands_still(jo
     assert list(answers) == [None], "one look alone proves nothing"
 
 
-def test_a_wait_goes_on_while_a_driver_elsewhere_shows_that_it_lives(job, monkeypatch):
+def test_a_wait_continues_while_a_driver_elsewhere_shows_that_it_lives(job, monkeypatch):
     from kme_dist.ops import submit
 
     epoch = iter(range(100))
@@ -623,3 +625,23 @@ def test_what_is_not_there_is_one_line(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
     assert issubclass(ConfigError, KMEError)
+
+
+@pytest.mark.parametrize("name", jobs.PIPELINES)
+def test_every_pipeline_of_a_job_takes_what_a_driver_passes(name):
+    """The driver knows names only; `run_pipeline` calls the function of that name."""
+    module = importlib.import_module(f"kme_dist.pipelines.{name}")
+    assert {"name", "listener", "command"} <= set(inspect.signature(module.run).parameters)
+
+
+def test_what_a_pipeline_reports_reaches_the_log_of_the_job(job, pipeline):
+    def run(config, *, name, listener, command):
+        listener.start("the median")
+        listener.say(f"{name}: {command}")
+        listener.progress("chunks", 2, 2)
+        return {}
+
+    pipeline(run)
+    drive(job, run_pipeline)
+    messages = [line["message"] for line in job.logs()]
+    assert messages[1:4] == ["starting from the median", "nightly: kme-dist jobs resume nightly-1", "chunks: 2 of 2"]
