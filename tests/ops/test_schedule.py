@@ -204,7 +204,7 @@ def test_every_night_does_what_is_new_and_a_second_start_nothing(nightly, capsys
 # child that is killed there, and one that runs the same command again. Both note the objects that they have stored.
 KILLER = """
 import json, os, re, signal, sys
-from kme_dist import cli
+from kme_dist.cli import app as cli
 from kme_dist.data.places import Place
 from kme_dist.pipelines import predict
 
