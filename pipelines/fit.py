@@ -35,7 +35,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import ingest, learn, recipes, tables
 from kme_dist.pipelines.folder import Listener
-from kme_dist.pipelines.learn import Learned
+from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.additive import Statistics, add_rows, remove_rows
 from kme_dist.run.fitting import Fit, fit_on_dataset, refit
@@ -56,7 +56,7 @@ def _work(run: Run) -> dict[str, Any]:
     return _fit_kernels(run, learned)
 
 
-def _fit_kernels(run: Run, learned: Learned | None) -> dict[str, Any]:
+def _fit_kernels(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     """The best candidate of every starting point, and of those the one with the lowest objective."""
     fitted: list[tuple[Any, Trained]] = []
     for number, start in enumerate(run.starts):
@@ -96,7 +96,7 @@ def final_objective(model: Any) -> float:
     return float(model.history_[-1]["objective"]) if model.history_ else math.inf
 
 
-def _fit_features(run: Run, learned: Learned | None) -> dict[str, Any]:
+def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     """Weights of the features that `learn.mode: full` has learned, or of those that the config names."""
     recipe, split = _recipe(run, run.starts[0].settings), run.data.training_split()
     if learned is None:
@@ -125,7 +125,7 @@ def _fit_features(run: Run, learned: Learned | None) -> dict[str, Any]:
     return {**_store(run, model, fit), "best": 0, "fits": []}
 
 
-def _fit_network(run: Run, learned: Learned | None) -> dict[str, Any]:
+def _fit_network(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     """The weights on top of what was learned: the estimator resumes from its last checkpoint, without a step."""
     if learned is None or not learned.checkpoints:
         raise ConfigError(
@@ -211,14 +211,8 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
     scratch = Scratch.at(path / SCRATCH)
 
     def rows_of(part: Dataset, split: str | None) -> RowsRef:
-        if part.classes is None or list(part.classes) != model.classes_.tolist():
-            raise ConfigError(
-                f"{part.path} has the classes {part.classes}, the model {model.classes_.tolist()}; "
-                "only chunks with the same classes can be added or removed"
-            )
         return RowsRef.of(part, split=split, scaling=model.scaling_, dtype=dtype, classes=True)
 
-    present = rows_of(data, data.training_split())
     changes = {"added_rows": 0, "removed_rows": 0, "merged_rows": 0}
     if remove is not None:
         gone = rows_of(open_dataset(remove), None)
@@ -226,6 +220,7 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
     if merge is not None:
         changes["merged_rows"] = statistics.merge(_statistics_at(merge))
     if remove is None and merge is None:
+        present = rows_of(data, data.training_split())
         changes["added_rows"] = add_rows(statistics, present, executor=run.executor, scratch=scratch)
     run.say(f"fit: {changes['added_rows']} rows added, {changes['removed_rows']} removed, "
             f"{changes['merged_rows']} merged; {statistics.rows} in all")  # fmt: skip
@@ -246,6 +241,20 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
         losses = {} if fit.loss is None else {kept.name: fit.loss}
         updated = MCEClassifier(**run.starts[0].settings).adopt(data, recipe, Trained(kept, fit, losses, [kept]))
     return {**_store(run, updated, fit), **changes}
+
+
+def _check_update(run: Run, remove: str | None) -> None:
+    """Refuse what cannot be updated, while the record of the fit is still as it was."""
+    path = run.folder.path
+    if not all((path / output).exists() for output in (MODEL, STATISTICS)):
+        raise ConfigError(f"{path} holds no model of sums that could be updated; fit one with fit.solver nystrom first")
+    known = load(path / MODEL).classes_.tolist()
+    for part in (run.data, *([] if remove is None else [open_dataset(remove)])):
+        if part.classes is None or list(part.classes) != known:
+            raise ConfigError(
+                f"{part.path} has the classes {part.classes}, the model {known}; "
+                "only chunks with the same classes can be added or removed"
+            )
 
 
 def _statistics_at(path: str) -> Statistics:
@@ -277,12 +286,9 @@ def run(
     with Run.open(
         config, name=name, fresh=again, listener=listener, command=command, performance=performance
     ) as current:
-        folder = current.folder
-        if update and not all((folder.path / output).exists() for output in (MODEL, STATISTICS)):
-            raise ConfigError(
-                f"{folder.path} holds no model of sums that could be updated; fit one with fit.solver nystrom first"
-            )
         current.do(ingest.STAGE)
+        if update:
+            _check_update(current, remove)
         return current.do(_update_stage(remove, merge) if update else STAGE)
 
 

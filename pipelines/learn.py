@@ -55,7 +55,7 @@ StepCallback = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedResult:
     """What learned.zarr holds: candidates of every starting point, or features, or where the checkpoints are."""
 
     starts: list[list[Candidate]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Learned:
         return digest([found, arrays, self.regularization, self.checkpoints])
 
 
-def load_learned(run: Run) -> Learned | None:
+def load_learned(run: Run) -> LearnedResult | None:
     """What the stage has left in the run folder, with the records of its steps; None where it was not done."""
     path = run.folder.path / LEARNED
     if not path.exists():
@@ -85,16 +85,16 @@ def load_learned(run: Run) -> Learned | None:
             f"{path} was learned from other columns than those of {run.data.path}; choose another output.folder"
         )
     if "checkpoints" in found:
-        return Learned(checkpoints=found["checkpoints"], regularization=float(found["regularization"]))
+        return LearnedResult(checkpoints=found["checkpoints"], regularization=float(found["regularization"]))
     if "features" in found:
         held = {name.removeprefix("features/"): a for name, a in arrays.items() if name.startswith("features/")}
         scaling = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
         learned = maps.from_config(found["features"], arrays=held)
-        return Learned(features=learned, regularization=float(found["regularization"]), scaling=scaling)
+        return LearnedResult(features=learned, regularization=float(found["regularization"]), scaling=scaling)
     only = {"name": found["objective"], **{key: found[key] for key in ("kernel", "regularization")}}
     stored = found.get("starts") or [{"name": "", "candidates": [only]}]  # there was one candidate in older files
     lines = MetricsFile(run.folder.path / METRICS).read()
-    return Learned([[_candidate(c, start["name"], lines) for c in start["candidates"]] for start in stored])
+    return LearnedResult([[_candidate(c, start["name"], lines) for c in start["candidates"]] for start in stored])
 
 
 def _candidate(stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]]) -> Candidate:
@@ -107,11 +107,11 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     return {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
 
 
-def _arrays(learned: Learned) -> dict[str, np.ndarray]:
+def _arrays(learned: LearnedResult) -> dict[str, np.ndarray]:
     return {} if learned.features is None else dict(learned.features.arrays)
 
 
-def _summary(learned: Learned) -> dict[str, Any]:
+def _summary(learned: LearnedResult) -> dict[str, Any]:
     """Kernel or features and regularisation; of several candidates, those of the first."""
     if learned.checkpoints:
         return {"regularization": learned.regularization}
@@ -121,7 +121,7 @@ def _summary(learned: Learned) -> dict[str, Any]:
     return {"kernel": first.kernel.to_config(), "regularization": first.regularization}
 
 
-def _save(run: Run, learned: Learned, steps: int) -> None:
+def _save(run: Run, learned: LearnedResult, steps: int) -> None:
     """As arrays and JSON; kernels and features are of rows scaled by `(x - shift) * factor`."""
     settings, data = run.resolved, run.data
     scaling = Scaling.of(data.split_statistics(data.training_split()), settings["model"]["scaling"])
@@ -249,7 +249,7 @@ def checkpoints_at(run: Run, folder: Path) -> Checkpoints:
     )
 
 
-def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Learned:
+def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
     """Candidates under every objective that is compared, from every starting point."""
     found = []
     for number, start in enumerate(run.starts):
@@ -263,10 +263,10 @@ def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
                 callback=_step(run, lines, start.name),
             )
         )
-    return Learned(found)
+    return LearnedResult(found)
 
 
-def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Learned:
+def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
     """Explicit features, by exact gradients."""
     data, split = run.data, run.data.training_split()
     recipe = recipes.recipe_of(run.config, run.starts[0].settings, data, run.executor)
@@ -283,16 +283,16 @@ def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Le
         dtype=recipe.dtype,
         cache_bytes=recipes.cache_bytes_of(run.config),
     )
-    return Learned(features=found.features, regularization=found.regularization)
+    return LearnedResult(features=found.features, regularization=found.regularization)
 
 
-def _learn_network(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Learned:
+def _learn_network(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
     """The estimator of model.kind learns over the workers; its last checkpoint is what the fit starts from."""
     place = saved.path / run.config.model.kind
     watched = (run.sample.X_test, run.sample.y_test) if len(run.sample.y_test) else None
     run.listener.start("")
     model = fit_network(run, place, _step(run, lines, ""), watched)
-    return Learned(checkpoints=str(place.relative_to(run.folder.path)), regularization=regularization_of(model))
+    return LearnedResult(checkpoints=str(place.relative_to(run.folder.path)), regularization=regularization_of(model))
 
 
 def fit_network(run: Run, place: Path, step: StepCallback | None = None, watched: Any = None) -> Any:

@@ -118,6 +118,7 @@ def root(tmp_path):
     ingest((X, (X[:, 0] + X[:, 1] ** 2 > 0.5).astype(int)), root / "table.zarr")
     (root / "learn.yaml").write_text(
         "data: {source: table.zarr}\n"
+        "model: {objective: rcb}\n"
         f"learn: {{steps: {STEPS}, batch_size: 100, checkpoint_steps: 50}}\n"
         "cluster: {kind: serial}\n"
     )

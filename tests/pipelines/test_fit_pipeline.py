@@ -160,10 +160,11 @@ def test_mistakes_are_said_in_one_line(config, data, tmp_path, capsys):
         run(config, remove=data.path)
     with pytest.raises(ConfigError, match="holds no model of sums that could be updated"):
         run(config, update=True)
-    run(config)
+    first = run(config)
     strange = ingest((table(40, 1)[0], np.arange(40) % 3), tmp_path / "three.zarr")
     with pytest.raises(ConfigError, match="only chunks with the same classes"):
         run(config, f"data.source={strange.path}", update=True)
+    assert run(config) == first, "the fit is still on record"
     capsys.readouterr()
     assert execute(["fit", str(config), "--set", "fit.memory=lots"]) == 2
     assert "fit.memory is 'lots'" in capsys.readouterr().err
