@@ -29,7 +29,8 @@ import numpy as np
 from kme_dist import CENClassifier, MCEClassifier, kernels, load
 from kme_dist.config import Config
 from kme_dist.core import features
-from kme_dist.core.nystrom import Centres, Features
+from kme_dist.core.embedding import FeatureEmbedding
+from kme_dist.core.sums import Centres, Features
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.rows import RowsRef
@@ -40,10 +41,8 @@ from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.telemetry import performance_report, telemetry
 from kme_dist.pipelines import learn
 from kme_dist.pipelines.folder import Listener, RunFolder, folder_of
-from kme_dist.run.additive import Statistics, add_rows, remove_rows
 from kme_dist.run.executors import Executor
-from kme_dist.run.features import FeatureEmbedding
-from kme_dist.run.fitting import Fit, fit_on_dataset, refit
+from kme_dist.run.fit import Fit, Statistics, add_rows, fit_on_dataset, refit, remove_rows
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import Candidate, Recipe, Trained
 

@@ -34,7 +34,7 @@ from sklearn.utils.validation import check_is_fitted
 from kme_dist import backend as devices
 from kme_dist.core import features as maps
 from kme_dist.core import optim
-from kme_dist.core.embedding import rkhs_entropy
+from kme_dist.core.embedding import FeatureEmbedding, rkhs_entropy
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective
 from kme_dist.core.spectral import (
@@ -59,7 +59,6 @@ from kme_dist.models.cen import FORMAT
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.features import (
-    FeatureEmbedding,
     Source,
     learn_task,
     restore_features,

@@ -32,8 +32,9 @@ from kme_dist.core import embedding as mce
 from kme_dist.core import features as maps
 from kme_dist.core import kernels, optim
 from kme_dist.core.calibration import class_probabilities, expectation
-from kme_dist.core.kernels import Kernel, OnFeatures
+from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
+from kme_dist.core.regularization import retune_regularization
 from kme_dist.data import store
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -42,9 +43,10 @@ from kme_dist.data.store import labels_from_json, labels_to_json, plain
 from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import features as learning
-from kme_dist.run import full, solve
+from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.executors import Executor
+from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.learn import LearnSettings, Record, assemble
 from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.tasks import KernelTask, NetworkTask, SoftmaxTask, learn_softmax
@@ -287,18 +289,21 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _fit_head(self, source: learning.Source, regularization: float) -> None:
         floor = self._floor(source.rows)
-        head = learning.solve_features(
-            self.features_,
-            source,
-            len(self.classes_),
+        head = fit_on_dataset(
+            source.dataset,
+            Linear(),  # on the features
             regularization,
+            executor=self._executor(),
+            scaling=source.scale,
+            dtype=source.dtype,
+            solver="features",
+            features=self.features_,
             retune=self.refit_regularization,
             floor=floor,
-            executor=self._executor(),
         )
         self.probability_floor_, self.regularization_ = floor, head.regularization
-        self.weights_ = head.weights
-        self.embedding_ = learning.FeatureEmbedding(self.features_, head.weights)
+        self.weights_ = np.ascontiguousarray(head.embedding.weights)
+        self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_)
         self.bound_ = self.history_[-1]["bound"] if getattr(self, "history_", None) else math.nan
 
     def _learn_full(
@@ -359,18 +364,15 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X, codes = source.all_rows()
             Z = self.features_.forward(X)
             floor = self._floor(source.rows)
-            solution = solve.fit(
-                kernel.kernel,
-                Z,
-                codes,
-                len(self.classes_),
-                regularization=learned_lam,
-                retune=self.refit_regularization,
-                floor=floor,
-            )
-        self.weights_ = solution.embedding.weights
-        self.embedding_ = learning.FeatureEmbedding(self.features_, self.weights_, solution.embedding)
-        self.probability_floor_, self.regularization_ = floor, solution.embedding.regularization
+            classes = len(self.classes_)
+            if self.refit_regularization and len(codes) > 1:
+                learned_lam, _, _ = retune_regularization(
+                    kernel.kernel, Z, codes, classes, start=learned_lam, floor=floor
+                )
+            self.weights_ = mce.exact_weights(kernel.kernel, Z, codes, classes, learned_lam)
+        head = mce.Embedding(kernel.kernel, Z, self.weights_, learned_lam)
+        self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_, head)
+        self.probability_floor_, self.regularization_ = floor, learned_lam
         self.bound_ = self.history_[-1]["bound"] if self.history_ else math.nan
 
     # --- settings --------------------------------------------------------------------------------
@@ -564,7 +566,7 @@ class CENClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             kernel = kernels.from_config(found["kernel"], own=own)
             centres, weights = (devices.to_device(arrays[name], device) for name in ("centres", "weights"))
             inner = mce.Embedding(kernel, centres, weights, model.regularization_)
-        model.embedding_ = learning.FeatureEmbedding(model.features_, model.weights_, inner)
+        model.embedding_ = mce.FeatureEmbedding(model.features_, model.weights_, inner)
         model.probability_floor_ = float(found["probability_floor"])
         model.bound_ = math.nan if found["bound"] is None else float(found["bound"])
         model.history_, model.curve_ = found["history"], found["curve"]

@@ -43,8 +43,8 @@ from kme_dist.core.features import SAMPLERS
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
-from kme_dist.core.nystrom import Basis, Centres, Features
 from kme_dist.core.pivots import choose_centres
+from kme_dist.core.sums import Basis, Centres, Features
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.scaling import Scaling
@@ -73,7 +73,7 @@ from kme_dist.run.conditional import (
     with_median,
 )
 from kme_dist.run.features import as_features
-from kme_dist.run.fitting import SOLVERS, choose
+from kme_dist.run.fit import SOLVERS, choose
 from kme_dist.run.learn import length_scale_names, select
 from kme_dist.run.means import Sample, random_features
 from kme_dist.run.sharing import executor_for

@@ -20,6 +20,7 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
 from kme_dist.core.calibration import Calibration, expectation
+from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.objective import generalisation_bound
@@ -33,7 +34,7 @@ from kme_dist.data.validation import remember_names, restore_names, rows_and_lab
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.refining import Refinable
 from kme_dist.run.executors import Executor
-from kme_dist.run.features import FeatureEmbedding, as_features, features_of, restore_features, with_features
+from kme_dist.run.features import as_features, features_of, restore_features, with_features
 from kme_dist.run.learn import OBJECTIVES, Record
 from kme_dist.run.sharing import executor_for, share
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates

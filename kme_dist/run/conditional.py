@@ -57,16 +57,20 @@ from kme_dist.core.conditional import (
 )
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
-from kme_dist.core.nystrom import Basis, Features
 from kme_dist.core.objective import Objective
+from kme_dist.core.regularization import search_regularization
+from kme_dist.core.sums import Basis, Features
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError, NumericalError
-from kme_dist.run.blocks import Task
 from kme_dist.run.executors import Executor
+from kme_dist.run.fit import Problem
+from kme_dist.run.fit.panels import Panels, make_panels
+from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
+from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.learn import (
     LearnSettings,
     Record,
@@ -77,10 +81,7 @@ from kme_dist.run.learn import (
     select,
 )
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
-from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.solve import search_regularization
-from kme_dist.run.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.trainer import Round, Trainer
 
 _SLAB_ROWS = 2_048
@@ -364,7 +365,7 @@ class Inverse:
         """W B."""
         if self.solver == "tiled":
             with blas_threads(1):
-                return apply_inverse(self._tiles, B, self._task)
+                return apply_inverse(self._tiles, B, self._problem)
         found, residual = self._gradients(B, self.regularization, self.tolerance)
         if residual > self.tolerance:
             raise NumericalError(
@@ -395,7 +396,7 @@ class Inverse:
                 return math.inf
             return _mean_error(target_kernel, select(Y, chosen), along[chosen], columns.T @ along / own[:, None])
 
-        few, _ = self._task.rows.read(0, min(n, 1_000))
+        few, _ = self._problem.rows.read(0, min(n, 1_000))
         scale = float(np.mean(self.kernel.diag(few))) or 1.0
         self.regularization, _, tried = search_regularization(
             lambda lams: [judge(lam) for lam in lams], scale=scale / n, start=self.regularization
@@ -414,19 +415,16 @@ class Inverse:
         everything, parts, worst = tuple(range(len(panels.blocks))), [np.zeros((len(B), 0))], 0.0
         for columns in row_blocks(kept, _WIDE):
             rights = np.ascontiguousarray(U[:, columns])
-            found, _, residual = solve_blocks(panels, self._task, everything, rights, lam, tolerance, F)
+            found, _, residual = solve_blocks(panels, self._problem, everything, rights, lam, tolerance, F)
             parts.append(found)
             worst = max(worst, residual)
         return (np.concatenate(parts, axis=1) * s[:kept]) @ Vt[:kept] * size, worst
 
     @property
-    def _task(self) -> Task:
+    def _problem(self) -> Problem:
         room = int(0.6 * free_bytes("numpy") / max(1, self.executor.workers))
         rows, scratch = self._stored
-        return Task(
-            rows, self.kernel, self.regularization, False, 0.0, self.seed, self.tolerance, self.executor, scratch, None,
-            room, lambda line: None,
-        )  # fmt: skip
+        return Problem(rows, self.kernel, self.executor, scratch, room, seed=self.seed, tolerance=self.tolerance)
 
     @functools.cached_property
     def _stored(self) -> tuple[RowsRef, Scratch]:
@@ -453,12 +451,12 @@ class Inverse:
     @functools.cached_property
     def _tiles(self) -> Tiles:
         with blas_threads(1):
-            return factorise(self._task, self.regularization)[0]
+            return factorise(self._problem, self.regularization)[0]
 
     @functools.cached_property
     def _panels(self) -> tuple[Panels, Preconditioner]:
-        panels = make_panels(self._task, "float64")
-        return panels, Preconditioner.build(panels, self._task, rank=default_rank(self.pairs.count))
+        panels = make_panels(self._problem, "float64")
+        return panels, Preconditioner.build(panels, self._problem, rank=default_rank(self.pairs.count))
 
 
 def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> tuple[Explicit, np.ndarray]:

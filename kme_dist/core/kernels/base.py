@@ -44,6 +44,11 @@ def take(prepared: Any, rows: slice) -> Any:
     return prepared[rows, ...] if hasattr(prepared, "ndim") else prepared[rows]
 
 
+def select(X: Any, rows: np.ndarray) -> Any:
+    """Rows of an array on any device, or of a list, by their numbers."""
+    return X[like(rows, X, dtype=np.int64)] if hasattr(X, "dtype") else [X[i] for i in rows]
+
+
 def row_count(X: Any) -> int:
     """How many rows there are in an array of any library, or in a list."""
     return int(X.shape[0]) if hasattr(X, "shape") else len(X)
@@ -396,3 +401,17 @@ def check_vectors(X: Any, kernel: Kernel, length_scale: np.ndarray | None) -> Ar
 def by_shape(per_feature: Array, parameter: np.ndarray) -> Array:
     """A gradient per feature, summed where one length scale serves all features."""
     return per_feature if parameter.ndim == 1 else namespace_of(per_feature).sum(per_feature)
+
+
+def median_length_scale(X: np.ndarray, seed: int, pairs: int = 10_000) -> float:
+    """The median distance between rows, over random pairs: the heuristic for one common length scale."""
+    rng = np.random.default_rng(seed)
+    i, j = rng.integers(0, len(X), size=(2, pairs))
+    distances = np.sqrt(np.sum((X[i[i != j]] - X[j[i != j]]).astype(np.float64) ** 2, axis=1))
+    distances = distances[distances > 0]
+    return float(np.median(distances)) if distances.size else 1.0
+
+
+def length_scale_names(kernel: Kernel) -> list[str]:
+    """Parameters that measure distance, in a kernel and its parts."""
+    return [name for name in kernel.parameters if name.rsplit(".", 1)[-1] == "length_scale"]
