@@ -47,7 +47,7 @@ def judge(X: np.ndarray, y: np.ndarray, seed: int, steps: int) -> dict[str, tupl
     found = {}
     for kind in KINDS:
         model.calibration = kind
-        model.calibration_ = model._leave_one_out_calibration(rows, codes, seed)
+        model.calibration_ = model._leave_one_out_calibration(rows, codes)
         p = model.predict_proba(X_test)
         figures = Tally.of(np.searchsorted(model.classes_, y_test), p).metrics(model.classes_)
         found[kind] = (figures["log_loss"], figures["calibration_error"], figures["accuracy"])

@@ -22,6 +22,7 @@ from benchmarks.machine import load_average, shared_data
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
 from kme_dist.core.kernels import Gaussian
+from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.core.pivots import CHOICES, choose_centres, unexplained
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
@@ -31,7 +32,6 @@ from kme_dist.ops.cluster import open_executor
 from kme_dist.run.fit import Problem, fit_on_dataset
 from kme_dist.run.fit.panels import labels, make_panels
 from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
-from kme_dist.run.learn import median_length_scale
 from kme_dist.run.scratch import Scratch
 
 

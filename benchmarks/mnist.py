@@ -29,7 +29,7 @@ import numpy as np
 
 import kme_dist as kme
 from benchmarks.machine import load_average, shared_data
-from kme_dist.run.learn import batch_rows
+from kme_dist.data.plan import BatchPlan
 
 GROUPS = ((0, 1), (3, 8), (4, 9), (1, 7), (2, 5), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9))
 
@@ -178,8 +178,9 @@ def softmax(arguments):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     log = Log(arguments.out, arguments.name, {k: v for k, v in vars(arguments).items() if k != "run"})
     torch.manual_seed(arguments.seed)
+    plan = BatchPlan(((0, len(y)),), arguments.batch, arguments.seed, "rows")
     for step in range(steps):
-        rows = batch_rows(len(y), arguments.batch, step, arguments.seed)
+        rows = plan.batch(step).rows
         whole.train()
         loss = torch.nn.functional.cross_entropy(whole(torch.from_numpy(X[rows])), torch.from_numpy(y[rows]))
         optimizer.zero_grad()

@@ -31,6 +31,7 @@ from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
 from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
+from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
@@ -39,8 +40,9 @@ from kme_dist.ops.cluster import open_executor
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.lanes import Lanes
-from kme_dist.run.learn import LearnSettings, median_length_scale
-from kme_dist.run.rounds import batch_gradient, learn_on_dataset, make_job
+from kme_dist.run.learn import batch_gradient, kernel_batches, learn_on_dataset
+from kme_dist.run.learners import KernelLearner
+from kme_dist.run.trainer import LearnSettings
 
 FEATURES, CLASSES = 54, 7
 
@@ -48,8 +50,8 @@ FEATURES, CLASSES = 54, 7
 class Gradients:
     """The same work by an actor: what plain tasks are compared with."""
 
-    def take(self, job, number, parameters):
-        return batch_gradient(job, number, parameters)
+    def take(self, learner, batches, number, parameters):
+        return batch_gradient(learner, batches, number, parameters)
 
 
 def made_up(folder, rows=100_000):
@@ -66,15 +68,18 @@ def workers(count):
 
 def start(data, batch):
     kernel = Gaussian(length_scale=np.full(data.features, 1.0))
-    job = make_job(data, kernel, LearnSettings(batch_size=batch), split=None, scaling="unit", dtype="float32")
-    return job, optim.to_log({**kernel.parameters, "regularization": np.array(0.01)})
+    settings = LearnSettings(batch_size=batch)
+    batches = kernel_batches(data, settings, split=None)
+    return (KernelLearner(kernel, settings, CLASSES), batches), optim.to_log(
+        {**kernel.parameters, "regularization": np.array(0.01)}
+    )
 
 
 def timed_rounds(play, job, parameters, batches, count):
     """(round, slowest batch) in seconds, of `count` rounds after some to warm up."""
     found = []
     for step in range(count + 5):
-        calls = [(job, step * batches + i, parameters) for i in range(batches)]
+        calls = [(*job, step * batches + i, parameters) for i in range(batches)]
         began = time.perf_counter()
         records = play(calls)
         found.append((time.perf_counter() - began, max(r.read_s + r.compute_s for r in records)))
@@ -106,10 +111,10 @@ def ways(executor):
         return [future.result() for future in pending]
 
     return {
-        "tasks": lambda calls: executor.map(batch_gradient, calls, name="rcb-gradient"),
+        "tasks": lambda calls: executor.map(batch_gradient, calls, name="batch-gradient"),
         "lanes": by_lanes,
         "actors": by_actors,
-        "as used": lambda calls: executor.map(batch_gradient, calls, name="rcb-gradient", quick=True),
+        "as used": lambda calls: executor.map(batch_gradient, calls, name="batch-gradient", quick=True),
     }
 
 

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from kme_dist.data.predictions import Predictions, open_predictions
     from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
     from kme_dist.models.bags import OneClassSupportMeasure, SupportMeasureClassifier
+    from kme_dist.models.base import load
     from kme_dist.models.cen import CENClassifier
     from kme_dist.models.cme import ConditionalMeanEmbedding
     from kme_dist.models.density import MixtureMatching
-    from kme_dist.models.mce import MCEClassifier, load
+    from kme_dist.models.mce import MCEClassifier
     from kme_dist.models.means import KernelMean, ParzenClassifier
     from kme_dist.models.mmd import MMDTest, mmd_test
     from kme_dist.models.predict import predict
@@ -81,7 +82,7 @@ _HOMES = {
     "Table": "kme_dist.data.ingest",
     "feature_objective": "kme_dist.core.objective",
     "ingest": "kme_dist.data.ingest",
-    "load": "kme_dist.models.mce",
+    "load": "kme_dist.models.base",
     "loo_objective": "kme_dist.core.objective",
     "mmd_test": "kme_dist.models.mmd",
     "open_dataset": "kme_dist.data.dataset",

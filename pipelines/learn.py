@@ -43,8 +43,8 @@ from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, to_yaml
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.full import LearnedFeatures, learn_features
-from kme_dist.run.learn import OBJECTIVES, Learned, LearnSettings
-from kme_dist.run.rounds import learn_on_dataset
+from kme_dist.run.learn import Learned, learn_on_dataset
+from kme_dist.run.trainer import OBJECTIVES, LearnSettings
 
 LEARNED_FORMAT = "kme-dist/learned"
 

@@ -21,8 +21,8 @@ from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import worker_count
 from kme_dist.pipelines.learn import Task, prepare
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.jobs import BatchJob as Job
-from kme_dist.run.jobs import batch_gradient, make_job
+from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
+from kme_dist.run.learners import KernelLearner
 
 PROCESS_BYTES = 260 << 20  # a worker with NumPy, SciPy, Zarr and Dask loaded, before it has any work
 ROUND_S = 0.02  # what a round costs beyond its batches, on a local cluster
@@ -36,7 +36,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     workers, limit = _workers(config.cluster)
     if task.features is not None:
         return _full(task, workers, limit, calibrate)
-    job = make_job(task.data, task.kernel, task.settings, **task.common)
+    job = kernel_batches(task.data, task.settings, **task.common)
     needed = worker_bytes(job, task)
     if limit is not None and needed > limit:
         raise ConfigError(
@@ -49,7 +49,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         "data": task.data.path,
         "rows": job.plan.rows,
         "features": task.data.features,
-        "classes": job.n_classes,
+        "classes": task.data.n_classes,
         "batch_size": job.plan.rows_per_batch,
         "reading": job.plan.mode,
         "batches_per_epoch": job.plan.steps_per_epoch,
@@ -73,7 +73,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     return facts
 
 
-def worker_bytes(job: Job, task: Task) -> int:
+def worker_bytes(job: Batches, task: Task) -> int:
     """The most that one worker holds: itself, its chunk caches, and one batch with its Gram matrices.
 
     A batch that fails in single precision is done again in double, which is the worst case counted here.
@@ -81,13 +81,13 @@ def worker_bytes(job: Job, task: Task) -> int:
     return PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(job.plan.rows_per_batch, job, task)
 
 
-def _batch_bytes(rows: int, job: Job, task: Task) -> int:
-    size = np.dtype(job.dtype).itemsize
+def _batch_bytes(rows: int, job: Batches, task: Task) -> int:
+    size = np.dtype(job.rows.dtype).itemsize
     square = size * MATRICES[task.settings.objective] + (8 if size < 8 else 0)
-    return int(rows * rows * square + rows * task.data.features * 4 * 8 + rows * job.n_classes * 8 * 8)
+    return int(rows * rows * square + rows * task.data.features * 4 * 8 + rows * task.data.n_classes * 8 * 8)
 
 
-def _largest_batch(limit: int, job: Job, task: Task) -> int:
+def _largest_batch(limit: int, job: Batches, task: Task) -> int:
     low, high = 1, job.plan.rows_per_batch
     while low < high:
         middle = (low + high + 1) // 2
@@ -146,14 +146,14 @@ def _two_digits(seconds: float) -> float:
     return float(f"{seconds:.2g}")
 
 
-def _calibrated(job: Job, task: Task) -> float:
+def _calibrated(job: Batches, task: Task) -> float:
     """Seconds of one batch, read and computed: the median of a few, after one to warm up."""
     start = {**task.kernel.parameters, "regularization": np.asarray(task.regularization)}
     parameters = optim.to_log(start)
-    times = []
+    learner, times = KernelLearner(task.kernel, task.settings, task.data.n_classes), []
     for number in range(1 + CALIBRATION_BATCHES):
         began = time.perf_counter()
-        SerialExecutor().map(batch_gradient, [(job, number, parameters)], name="calibration")
+        SerialExecutor().map(batch_gradient, [(learner, job, number, parameters)], name="calibration")
         times.append(time.perf_counter() - began)
     return float(np.median(times[1:]))
 

@@ -39,7 +39,7 @@ DOORS = {
     "torch": ("run/torch_features.py",),
     "zarr": ("data/",),
     "obstore": ("data/",),
-    "dask": ("run/", "data/cluster.py", "ops/cluster.py", "ops/submit.py"),
+    "dask": ("run/", "data/cluster.py", "data/lazy.py", "ops/cluster.py", "ops/submit.py"),
     "distributed": ("run/", "data/cluster.py", "ops/"),
     "bokeh": ("ops/dashboard_page.py",),
     "tornado": ("ops/dashboard.py",),

@@ -13,6 +13,7 @@ is the way to many rows: centres prepared once, then tiles that stay in a core's
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,17 +127,26 @@ def _working_precision(embedding: Embedding, dtype: str) -> str:
     return sufficient_precision(Embedding(embedding.kernel, astype(centres, "float32"), V, embedding.regularization))
 
 
-def sufficient_precision(embedding: Embedding, tolerance: float = 1e-3, sample: int = 256) -> str:
+def sufficient_precision(
+    embedding: Embedding,
+    tolerance: float = 1e-3,
+    sample: int = 256,
+    probabilities: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> str:
     """ "float32" where it decides as double precision does, to `tolerance`, at a sample of the centres.
 
-    Weights may be large and of both signs (a small λ makes them so); then single precision loses the sum.
+    Weights may be large and of both signs (a small λ makes them so); then single precision loses the sum. What a model
+    makes of its decisions may be steep (calibration): with `probabilities` those have to agree as well.
     """
     centres = embedding.centres
     if not hasattr(centres, "dtype") or precision(centres) == "float64":
         return "float64"
     rows = centres[:: max(1, row_count(centres) // sample), ...]
     exact = to_host(Decision(embedding, "float64")(astype(rows, "float64")))
-    error = np.abs(exact - to_host(Decision(embedding, "float32", "float32")(rows))).max()
+    narrow = to_host(Decision(embedding, "float32", "float32")(rows))
+    error = np.abs(exact - narrow).max()
+    if probabilities is not None:
+        error = max(error, np.abs(probabilities(exact) - probabilities(narrow)).max())
     return "float32" if error <= tolerance else "float64"
 
 

@@ -25,9 +25,14 @@ from kme_dist.data.statistics import Statistics
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest
 from kme_dist.errors import DataError
 
+OUTPUT_ROWS = 8192  # of a chunk of predictions, where the rows have no chunks of their own
+
 
 class ArrayRows(RowSource):
     """Rows and labels in memory. X is a matrix, or a list of whatever a kernel takes; y holds codes into `classes`."""
+
+    kind = "array"
+    output_rows = OUTPUT_ROWS
 
     def __init__(
         self,
@@ -57,6 +62,9 @@ class ArrayRows(RowSource):
 
     def __len__(self) -> int:
         return self.rows
+
+    def whereabouts(self, split: str | None) -> dict[str, Any]:
+        return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.classes, self.feature_names)

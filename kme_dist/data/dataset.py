@@ -62,6 +62,7 @@ class RowSource:
     rows are interchangeable: a plan, a sample or a sum over rows made from either has the same bits.
     """
 
+    kind: str = "rows"
     path: str  # where the rows are, for messages
     rows: int
     features: int
@@ -72,6 +73,15 @@ class RowSource:
     shuffled: int | None
     splits: dict[str, tuple[tuple[int, int], ...]]
     statistics: Statistics
+    id_field: tuple[str, str] | None = None  # name and type of what names a row outside, where numbers do not
+
+    @property
+    def output_rows(self) -> int:
+        """Rows of one chunk of predictions."""
+        return self.chunk_rows
+
+    def whereabouts(self, split: str | None) -> dict[str, Any]:
+        return {"path": self.path}
 
     def ranges(self, split: str | None = None) -> tuple[tuple[int, int], ...]:
         """The row ranges of a split; of everything when None."""
@@ -142,6 +152,8 @@ class RowSource:
 class Dataset(RowSource):
     """An open data set. Threads may share it; it pickles as its address, and opens again where it arrives."""
 
+    kind = "dataset"
+
     def __init__(self, place: Place, *, verify: bool = False, cache_bytes: int = CACHE_BYTES) -> None:
         self.place, self.verify_reads, self._cache_bytes = place, verify, cache_bytes
         self.attributes = read_dataset_attributes(place)
@@ -177,6 +189,7 @@ class Dataset(RowSource):
         self.X = self._array("X")
         self.y = self._array("y") if self.task != "none" else None
         self.row = self._array("row") if "row" in a["digests"] else None
+        self.id_field = None if self.row is None else ("row", "int64")
         self.dtype = self.X.layout.dtype
 
     def _array(self, name: str) -> StoredArray:
@@ -229,6 +242,9 @@ class Dataset(RowSource):
     @property
     def path(self) -> str:  # type: ignore[override]
         return self.place.address
+
+    def whereabouts(self, split: str | None) -> dict[str, Any]:
+        return {"path": self.path, "split": split}
 
     @functools.cached_property
     def digest(self) -> str:

@@ -42,6 +42,7 @@ class RowsRef:
     dtype: str = ""  # empty: that of the source
     n_classes: int = 0  # 0: whatever labels there are, they are no classes
     columns: tuple[int, ...] = ()  # of the source that count as features; none named: all of them
+    split: str | None = None  # whose ranges these are
 
     def __hash__(self) -> int:
         return hash(self.token)
@@ -70,7 +71,7 @@ class RowsRef:
         if isinstance(scaling, str):
             scaling = Scaling.of(source.split_statistics(split), scaling)
         n_classes = len(source.classes) if classes and source.classes is not None else 0
-        return cls(os.urandom(8).hex(), source, ranges, scaling, dtype, n_classes, tuple(columns))
+        return cls(os.urandom(8).hex(), source, ranges, scaling, dtype, n_classes, tuple(columns), split)
 
     @property
     def path(self) -> str:
@@ -82,6 +83,15 @@ class RowsRef:
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def id_field(self) -> tuple[str, str] | None:
+        """Name and type of what names a row outside; None where that is its number among all rows."""
+        return self.source.id_field or (None if self.split is None else ("row", "int64"))
+
+    def describe(self) -> dict[str, Any]:
+        """Where they are, in plain data: the same for the same place."""
+        return {"kind": self.source.kind, **self.source.whereabouts(self.split)}
 
     # --- spans -------------------------------------------------------------------------------------
 

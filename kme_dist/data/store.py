@@ -304,27 +304,3 @@ def _load_array(place: Place, name: str) -> np.ndarray:
     if not stored.layout.shape:
         return stored.chunk(0).copy()
     return stored.read(0, stored.layout.shape[0])
-
-
-# --- settings and labels, as JSON holds them -----------------------------------------------------------
-
-
-def labels_to_json(classes: np.ndarray) -> dict[str, Any]:
-    labels = classes.tolist()
-    if not all(isinstance(label, str | int | float | bool) for label in labels):
-        raise DataError(f"labels of type {type(labels[0]).__name__} cannot be stored; use strings or numbers")
-    return {"classes": labels, "classes_dtype": classes.dtype.str}
-
-
-def labels_from_json(found: Mapping[str, Any]) -> np.ndarray:
-    dtype = np.dtype(found["classes_dtype"])
-    if dtype.kind not in "biufUO":
-        raise DataError(f"labels of type {dtype} do not belong in a model")
-    return np.array(found["classes"], dtype=dtype)
-
-
-def plain(value: Any) -> Any:
-    """A setting as JSON holds it."""
-    if isinstance(value, np.generic):
-        return value.item()
-    return [plain(part) for part in value] if isinstance(value, tuple | list) else value

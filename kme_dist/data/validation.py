@@ -1,16 +1,12 @@
-"""What callers hand in, looked at once: rows, columns, labels, names.
+"""What callers pass in, checked once: rows, columns, labels.
 
     rows = as_rows(X)                  numbers as a C-ordered matrix of floats; texts and the like as they are
+    values = as_values(Y)              targets: numbers as an array, texts and labels as they are
     check_columns(X)                   a column of dates is refused by its name, before anything else trips over it
-    check_labels(y)                    labels of mixed types, dates and holes are refused, by row
-    remember_columns(model, X, rows)   at fit: `feature_names_in_` and `n_features_in_`
-    check_columns_of(model, X, rows)   at every question after that: the same names in the same order, the same width
-    remember_names(model, names)       at fit of a data set
-    rows_and_labels, rows_asked        all of that around scikit-learn's `validate_data`, at fit and after it
-    stored_names, restore_names        what a stored model keeps of it
+    check_labels(y)                    labels of mixed types, dates and missing ones are refused, by row
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can stand in front of scikit-learn's own
-`validate_data`. A data set's generated names (x0, x1, ...) stand for positions and are no names.
+`validate_data`.
 """
 
 from __future__ import annotations
@@ -22,9 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import check_array, validate_data
 
-from kme_dist.data.dataset import generated_names
 from kme_dist.errors import DataError
 
 _NUMBERS = ("b", "i", "u", "f")
@@ -39,8 +33,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     """Rows as kernels take them.
 
     A table of numbers (an array, a data frame, a list of equally long rows) becomes a C-ordered matrix of `dtype`, so
-    that the same values give the same bits however they were laid out. Whatever is no table of numbers (texts, ...)
-    stays as it is, for the kernel to judge.
+    that the same values give the same bits however they were laid out. Whatever is not a table of numbers (texts, ...)
+    stays as it is, for the kernel to check.
     """
     check_columns(X)
     if hasattr(X, "to_numpy"):  # a data frame or one of its columns
@@ -97,20 +91,20 @@ def _from_list(X: Sequence[Any]) -> Any:
 
 
 def _numbers_or_same(values: np.ndarray) -> np.ndarray:
-    """An array of objects as floats where all of them are numbers (None is a hole)."""
+    """An array of objects as floats where all of them are numbers (None is a missing one)."""
     if any(not _is_number(value) for value in values.ravel()):
         return values
-    found = [np.nan if _is_hole(value) else float(value) for value in values.ravel()]
+    found = [np.nan if _is_missing(value) else float(value) for value in values.ravel()]
     return np.array(found, np.float64).reshape(values.shape)
 
 
 def _is_number(value: Any) -> bool:
-    if _is_hole(value) or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    if _is_missing(value) or isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         return True
     return isinstance(value, Decimal | Fraction)
 
 
-def _is_hole(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType"  # pandas' missing number
 
 
@@ -186,8 +180,8 @@ def check_labels(y: Any) -> None:
     first: dict[str, tuple[int, Any]] = {}
     for row, value in enumerate(values):
         if isinstance(value, list | tuple | np.ndarray):
-            return  # several outputs: not ours to judge
-        if _is_hole(value) or type(value).__name__ == "NaTType":
+            return  # several outputs: not checked here
+        if _is_missing(value) or type(value).__name__ == "NaTType":
             raise DataError(f"the label of row {row} is missing ({value!r}); remove that row, or give it a label")
         if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
             raise DataError(
@@ -200,90 +194,3 @@ def check_labels(y: Any) -> None:
                 f"labels mix types: {_shown(one)} in row {a} and {_shown(other)} in row {b}; make them all texts, e.g. "
                 "[str(v) for v in y], or all numbers"
             )
-
-
-# --- names and widths ---------------------------------------------------------------------------------------
-
-
-def remember_columns(model: Any, X: Any, rows: Any) -> None:
-    """At fit: `feature_names_in_` where X has names, `n_features_in_` where its rows are a matrix."""
-    model.fitted_to_dataset_ = False
-    validate_data(model, X, "no_validation", reset=True, skip_check_array=True, ensure_2d=False)
-    if isinstance(rows, np.ndarray) and rows.ndim == 2:
-        model.n_features_in_ = int(rows.shape[1])
-    elif hasattr(model, "n_features_in_"):
-        del model.n_features_in_
-
-
-def remember_names(model: Any, names: Sequence[Any]) -> None:
-    """The same for a data set: names and width as it has them.
-
-    Its rows are read as plain arrays, so plain arrays may be asked about without the warning that scikit-learn has for
-    a model with names; tables with names are checked by them.
-    """
-    model.fitted_to_dataset_ = True
-    model.n_features_in_ = len(names)
-    if hasattr(model, "feature_names_in_"):
-        del model.feature_names_in_
-    given = [str(name) for name in names]
-    if not generated_names(given):
-        model.feature_names_in_ = np.array(given, dtype=object)
-
-
-def rows_and_labels(model: Any, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
-    """At fit of a classifier: scikit-learn's `validate_data`, after dates and mixed labels were refused."""
-    check_columns(X)
-    check_labels(y)
-    model.fitted_to_dataset_ = False
-    found: tuple[np.ndarray, np.ndarray] = validate_data(model, X, y, ensure_min_samples=2, **settings)
-    return found
-
-
-def rows_asked(model: Any, X: Any, **settings: Any) -> np.ndarray:
-    """At a question: scikit-learn's `validate_data`, after dates were refused."""
-    check_columns(X)
-    if not getattr(model, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-        return np.asarray(validate_data(model, X, reset=False, **settings))
-    rows = check_array(X, input_name="X", estimator=model, **settings)
-    check_columns_of(model, X, rows)
-    return np.asarray(rows)
-
-
-def check_columns_of(model: Any, X: Any, rows: Any) -> None:
-    """At a question: names as scikit-learn checks them (another order is refused), and as many features as at fit."""
-    if not getattr(model, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-        validate_data(model, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
-    wanted = getattr(model, "n_features_in_", None)
-    if wanted is None:
-        return
-    if not isinstance(rows, np.ndarray):
-        raise DataError(
-            f"{type(model).__name__} was fitted to rows of {wanted} numbers; got a {type(rows).__name__} of other "
-            "things. Pass a table of numbers with the same columns"
-        )
-    if rows.shape[1] != wanted:
-        raise DataError(
-            f"X has {rows.shape[1]} features, but {type(model).__name__} is expecting {wanted} features, as many as it "
-            "was fitted to; pass the same columns"
-        )
-
-
-def stored_names(model: Any) -> dict[str, Any]:
-    """Names and width, as attributes of a stored model."""
-    names = [str(name) for name in getattr(model, "feature_names_in_", [])]
-    to_dataset = bool(getattr(model, "fitted_to_dataset_", False))
-    return {
-        "feature_names": names,
-        "n_features_in": getattr(model, "n_features_in_", None),
-        "fitted_to_dataset": to_dataset,
-    }
-
-
-def restore_names(model: Any, found: Any, width: int | None = None) -> None:
-    """And back; models stored before names were kept have none. `width` serves those that kept no width either."""
-    model.fitted_to_dataset_ = bool(found.get("fitted_to_dataset", False))
-    if found.get("feature_names"):
-        model.feature_names_in_ = np.array(found["feature_names"], dtype=object)
-    width = found.get("n_features_in", width)
-    if width is not None:
-        model.n_features_in_ = int(width)

@@ -23,18 +23,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import RegressorMixin
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
 
 from kme_dist import backend as devices
 from kme_dist.core import features as maps
 from kme_dist.core import optim
-from kme_dist.core.embedding import FeatureEmbedding, rkhs_entropy
+from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective
 from kme_dist.core.spectral import (
@@ -48,31 +46,35 @@ from kme_dist.core.spectral import (
     spectral_objective,
 )
 from kme_dist.core.spectral import losses as losses_of
-from kme_dist.data import store
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.scaling import Scaling
-from kme_dist.data.store import labels_from_json, labels_to_json, plain
-from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.cen import FORMAT
-from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
-from kme_dist.run.executors import Executor
-from kme_dist.run.features import (
-    Source,
-    learn_task,
-    restore_features,
-    start_of,
-    with_parameters,
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Estimator,
+    Facts,
+    Own,
+    get_labels,
+    put_labels,
+    scaling_arrays,
+    stored_scaling,
 )
-from kme_dist.run.learn import LearnSettings, Record
-from kme_dist.run.sharing import executor_for, share
+from kme_dist.models.classifier import Classifier
+from kme_dist.models.settings import Rule, integer, non_negative, one_of, positive
+from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
+from kme_dist.run.learn import Batches, learn
+from kme_dist.run.learners import describe_map, start_of, with_parameters
+from kme_dist.run.maps import restore_features
+from kme_dist.run.sharing import share
+from kme_dist.run.trainer import LearnSettings, Record
 
 _CHUNK_ROWS = 4_096
 
 
 @dataclass(frozen=True)
-class SpectralTask:
+class SpectralLearner:
     """One batch of the spectral objective."""
 
     features: Any
@@ -95,6 +97,10 @@ class SpectralTask:
             learn_features=self.variant.learned,
         )
 
+    def describe(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name not in ("features", "variant")}
+        return {"kind": "spectral", **own, "variant": vars(self.variant), **describe_map(self.features)}
+
     def after(self, parameters: optim.Named, rate: float) -> optim.Named:
         """The proximal step of the trace norm."""
         if not self.variant.trace_norm:
@@ -116,7 +122,7 @@ def _softmax(scores: Any) -> Any:
     return E / xp.sum(E, axis=1, keepdims=True)
 
 
-class _ASKL(BaseEstimator):  # type: ignore[misc]
+class _ASKL(Estimator):
     """What classifier and regressor share; see `ASKLClassifier` for the parameters."""
 
     features_: Any
@@ -125,46 +131,67 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
     history_: list[Record]
     bound_: float
 
+    _FITTED: ClassVar[str] = "features_"
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "variant": one_of(*VARIANTS),
+        "loss": one_of(*LOSSES),
+        "features": integer(1),
+        "batch_size": integer(1),
+        "batches_per_step": integer(1),
+        "epochs": integer(0),
+        "deviation": positive(),
+        "learning_rate": positive(),
+        "weight_penalty": non_negative(),
+        "feature_penalty": non_negative(),
+        "schedule": one_of("constant", "cosine"),
+        "dtype": one_of(*DTYPES),
+        "random_state": integer(0, optional=True),
+    }
+
+    def __init__(
+        self,
+        variant: str = "askl",
+        features: int = 2000,
+        form: str = "D",
+        deviation: float = 0.5,
+        weight_penalty: float = 1e-4,
+        feature_penalty: float = 1e-4,
+        batch_size: int = 32,
+        batches_per_step: int = 1,
+        epochs: int = 10,
+        learning_rate: float = 0.01,
+        schedule: str = "cosine",
+        optimizer: str = "adam",
+        scaling: str | None = "standard",
+        backend: str = "auto",
+        dtype: str = "float32",
+        client: Any = None,
+        random_state: int | None = 0,
+    ) -> None:
+        self.variant = variant
+        self.features = features
+        self.form = form
+        self.deviation = deviation
+        self.weight_penalty = weight_penalty
+        self.feature_penalty = feature_penalty
+        self.batch_size = batch_size
+        self.batches_per_step = batches_per_step
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.schedule = schedule
+        self.optimizer = optimizer
+        self.scaling = scaling
+        self.backend = backend
+        self.dtype = dtype
+        self.client = client
+        self.random_state = random_state
+
     # --- fitting ---------------------------------------------------------------------------------
 
-    def _check_settings(self) -> None:
-        if self.variant not in VARIANTS:
-            raise ConfigError(f"variant={self.variant!r} is unknown; choose one of {', '.join(VARIANTS)}")
-        if self.loss not in LOSSES:
-            raise ConfigError(f"loss={self.loss!r} is unknown; choose one of {', '.join(LOSSES)}")
-        for name in ("features", "batch_size", "batches_per_step"):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be an integer >= 1")
-        if not isinstance(self.epochs, int | np.integer) or self.epochs < 0:
-            raise ConfigError(f"epochs={self.epochs!r}: must be an integer >= 0")
-        for name in ("deviation", "learning_rate"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: must be a positive number")
-        for name in ("weight_penalty", "feature_penalty"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float | np.number) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r}: must be a number >= 0")
-        if self.schedule not in ("constant", "cosine"):
-            raise ConfigError(f"schedule={self.schedule!r} is unknown; choose 'constant' or 'cosine'")
-        if self.dtype not in ("float32", "float64"):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose 'float32' or 'float64'")
-
-    def _seed(self) -> int:
-        if self.random_state is None:
-            return int(np.random.SeedSequence().generate_state(1)[0])
-        if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
-            raise ConfigError(f"random_state={self.random_state!r}: must be an integer >= 0, or None")
-        return int(self.random_state)
-
-    def _executor(self) -> Executor:
-        return executor_for(self.client)
-
-    def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Source:
+    def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Batches:
         split = data.training_split()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
-        return Source.of(
+        return Batches.of(
             data,
             split=split,
             scaling=self.scaling_,
@@ -177,7 +204,7 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
 
     def _learn(
         self,
-        source: Source,
+        source: Batches,
         n_classes: int | None,
         outputs: int,
         callback: Callable[[Record], None] | None,
@@ -185,20 +212,20 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         variant, start = VARIANTS[self.variant], self._start()
         width = start.first.shape[1] * (2 if self.form == "2D" else 1)
-        task = SpectralTask(
+        task = SpectralLearner(
             start, variant, self.loss, n_classes, float(self.weight_penalty), float(self.feature_penalty)
         )
-        per_epoch = -(-source.rows // (source.batch * int(self.batches_per_step)))
+        per_epoch = -(-source.count // (source.size * int(self.batches_per_step)))
         settings = LearnSettings(
             steps=int(self.epochs) * per_epoch,
-            batch_size=source.batch,
+            batch_size=source.size,
             learning_rate=float(self.learning_rate),
             schedule=optim.cosine_decay if self.schedule == "cosine" else None,
             optimizer=self.optimizer,
             seed=self._seed(),
         )
         features = start_of(start) if variant.learned else {}
-        found = learn_task(
+        found = learn(
             task,
             source,
             {**features, "W": np.zeros((width, outputs))},
@@ -225,9 +252,9 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
             seed=self._seed(),
         )
 
-    def _bound(self, source: Source, n_classes: int | None) -> float:
+    def _bound(self, source: Batches, n_classes: int | None) -> float:
         """The bound at the training rows (at those of the first chunk, where there are many)."""
-        X, y = source.prepared(*(np.asarray(part) for part in source.dataset.read_rows(*source.chunks()[0])))
+        X, y = source.first_chunk()
         total, squares, lipschitz = 0.0, 0.0, 0.0
         for rows in row_blocks(len(y), _CHUNK_ROWS):
             Z = devices.to_host(self.features_.forward(X[rows, :]))
@@ -241,64 +268,41 @@ class _ASKL(BaseEstimator):  # type: ignore[misc]
         outputs = self.weights_.shape[1]
         return generalisation_bound(total / n, nuclear_norm(self.weights_), squares, n, outputs, lipschitz)
 
-    # --- using -----------------------------------------------------------------------------------
+    # --- using and storing -----------------------------------------------------------------------
 
     def _scores(self, X: Any) -> np.ndarray:
-        check_is_fitted(self, "features_")
-        X = rows_asked(self, X, dtype=[np.float64, np.float32])
-        rows = devices.to_device(self.scaling_.apply(X, "float64"), devices.resolve(self.backend))
+        """Wᵀφ(x)."""
+        rows = self._query_rows(X)
         return devices.to_host(FeatureEmbedding(self.features_, self.weights_).decision(rows))
 
     def embed(self, X: Any) -> np.ndarray:
         """The learned features φ(x)."""
-        check_is_fitted(self, "features_")
-        X = rows_asked(self, X, dtype=[np.float64, np.float32])
-        return np.asarray(self.features_.forward(self.scaling_.apply(X, "float64")))
+        rows = self._query_rows(X)
+        return devices.to_host(self.features_.forward(rows))
 
-    def save(self, path: str | Path) -> None:
-        """Write the fitted model as Zarr arrays and JSON; `kme_dist.load` brings it back without running code."""
-        check_is_fitted(self, "features_")
-        arrays = {
-            "weights": self.weights_,
-            "scaling/shift": self.scaling_.shift,
-            "scaling/factor": self.scaling_.factor,
-            **{f"features/{name}": value for name, value in self.features_.arrays.items()},
-        }
-        settings = {name: plain(value) for name, value in self.get_params(deep=False).items()}
-        attributes = {
-            "model": type(self).__name__,
-            "model_format": FORMAT,
-            "settings": {**settings, "client": None},
+    def _pack(self) -> tuple[Arrays, Facts]:
+        features = {f"features/{name}": value for name, value in self.features_.arrays.items()}
+        return {"weights": self.weights_, **scaling_arrays(self.scaling_), **features}, {
             "features": self.features_.to_config(),
             "inputs": self.n_features_in_,
-            **stored_names(self),
             "bound": self.bound_,
             "history": self.history_,
-            **self._own_attributes(),
         }
-        store.save_arrays(path, arrays, attributes)
 
-    def _own_attributes(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def _restore(cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
-        model = cls(**found["settings"])
-        model.features_ = restore_features(found["features"], arrays, own)
-        if getattr(model.features_, "second_phases", None) is not None:
-            model.form = "independent"  # in older models this was form="D"
-        model.weights_ = arrays["weights"]
-        model.scaling_ = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
-        restore_names(model, found, found["inputs"])
-        model.bound_, model.history_ = found["bound"], found["history"]
-        model._restore_own(found)
-        return model
-
-    def _restore_own(self, found: Mapping[str, Any]) -> None:
-        pass
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.features_ = restore_features(facts["features"], arrays, own)
+        if getattr(self.features_, "second_phases", None) is not None:
+            self.form = "independent"  # in older models this was form="D"
+        self.weights_, self.scaling_ = arrays["weights"], stored_scaling(arrays)
+        self.n_features_in_ = int(facts["inputs"])
+        self.bound_, self.history_ = facts["bound"], facts["history"]
 
 
-class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
+def _has_probabilities(model: Any) -> bool:
+    return bool(model.loss == "cross_entropy")
+
+
+class ASKLClassifier(Classifier, _ASKL):
     """Spectral kernel learning for classes.
 
     Parameters
@@ -338,24 +342,26 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
         client: Any = None,
         random_state: int | None = 0,
     ) -> None:
-        self.variant = variant
-        self.features = features
-        self.form = form
-        self.deviation = deviation
+        super().__init__(
+            variant=variant,
+            features=features,
+            form=form,
+            deviation=deviation,
+            weight_penalty=weight_penalty,
+            feature_penalty=feature_penalty,
+            batch_size=batch_size,
+            batches_per_step=batches_per_step,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            schedule=schedule,
+            optimizer=optimizer,
+            scaling=scaling,
+            backend=backend,
+            dtype=dtype,
+            client=client,
+            random_state=random_state,
+        )
         self.loss = loss
-        self.weight_penalty = weight_penalty
-        self.feature_penalty = feature_penalty
-        self.batch_size = batch_size
-        self.batches_per_step = batches_per_step
-        self.epochs = epochs
-        self.learning_rate = learning_rate
-        self.schedule = schedule
-        self.optimizer = optimizer
-        self.scaling = scaling
-        self.backend = backend
-        self.dtype = dtype
-        self.client = client
-        self.random_state = random_state
 
     def fit(
         self,
@@ -366,27 +372,13 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
     ) -> Self:
         """Learn frequencies and weights from a table with labels, or from an open `Dataset`.
 
-        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to go on
-        from.
+        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to
+        resume from.
         """
         self._check_settings()
         with contextlib.ExitStack() as stack:
-            data: RowSource
-            if isinstance(X, Dataset):
-                if X.classes is None or y is not None:
-                    raise DataError(f"{X.path}: fit(dataset) takes a data set with class labels, and no y")
-                remember_names(self, X.feature_names)
-                data, self.classes_ = X, np.asarray(X.classes)
-            else:
-                X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
-                check_classification_targets(y)
-                self.classes_, codes = np.unique(y, return_inverse=True)
-                data = ArrayRows(X, codes, self.classes_)
-                share(data, self.client, stack)
-            if len(self.classes_) < 2:
-                raise DataError(
-                    f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
-                )
+            data, _ = self._labelled_rows(X, y, stack)
+            self.classes_ = np.asarray(data.classes)
             self._learn(self._source(data), len(self.classes_), len(self.classes_), callback, checkpoints)
         return self
 
@@ -395,81 +387,49 @@ class ASKLClassifier(ClassifierMixin, _ASKL):  # type: ignore[misc]
         scores = self._scores(X)
         return scores if len(self.classes_) > 2 else scores[:, 1] - scores[:, 0]
 
-    def predict(self, X: Any) -> np.ndarray:
-        """The class with the largest score; where there are probabilities, with the largest of `predict_proba`."""
+    def _decide(self, X: Any) -> np.ndarray:
+        """Scores, or probabilities where there are any: the label is the largest of either."""
         scores = self._scores(X)
-        best = (_softmax(scores) if self.loss == "cross_entropy" else scores).argmax(axis=1)
-        return np.asarray(self.classes_[best])
-
-    @available_if(lambda self: self.loss == "cross_entropy")  # type: ignore[untyped-decorator]
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities, where the loss was cross entropy."""
-        return np.asarray(_softmax(self._scores(X)))
-
-    @available_if(lambda self: self.loss == "cross_entropy")  # type: ignore[untyped-decorator]
-    def entropy(self, X: Any) -> np.ndarray:
-        """Uncertainty of the probabilities, in nats."""
-        return np.asarray(rkhs_entropy(self.predict_proba(X)))
-
-    @property
-    def embedding_(self) -> SoftmaxEmbedding:
-        """What batch inference asks: f(x) are the probabilities themselves."""
-        check_is_fitted(self, "features_")
-        if self.loss != "cross_entropy":
-            raise ConfigError(f"loss={self.loss!r} gives no probabilities to store; fit with loss='cross_entropy'")
-        return SoftmaxEmbedding(self.features_, self.weights_)
+        return np.asarray(_softmax(scores)) if self.loss == "cross_entropy" else scores
 
     def probabilities(self, P: np.ndarray) -> np.ndarray:
         """Class probabilities from what `embedding_` decides: the same."""
         return P
 
-    def _own_attributes(self) -> dict[str, Any]:
-        return labels_to_json(self.classes_)
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities, where the loss was cross entropy."""
+        return super().predict_proba(X)
 
-    def _restore_own(self, found: Mapping[str, Any]) -> None:
-        self.classes_ = labels_from_json(found)
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def entropy(self, X: Any) -> np.ndarray:
+        """Uncertainty of the probabilities, in nats."""
+        return super().entropy(X)
+
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def expectation(self, X: Any, g: Any) -> np.ndarray:
+        """E[g(Y) | x] under `predict_proba`; `g` is a function of the label, a mapping, or one value per class."""
+        return super().expectation(X, g)
+
+    @property
+    def embedding_(self) -> SoftmaxEmbedding:
+        """What batch inference asks: f(x) are the probabilities themselves."""
+        self._check_fitted()
+        if not _has_probabilities(self):
+            raise ConfigError(f"loss={self.loss!r} gives no probabilities to store; fit with loss='cross_entropy'")
+        return SoftmaxEmbedding(self.features_, self.weights_)
+
+    def _pack(self) -> tuple[Arrays, Facts]:
+        arrays, facts = super()._pack()
+        return arrays, {**facts, **put_labels(self.classes_)}
+
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        super()._unpack(arrays, facts, own)
+        self.classes_ = get_labels(facts)
 
 
 class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
     """Spectral kernel learning for numbers, centred and scaled inside; parameters as in `ASKLClassifier`."""
-
-    def __init__(
-        self,
-        variant: str = "askl",
-        features: int = 2000,
-        form: str = "D",
-        deviation: float = 0.5,
-        weight_penalty: float = 1e-4,
-        feature_penalty: float = 1e-4,
-        batch_size: int = 32,
-        batches_per_step: int = 1,
-        epochs: int = 10,
-        learning_rate: float = 0.01,
-        schedule: str = "cosine",
-        optimizer: str = "adam",
-        scaling: str | None = "standard",
-        backend: str = "auto",
-        dtype: str = "float32",
-        client: Any = None,
-        random_state: int | None = 0,
-    ) -> None:
-        self.variant = variant
-        self.features = features
-        self.form = form
-        self.deviation = deviation
-        self.weight_penalty = weight_penalty
-        self.feature_penalty = feature_penalty
-        self.batch_size = batch_size
-        self.batches_per_step = batches_per_step
-        self.epochs = epochs
-        self.learning_rate = learning_rate
-        self.schedule = schedule
-        self.optimizer = optimizer
-        self.scaling = scaling
-        self.backend = backend
-        self.dtype = dtype
-        self.client = client
-        self.random_state = random_state
 
     loss = "squared"
 
@@ -482,8 +442,8 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
     ) -> Self:
         """Learn frequencies and weights from a table with numbers to predict, or from an open `Dataset`.
 
-        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to go on
-        from.
+        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to
+        resume from.
         """
         self._check_settings()
         with contextlib.ExitStack() as stack:
@@ -491,10 +451,10 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             if isinstance(X, Dataset):
                 if X.classes is not None or X.y is None or y is not None:
                     raise DataError(f"{X.path}: fit(dataset) takes a data set with numbers to predict, and no y")
-                remember_names(self, X.feature_names)
+                self._remember_names(X.feature_names)
                 data = X
             else:
-                X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32], y_numeric=True)
+                X, y = self._fit_rows(X, y, y_numeric=True)
                 data = ArrayRows(X, np.asarray(y, np.float64))
                 share(data, self.client, stack)
             found = data.target_statistics
@@ -507,11 +467,13 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         scores = self._scores(X)[:, 0]
         return np.asarray(scores * self.target_[1] + self.target_[0])
 
-    def _own_attributes(self) -> dict[str, Any]:
-        return {"target": list(self.target_)}
+    def _pack(self) -> tuple[Arrays, Facts]:
+        arrays, facts = super()._pack()
+        return arrays, {**facts, "target": list(self.target_)}
 
-    def _restore_own(self, found: Mapping[str, Any]) -> None:
-        self.target_ = (float(found["target"][0]), float(found["target"][1]))
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        super()._unpack(arrays, facts, own)
+        self.target_ = (float(facts["target"][0]), float(facts["target"][1]))
 
 
 def _centre_and_width(mean: float, variance: float) -> tuple[float, float]:

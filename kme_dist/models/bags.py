@@ -15,28 +15,33 @@ bags is <μ_i, μ_j> ("linear") or exp(-|μ_i - μ_j|²/2σ²) ("gaussian"; the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin, OutlierMixin
+from sklearn.base import ClassifierMixin, OutlierMixin
 from sklearn.svm import SVC, OneClassSVM
-from sklearn.utils.validation import check_is_fitted
 
-from kme_dist.core import kernels
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import row_count, take
 from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
-from kme_dist.data import store
-from kme_dist.data.validation import check_columns_of, check_labels, remember_columns, restore_names, stored_names
-from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.means import FORMAT, kernel_for
-from kme_dist.models.storing import get_rows, put_rows
+from kme_dist.data.validation import check_labels
+from kme_dist.errors import DataError
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, get_labels, get_rows, put_labels, put_rows
+from kme_dist.models.means import kernel_for
+from kme_dist.models.settings import Rule, integer, one_of, positive, up_to_one
 from kme_dist.run.means import Sample
 
 
-class _BagMachine(BaseEstimator):  # type: ignore[misc]
+class _BagMachine(Estimator):
     """What both machines share: kernel means of bags and the Gram matrix between them."""
+
+    _FITTED: ClassVar[str] = "machine_"
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "estimator": one_of(*ESTIMATORS),
+        "level": one_of("linear", "gaussian"),
+        "width": positive(optional=True),
+        "random_state": integer(0),
+    }
 
     kernel: Any
     estimator: str
@@ -44,6 +49,7 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
     width: float | None
     positive_part: bool
     random_state: int
+    machine_: Any
 
     def _bags(self, bags: Sequence[Any], reset: bool = False) -> list[Any]:
         """Rows of every bag; all of them, and those of the fit, have the same columns."""
@@ -59,20 +65,17 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
         if len(widths) > 1:
             raise DataError(f"bags differ in their number of features: {sorted(widths)}")
         if reset:
-            remember_columns(self, bags[0], found[0])
+            self._remember_columns(bags[0], found[0])
         for number, (bag, rows) in enumerate(zip(bags, found, strict=True)):
             try:
-                check_columns_of(self, bag, rows)
+                self._check_columns(bag, rows)
             except ValueError as error:  # ours, and what scikit-learn says of names
                 raise DataError(f"bag {number}: {error}") from error
         return found
 
     def _prepare(self, bags: Sequence[Any]) -> np.ndarray:
-        """Keep the bags with their weights; the Gram matrix of the kernel between them."""
-        if self.estimator not in ESTIMATORS:
-            raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-        if self.level not in ("linear", "gaussian"):
-            raise ConfigError(f"level={self.level!r} is unknown; choose 'linear' or 'gaussian'")
+        """Keep the bags with their weights; the Gram matrix of the kernel between them, its mean diagonal being 1: the
+        settings of a machine mean the same whatever the kernel's magnitude."""
         found = self._bags(bags, reset=True)
         self.kernel_ = kernel_for(self.kernel, Sample.of(_stacked(found)), self.random_state)
         self._keep(found)
@@ -83,7 +86,9 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
             distances = np.sqrt(np.maximum(self.norms_[:, None] + self.norms_[None, :] - 2 * G, 0.0))
             apart = distances[distances > 0]
             self.width_ = float(np.median(apart)) if apart.size else 1.0
-        return self._second_level(G, self.norms_)
+        G = self._second_level(G, self.norms_)
+        self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
+        return np.asarray(G / self.unit_)
 
     def _keep(self, bags: list[Any]) -> None:
         self.points_, self.sizes_ = _stacked(bags), np.array([row_count(bag) for bag in bags])
@@ -117,7 +122,7 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
 
     def gram(self, bags: Sequence[Any]) -> np.ndarray:
         """The kernel between given bags (down) and those of the fit (across)."""
-        check_is_fitted(self, "machine_")
+        self._check_fitted()
         found = self._bags(bags)
         points, sizes = _stacked(found), np.array([row_count(bag) for bag in found])
         weights = [self._weigh(bag) for bag in found]
@@ -125,39 +130,29 @@ class _BagMachine(BaseEstimator):  # type: ignore[misc]
         norms = np.array([w @ self.kernel_.gram(bag) @ w for w, bag in zip(weights, found, strict=True)])
         return self._second_level(G, norms)
 
-    def save(self, path: str | Path) -> None:
-        """Write bags, weights and settings as arrays and JSON; the small machine on top is solved anew when loaded."""
-        check_is_fitted(self, "machine_")
-        arrays = {"sizes": self.sizes_}
-        settings = {**self.get_params(deep=False), "kernel": self.kernel_.to_config()}
-        attributes: dict[str, Any] = {
-            "model": type(self).__name__,
-            "model_format": FORMAT,
-            "settings": settings,
-            "width": self.width_,
-            **stored_names(self),
-        }
-        labels = getattr(self, "labels_", None)
-        if labels is not None:
-            attributes["labels"], attributes["labels_dtype"] = labels.tolist(), labels.dtype.str
-        put_rows(arrays, attributes, "points", self.points_)
-        store.save_arrays(path, arrays, attributes)
+    def decision_function(self, bags: Sequence[Any]) -> np.ndarray:
+        """How far each bag lies on the side of its class; of one class, positive inside the region of the fit."""
+        G = self.gram(bags)
+        return np.asarray(self.machine_.decision_function(G / self.unit_))
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> Any:
-        settings = dict(found["settings"])
-        settings["kernel"] = kernels.from_config(settings["kernel"], own=own)
-        if settings["level"] == "gaussian":
-            settings["width"] = found["width"]
-        points, sizes = get_rows(arrays, found, "points"), arrays["sizes"]
+    def _stored_settings(self) -> dict[str, Any]:
+        return {**super()._stored_settings(), "kernel": self.kernel_.to_config()}
+
+    def _pack(self) -> tuple[Arrays, Facts]:
+        """Bags, and what was chosen; the small machine on top is solved again when it is loaded."""
+        arrays, facts = {"sizes": self.sizes_}, {"width": self.width_}
+        if hasattr(self, "labels_"):
+            facts |= put_labels(self.labels_, "labels")
+        put_rows(arrays, facts, "points", self.points_)
+        return arrays, facts
+
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        if self.level == "gaussian":
+            self.width = facts["width"]
+        points, sizes = get_rows(arrays, facts, "points"), arrays["sizes"]
         ends = np.cumsum(sizes)
         bags = [take(points, slice(int(end - size), int(end))) for end, size in zip(ends, sizes, strict=True)]
-        labels = np.array(found["labels"], dtype=np.dtype(found["labels_dtype"])) if "labels" in found else None
-        model = cls(**settings).fit(bags, labels)
-        restore_names(model, found)
-        return model
+        self.fit(bags, get_labels(facts, "labels") if "labels" in facts else None)
 
 
 class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[misc]
@@ -170,8 +165,10 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
     level : kernel between the means: "linear" or "gaussian".   width : σ of the latter; None: the median distance.
     C : how much a mistake costs.   positive_part, random_state : as in KernelMean.
 
-    Bags are no rows of a table, so this is a classifier of its own kind: `fit(bags, y)`, `predict(bags)`.
+    Bags are not rows of a table, so this is a classifier of its own kind: `fit(bags, y)`, `predict(bags)`.
     """
+
+    _RULES: ClassVar[Mapping[str, Rule]] = {**_BagMachine._RULES, "C": positive()}
 
     def __init__(
         self,
@@ -193,23 +190,16 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
 
     def fit(self, bags: Sequence[Any], y: Any) -> Self:
         """Kernel means of the bags, then a support vector machine on them."""
+        self._check_settings()
         check_labels(y)
         self.labels_ = np.asarray(y)
         if len(self.labels_) != len(bags):
-            raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; they come in pairs")
+            raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; their numbers must be equal")
         if len(np.unique(self.labels_)) < 2:
             raise DataError("y holds one class only; a classifier needs bags of at least two classes")
-        G = self._prepare(bags)
-        # A multiple of the identity in scale: C means the same whatever the kernel's magnitude.
-        self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
-        self.machine_ = SVC(C=self.C, kernel="precomputed").fit(G / self.unit_, self.labels_)
+        self.machine_ = SVC(C=self.C, kernel="precomputed").fit(self._prepare(bags), self.labels_)
         self.classes_ = self.machine_.classes_
         return self
-
-    def decision_function(self, bags: Sequence[Any]) -> np.ndarray:
-        """How far each bag lies on the side of its class."""
-        G = self.gram(bags)
-        return np.asarray(self.machine_.decision_function(G / self.unit_))
 
     def predict(self, bags: Sequence[Any]) -> np.ndarray:
         """The class of every bag."""
@@ -218,11 +208,13 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
 
 
 class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
-    """Bags that do not belong: the one-class support measure machine.
+    """Outliers among bags: the one-class support measure machine.
 
-    `nu` bounds the share of training bags called strange; the other parameters are those of SupportMeasureClassifier.
-    `predict` gives 1 for bags like those of the fit and -1 for strange ones, by the sign of `decision_function`.
+    `nu` bounds the share of training bags called outliers; the other parameters are those of SupportMeasureClassifier.
+    `predict` gives 1 for bags like those of the fit and -1 for outliers, by the sign of `decision_function`.
     """
+
+    _RULES: ClassVar[Mapping[str, Rule]] = {**_BagMachine._RULES, "nu": up_to_one()}
 
     def __init__(
         self,
@@ -244,20 +236,12 @@ class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
 
     def fit(self, bags: Sequence[Any], y: Any = None) -> Self:
         """Kernel means of the bags, then the smallest region of them."""
-        if not 0 < self.nu <= 1:
-            raise ConfigError(f"nu={self.nu!r}: must be a number > 0 and <= 1")
-        G = self._prepare(bags)
-        self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
-        self.machine_ = OneClassSVM(kernel="precomputed", nu=self.nu).fit(G / self.unit_)
+        self._check_settings()
+        self.machine_ = OneClassSVM(kernel="precomputed", nu=self.nu).fit(self._prepare(bags))
         return self
 
-    def decision_function(self, bags: Sequence[Any]) -> np.ndarray:
-        """Positive inside the region of the training bags."""
-        G = self.gram(bags)
-        return np.asarray(self.machine_.decision_function(G / self.unit_))
-
     def predict(self, bags: Sequence[Any]) -> np.ndarray:
-        """1 for bags like those of the fit, -1 for strange ones."""
+        """1 for bags like those of the fit, -1 for outliers."""
         return np.where(self.decision_function(bags) >= 0, 1, -1)
 
 

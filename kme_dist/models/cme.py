@@ -14,52 +14,40 @@ True
 
 Targets are vectors, labels (`target_kernel="delta"`, when it equals the multiclass conditional embedding), texts, or
 whatever the target kernel takes. Exact solvers keep the weights implicit: E[h(Y) | x] is solved for when it is asked.
-A data set on disk is fitted where it lies, by centres or features in one pass.
+A data set on disk is fitted in place, by centres or features in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator
-from sklearn.utils.validation import check_is_fitted
 
-from kme_dist.backend import blas_threads, free_bytes, to_host
-from kme_dist.core import kernels
+from kme_dist.backend import blas_threads, free_bytes
 from kme_dist.core.conditional import (
     ConditionalEmbedding,
     Delta,
     Explicit,
     Weights,
     conditional_quantiles,
-    held_out_scores,
     herd,
     solve_embedding,
 )
 from kme_dist.core.features import SAMPLERS
 from kme_dist.core.intervals import LeftOut
-from kme_dist.core.kernels import Kernel, Linear, OnFeatures
-from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, take
+from kme_dist.core.kernels import Kernel
+from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select, take
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, Features
-from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.scaling import Scaling
-from kme_dist.data.validation import (
-    as_values,
-    check_columns_of,
-    check_labels,
-    remember_columns,
-    remember_names,
-    restore_names,
-    stored_names,
-)
+from kme_dist.data.validation import as_values, check_labels
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.means import FORMAT
-from kme_dist.models.storing import pack, unpack
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, scaling_arrays, stored_scaling
+from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
+from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
+from kme_dist.models.settings import Rule, integer, one_of, positive
 from kme_dist.run.conditional import (
     Inverse,
     KernelLearning,
@@ -70,24 +58,18 @@ from kme_dist.run.conditional import (
     learn_kernel,
     left_out,
     project,
-    with_median,
 )
-from kme_dist.run.features import as_features
 from kme_dist.run.fit import SOLVERS, choose
-from kme_dist.run.learn import length_scale_names, select
+from kme_dist.run.maps import as_features
 from kme_dist.run.means import Sample, random_features
-from kme_dist.run.sharing import executor_for
-from kme_dist.run.sparse_forms import Sparsifiable
 
-_JUDGED_ROWS = 1_200  # pairs by which kernel and λ are chosen
+_SELECTION_ROWS = 1_200  # pairs by which kernel and λ are chosen
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
 _CHOICE_ROWS = 20_000  # rows that centres are chosen among
-_WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
-_ASKED_ROWS = 1_024  # of quantiles at a time
-_SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
+_QUERY_ROWS = 1_024  # of quantiles at a time
 
 
-class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[misc]
+class ConditionalMeanEmbedding(Estimator):
     """μ(x) = E[L(Y, ·) | x], estimated by regression in the target kernel's Hilbert space.
 
     Parameters
@@ -95,8 +77,8 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     kernel : of the inputs: a name (length scale by cross-validation), a kernel, or a list of kernels to choose from.
     target_kernel : of the targets: a name (length scale is the median distance), "delta" for labels, or a kernel.
     regularization : λ, or None to choose it by cross-validation.
-    folds : None leaves out one pair at a time; a number makes so many folds. In closed form either way.
-    learn_steps : learn the input kernel's parameters and λ by so many gradient steps of the held-out loss (0: do not).
+    folds : None leaves out one pair at a time; a number is that of the folds. In closed form either way.
+    learn_steps : number of gradient steps of the held-out loss that learn the input kernel and λ (0: none).
         The loss is |L(y, ·) - μ(x)|² over held-out pairs plus `complexity_weight` times the Hilbert-Schmidt norm of the
         embedding: for arbitrary targets what the complexity bound is for classes, but as a heuristic; no generalisation
         bound is known for it, and the target kernel is never learned, since the loss is measured in it.
@@ -106,10 +88,10 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     features : of solver "features": a feature map, or how many random frequencies of the kernel.
     tolerance : of solver "pcg": relative residual.
     centres, centre_choice : how many, and "rpcholesky", "uniform" or "kmeans++".
-    target_centres : project on so many targets, so that the model's size does not grow with the rows; None keeps all
-        targets, where they are in memory.
+    target_centres : number of targets to project on, so that the model's size does not grow with the rows; None keeps
+        all targets, where they are in memory.
     scaling : {"standard", "unit", None} of numeric inputs.
-    client : a distributed.Client.   random_state : whole number.
+    client : a distributed.Client.   random_state : integer >= 0.
 
     Attributes
     ----------
@@ -119,6 +101,19 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     retuned_ : errors of the λ that "pcg", "nystrom" and "features" tried on all rows, after the kernel was chosen.
     n_features_in_, feature_names_in_ : of numeric inputs; names where a data frame or a data set brought them.
     """
+
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "solver": one_of("auto", *SOLVERS),
+        "tolerance": positive(),
+        "regularization": positive(optional=True),
+        "learn_steps": integer(0),
+        "centres": integer(1, optional=True),
+        "target_centres": integer(1, optional=True),
+        "folds": integer(2, optional=True),
+        "random_state": integer(0),
+    }
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("kernel", "target_kernel", "regularization", "solver", "scaling")
+    _left: LeftOut | None = None
 
     def __init__(
         self,
@@ -165,9 +160,9 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
             return self._fit(self._pairs(X, Y))
 
     def _fit(self, pairs: Pairs) -> Self:
-        self._left: LeftOut | None = None
-        some_X, some_Y = pairs.some(_JUDGED_ROWS, self.random_state)
-        self.target_kernel_ = self._target_kernel(some_Y)
+        self._left = None
+        some_X, some_Y = pairs.some(_SELECTION_ROWS, self.random_state)
+        self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self.random_state)
         some_Y = as_targets(some_Y, self.target_kernel_)
         kernel, lam = self._choose(some_X, some_Y, pairs.count)
         self.history_: list[dict[str, Any]] = []
@@ -185,39 +180,29 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
                 lam = float(self.regularization)
         self.kernel_, self.regularization_ = kernel, lam
         features = self._feature_map(some_X, kernel)
-        self.solver_, self.solver_reason_ = self._solver(pairs, features)
+        self.solver_, self.solver_reason_ = self._choose_solver(pairs, features)
         every = self.solver_ == "nystrom" and (self.centres or _CENTRES) >= pairs.count  # a centre: the exact solve
         self.retuned_ = {at: error for chosen, at, error in self.scores_ if every and chosen is kernel}
         sums = self.solver_ in ("nystrom", "features") and not every
-        self.embedding_ = self._with_sums(pairs, features) if sums else self._exact(pairs)
+        self.embedding_ = self._fit_sums(pairs, features) if sums else self._fit_exact(pairs)
         return self
 
-    def _check_settings(self) -> None:
-        if self.solver not in ("auto", *SOLVERS):
-            raise ConfigError(f"solver={self.solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
+    def _check_together(self) -> None:
         if self.features is not None and self.solver not in ("auto", "features"):
             raise ConfigError(f"features are for solver='features', not {self.solver!r}; leave one of them out")
-        if not self.tolerance > 0:
-            raise ConfigError(f"tolerance={self.tolerance!r}: must be a positive number")
-        if self.regularization is not None and not self.regularization > 0:
-            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
-        for name in ("centres", "target_centres", "folds"):
-            value, least = getattr(self, name), 2 if name == "folds" else 1
-            if value is not None and (not isinstance(value, int | np.integer) or value < least):
-                raise ConfigError(f"{name}={value!r}: must be an integer >= {least}, or None")
 
     def _pairs(self, X: Any, Y: Any) -> Pairs:
         if isinstance(X, Dataset):
             pairs = Pairs.of(X, Y, self.scaling)
             self.scaling_ = pairs.scale
-            remember_names(self, [X.feature_names[i] for i in pairs.inputs])
+            self._remember_names([X.feature_names[i] for i in pairs.inputs])
             return pairs
         if Y is None:
-            raise DataError("fit needs targets: fit(X, Y), or a data set that brings them")
+            raise DataError("fit needs targets: fit(X, Y), or a data set that has them")
         rows, targets = Sample.of(X), self._targets(Y)
         if row_count(targets) != rows.count:
-            raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; they come in pairs")
-        remember_columns(self, X, rows.memory)
+            raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; their numbers must be equal")
+        self._remember_columns(X, rows.memory)
         numeric = isinstance(rows.memory, np.ndarray)
         self.scaling_ = Scaling.learn(rows.memory, self.scaling) if numeric else None
         return Pairs(Sample.of(self._scaled(rows.memory)), targets)
@@ -230,13 +215,13 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
     def _scaled(self, rows: Any) -> Any:
         return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
 
-    def _rows(self, X: Any) -> Any:
+    def _query_rows(self, X: Any) -> Any:
         """Inputs of a question, as those of the fit: the same columns, on the same scale."""
         rows = Sample.of(X).read()
-        check_columns_of(self, X, rows)
+        self._check_columns(X, rows)
         return self._scaled(rows)
 
-    def _asked(self, Y: Any) -> Any:
+    def _query_targets(self, Y: Any) -> Any:
         """Targets of a question."""
         found, own = as_targets(self._targets(Y), self.target_kernel_), self.embedding_.targets
         shapes = [getattr(part, "shape", ()) for part in (found, own)]
@@ -244,51 +229,22 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
             raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; they differ in width")
         return found
 
-    def _target_kernel(self, Y: Any) -> Kernel:
-        if isinstance(self.target_kernel, str) and self.target_kernel == "delta":
-            return Delta()
-        if not isinstance(self.target_kernel, str):
-            return kernels.from_config(self.target_kernel, own={"delta": Delta})
-        found = kernels.from_config({"name": self.target_kernel})
-        return with_median(found, as_targets(Y, found), 1.0, self.random_state)
-
     def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
-        """The kernel and λ with the least held-out error of (at most) _JUDGED_ROWS pairs, at the same shift nλ."""
+        """The kernel and λ with the least held-out error of (at most) _SELECTION_ROWS pairs, at the same shift nλ."""
         if candidates is None:
-            candidates = self._candidates(X)
-        n = row_count(X)
+            candidates = input_kernels(self.kernel, self.features, X, self.random_state)
+        self.scores_: list[Score] = []
         if len(candidates) == 1 and self.regularization is not None:
-            self.scores_: list[tuple[Kernel, float, float]] = []
             return candidates[0], float(self.regularization)
-        L = np.asarray(self.target_kernel_.gram(Y), dtype=np.float64)
-        folds = None
-        if self.folds is not None:
-            order = np.random.default_rng([self.random_state, 1]).permutation(n)
-            folds = [np.sort(part) for part in np.array_split(order, min(self.folds, n))]
-        self.scores_ = []
-        for kernel in candidates:
-            scale = float(np.mean(to_host(kernel.diag(X)))) or 1.0
-            shifts = _SHIFTS * scale if self.regularization is None else np.array([n * self.regularization])
-            scores = held_out_scores(np.asarray(kernel.gram(X)), L, [float(s) for s in shifts], folds)
-            lams = shifts / rows if self.regularization is None else shifts / n
-            self.scores_ += [(kernel, float(lam), float(score)) for lam, score in zip(lams, scores, strict=True)]
+        self.scores_ = score_kernels(
+            candidates, self.target_kernel_, X, Y,
+            rows=rows, regularization=self.regularization, folds=self.folds, seed=self.random_state,
+        )  # fmt: skip
         kernel, lam, _ = min(self.scores_, key=lambda found: found[2])
         return kernel, lam
 
-    def _candidates(self, X: Any) -> list[Kernel]:
-        if self.features is not None and not isinstance(self.features, int | np.integer):
-            return [OnFeatures(Linear(), as_features(self.features, np.shape(X)[1], self.random_state))]
-        if isinstance(self.kernel, list | tuple):
-            return [kernels.from_config(kernel, own={"delta": Delta}) for kernel in self.kernel]
-        if not isinstance(self.kernel, str):
-            return [kernels.from_config(self.kernel, own={"delta": Delta})]
-        found = kernels.from_config({"name": self.kernel, "ard": True}, n_features=np.shape(X)[-1])
-        if not length_scale_names(found):
-            return [found]
-        return [with_median(found, X, width, self.random_state) for width in _WIDTHS]
-
-    def _solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
-        room = int(0.6 * free_bytes("numpy") / max(1, executor_for(self.client).workers))
+    def _choose_solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
+        room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
         centres = self.centres or self.target_centres
         found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
         if (
@@ -296,7 +252,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
             and found == "tiled"
             and not (pairs.sample.path or isinstance(pairs.sample.memory, np.ndarray))
         ):
-            return "nystrom", "inputs that are no numbers cannot be stored in tiles"
+            return "nystrom", "inputs that are not numeric cannot be stored in tiles"
         return found, reason
 
     def _feature_map(self, X: Any, kernel: Kernel) -> FeatureMap | None:
@@ -312,7 +268,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
             )
         return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state)
 
-    def _exact(self, pairs: Pairs) -> ConditionalEmbedding:
+    def _fit_exact(self, pairs: Pairs) -> ConditionalEmbedding:
         """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
         X, Y = pairs.some(pairs.count, 0)
         Y = as_targets(Y, self.target_kernel_)
@@ -352,7 +308,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
                     "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
                 )
         return Inverse(
-            pairs, self.kernel_, self.regularization_, self.solver_, executor=executor_for(self.client),
+            pairs, self.kernel_, self.regularization_, self.solver_, executor=self._executor(),
             tolerance=self.tolerance, seed=self.random_state,
         )  # fmt: skip
 
@@ -368,7 +324,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         count = min(self.target_centres or _TARGET_CENTRES, row_count(Y))
         return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self.random_state))
 
-    def _with_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
+    def _fit_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
         """Centres or features of the inputs; targets projected, or all kept where that is wanted and they are here."""
         X, _ = pairs.some(_CHOICE_ROWS, self.random_state)
         basis: Basis
@@ -388,7 +344,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         variance = 1.0 if features is None or own else float(self.kernel_.scale) ** 2  # type: ignore[attr-defined]
         found, self.retuned_, self._left = fit_sums(
             self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
-            executor=executor_for(self.client), keep_targets=keep, retune=self.regularization is None,
+            executor=self._executor(), keep_targets=keep, retune=self.regularization is None,
             seed=self.random_state, variance=variance,
         )  # fmt: skip
         self.regularization_ = found.regularization
@@ -398,7 +354,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
 
     def coefficients(self, X: Any) -> np.ndarray:
         """a(x), one row for each row of X and one column for each target that the model holds."""
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
             return np.asarray(model.coefficients(rows)).T
 
@@ -411,7 +367,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         labels (`target_kernel="delta"`), where the plain sum is that of the decision probabilities of the multiclass
         embedding. With target centres h̄ is the mean of h as the target kernel sees it, exact for E[Y | x] itself.
         """
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         targets = model.targets
         if isinstance(targets, np.ndarray) and targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]  # scalar targets, as they were given
@@ -426,15 +382,15 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf":
             raise DataError(
-                "the targets are no numbers and have no mean; use expectation(X, h) with a function of them"
+                "the targets are not numeric and have no mean; use expectation(X, h) with a function of them"
             )
         return self.expectation(X, lambda y: y)
 
     def evaluate(self, X: Any, Y: Any) -> np.ndarray:
         """μ(x)(y) for every row of X (down) and every target of Y (across)."""
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
-            return np.asarray(model.evaluate(rows, self._asked(Y)))
+            return np.asarray(model.evaluate(rows, self._query_targets(Y)))
 
     def quantiles(self, X: Any, levels: Sequence[float]) -> np.ndarray:
         """Conditional quantiles of scalar targets, one row for each row of X.
@@ -472,9 +428,9 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
 
     def _around(self, X: Any) -> Iterator[tuple[LeftOut, np.ndarray, np.ndarray]]:
         """What quantiles and intervals need, some rows at a time: residuals, predictions, and z(x) as rows."""
-        model, rows = self._fitted(), self._rows(X)
+        model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
-            if getattr(self, "_left", None) is None:
+            if self._left is None:
                 if isinstance(model.weights, Explicit):
                     raise ConfigError(
                         "this embedding kept no residuals (a sparse form of centres, or stored by an older version); "
@@ -483,7 +439,7 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
                 self._left = left_out(model, model.weights, model.targets, self.random_state)
             assert self._left is not None
             predicted = np.asarray(model.centred_expectation(rows, model.targets))
-            for part in row_blocks(row_count(rows), _ASKED_ROWS):
+            for part in row_blocks(row_count(rows), _QUERY_ROWS):
                 Z = np.asarray(model.basis(take(rows, part)), dtype=np.float64).T
                 yield self._left, predicted[part], Z
 
@@ -493,8 +449,8 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         They are chosen among `candidates`, by default the targets that the model holds; a list with one entry (an array
         or a list of targets) for each row.
         """
-        model, rows = self._fitted(), self._rows(X)
-        pool = model.targets if candidates is None else self._asked(candidates)
+        model, rows = self._fitted(), self._query_rows(X)
+        pool = model.targets if candidates is None else self._query_targets(candidates)
         with blas_threads(1):
             L = np.asarray(self.target_kernel_.gram(pool), dtype=np.float64)
             values = np.asarray(model.evaluate(rows, pool))
@@ -502,9 +458,9 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
 
     def errors(self, X: Any, Y: Any) -> np.ndarray:
         """|L(y, ·) - μ(x)|² of every pair, in the target kernel's Hilbert space."""
-        model, rows, targets = self._fitted(), self._rows(X), self._asked(Y)
+        model, rows, targets = self._fitted(), self._query_rows(X), self._query_targets(Y)
         if row_count(rows) != row_count(targets):
-            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; they come in pairs")
+            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; their numbers must be equal")
         with blas_threads(1):
             return np.asarray(model.errors(rows, targets))
 
@@ -513,66 +469,66 @@ class ConditionalMeanEmbedding(Sparsifiable, BaseEstimator):  # type: ignore[mis
         return -float(np.mean(self.errors(X, Y)))
 
     def _fitted(self) -> ConditionalEmbedding:
-        check_is_fitted(self, "embedding_")
+        self._check_fitted()
         weights = self.embedding_.weights
         if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
-            weights.executor = executor_for(self.client)  # the client was closed, or another one was set
+            weights.executor = self._executor()  # the client was closed, or another one was set
         return self.embedding_
 
-    def _sparse_form(self) -> SparseEmbedding:
-        """One with these settings, not yet filled in (see `sparsify`)."""
-        found = SparseEmbedding(**self.get_params(deep=False))
-        found.scaling_, found.solver_ = self.scaling_, "sparse"
-        restore_names(found, stored_names(self))
-        return found
+    # --- other forms -----------------------------------------------------------------------------
 
-    # --- storing ---------------------------------------------------------------------------------
+    def sparsify(
+        self,
+        penalty: str = "element",
+        gammas: Sequence[float] | int = 20,
+        method: str = "fista",
+        refit: bool = True,
+        steps: int = 200,
+    ) -> list[SparseEmbedding]:
+        """Embeddings with fewer and fewer zeros: one for each γ (method "fista") or number of pivots ("cholesky").
 
-    def save(self, path: str | Path) -> None:
-        """Write the fitted embedding as arrays and JSON.
-
-        The model that comes back predicts the same bits on the same machine: its arrays are those that were saved, in
-        the same order, and an exact one ("cholesky") is factorised anew, at once, from the same rows by the same steps.
-        "tiled" and "pcg" solve anew when something is asked that was not asked before saving; that agrees to the
-        precision of the solve ("pcg": `tolerance`).
+        penalty : "element" | "row" (targets) | "column" (inputs)
+        gammas : how many, or which; for method "cholesky" how many numbers of pivots, or which
+        refit : solve again on what the penalty kept (it also shrinks what it keeps)
+        steps : of FISTA, which finishes what a splitting of the problem has begun
         """
-        arrays, attributes = pack(self._fitted(), self._left)
-        attributes |= {
-            "model": "ConditionalMeanEmbedding",
-            "model_format": FORMAT,
-            "solver": self.solver_,
-            "scaling": self.scaling,
-            "random_state": int(self.random_state),
-            **stored_names(self),
-        }
-        if self.scaling_ is not None:
-            arrays["shift"], arrays["factor"] = self.scaling_.shift, self.scaling_.factor
-        store.save_arrays(path, arrays, attributes)
+        forms = sparse_forms(self._fitted(), penalty, gammas, method, refit, steps)
+        return [SparseEmbedding(**self.get_params(deep=False))._adopt(self, form) for form in forms]
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> ConditionalMeanEmbedding:
-        seed = int(found.get("random_state", 0))
-        model = cls(solver=found["solver"], scaling=found["scaling"], random_state=seed)
-        model.solver_ = found["solver"]
-        model.scaling_ = Scaling(arrays["shift"], arrays["factor"]) if "shift" in arrays else None
+    def dense_weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """W, K of the centres and L of the targets."""
+        return dense_weights(self._fitted())
+
+    def _pack(self) -> tuple[Arrays, Facts]:
+        """The model that comes back predicts the same bits on the same machine: its arrays are those that were saved,
+        in the same order, and an exact one ("cholesky") is factorised again, at once, from the same rows by the same
+        steps. "tiled" and "pcg" solve again when something is asked that was not asked before saving; that agrees to
+        the precision of the solve ("pcg": `tolerance`)."""
+        arrays, facts = pack(self._fitted(), self._left)
+        if self.scaling_ is not None:
+            arrays |= scaling_arrays(self.scaling_, at="")
+        seed = int(self.random_state)
+        return arrays, {**facts, "solver": self.solver_, "scaling": self.scaling, "random_state": seed}
+
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.solver = self.solver_ = facts["solver"]
+        self.scaling, self.random_state = facts["scaling"], int(facts.get("random_state", 0))
+        self.scaling_ = stored_scaling(arrays, at="") if "shift" in arrays else None
 
         def inverse(kernel: Kernel, lam: float, X: Any, Y: Any) -> Inverse:
-            model.kernel_, model.regularization_ = kernel, lam
-            return model._inverse(Pairs(Sample.of(X), Y))
+            self.kernel_, self.regularization_ = kernel, lam
+            return self._inverse(Pairs(Sample.of(X), Y))
 
         with blas_threads(1):
-            model.embedding_, model._left = unpack(arrays, found, own, inverse)
-        fitted = model.embedding_
-        model.kernel = model.kernel_ = fitted.kernel
-        model.target_kernel = model.target_kernel_ = fitted.target_kernel
-        model.regularization = model.regularization_ = fitted.regularization
+            self.embedding_, self._left = unpack(arrays, facts, own, inverse)
+        fitted = self.embedding_
+        self.kernel = self.kernel_ = fitted.kernel
+        self.target_kernel = self.target_kernel_ = fitted.target_kernel
+        self.regularization = self.regularization_ = fitted.regularization
         if isinstance(fitted.weights, Inverse):
-            model.tolerance = fitted.weights.tolerance
-        width = model.scaling_.shift.size if model.scaling_ is not None else None
-        restore_names(model, found, width)
-        return model
+            self.tolerance = fitted.weights.tolerance
+        if self.scaling_ is not None:
+            self.n_features_in_ = int(self.scaling_.shift.size)
 
 
 class SparseEmbedding(ConditionalMeanEmbedding):
@@ -582,7 +538,7 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     ----------
     gamma_ : the penalty's weight.   density_ : share of the entries of the dense weights that are not zero.
     distance_, relative_distance_ : to the dense embedding in the Hilbert-Schmidt norm, and as a share of its own norm.
-    penalised_distance_ : the relative distance before the entries that were kept were solved for anew.
+    penalised_distance_ : the relative distance before the entries that were kept were solved for again.
     """
 
     gamma_: float
@@ -590,6 +546,18 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     distance_: float
     relative_distance_: float
     penalised_distance_: float
+
+    def _adopt(self, dense: ConditionalMeanEmbedding, form: SparseForm) -> SparseEmbedding:
+        """Become this form of a fitted embedding: its columns and scale, fewer rows."""
+        for name in ("scaling_", "n_features_in_", "feature_names_in_", "fitted_to_dataset_"):
+            if hasattr(dense, name):
+                setattr(self, name, getattr(dense, name))
+        self.embedding_, self._left, self.solver_ = form.embedding, form.left_out, "sparse"
+        self.kernel_, self.target_kernel_ = form.embedding.kernel, form.embedding.target_kernel
+        self.regularization_ = form.embedding.regularization
+        self.gamma_, self.density_, self.distance_ = form.gamma, form.density, form.distance
+        self.relative_distance_, self.penalised_distance_ = form.relative_distance, form.penalised_distance
+        return self
 
     @property
     def inputs_kept_(self) -> int:

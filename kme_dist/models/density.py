@@ -13,32 +13,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import softmax
-from sklearn.base import BaseEstimator, DensityMixin
+from sklearn.base import DensityMixin
 from sklearn.cluster import KMeans
-from sklearn.utils.validation import check_is_fitted
 
 from kme_dist.backend import blas_threads
 from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density, matching_loss, overlap
-from kme_dist.core.kernels import Kernel
-from kme_dist.data import store
-from kme_dist.data.validation import check_columns_of, restore_names, stored_names
+from kme_dist.core.kernels import Kernel, from_config
+from kme_dist.core.means import ESTIMATORS
 from kme_dist.errors import ConfigError
-from kme_dist.models.means import FORMAT, kernel_for, remember_sample
+from kme_dist.models.base import Arrays, Estimator, Facts, Own
+from kme_dist.models.means import kernel_for
+from kme_dist.models.settings import Rule, integer, one_of
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import Block, FittedMean, Sample, fit_mean
-from kme_dist.run.sharing import executor_for
 
 _START_ROWS = 5_000  # rows that the starting clusters are found among
 _ROWS = 1_024  # of which densities are computed at a time
 
 
-class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
+class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     """A mixture of Gaussians with diagonal covariances, matched to an estimate of the kernel mean.
 
     Parameters
@@ -55,6 +53,15 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
     ----------
     shares_, means_, variances_ : of the Gaussians.   loss_ : |μ_mixture - μ̂|² but for a constant.
     """
+
+    _FITTED: ClassVar[str] = "shares_"
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("n_components", "kernel", "estimator")
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "n_components": integer(1),
+        "estimator": one_of(*ESTIMATORS),
+        "starts": integer(1),
+        "random_state": integer(0),
+    }
 
     def __init__(
         self,
@@ -74,12 +81,13 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
+        self._check_settings()
         sample = Sample.of(X)
-        remember_sample(self, X, sample)
-        if not 1 <= self.n_components <= sample.count:
-            raise ConfigError(f"n_components={self.n_components}: needs 1 to {sample.count}, the number of rows")
+        self._remember_columns(X, sample.memory)
+        if self.n_components > sample.count:
+            raise ConfigError(f"n_components={self.n_components}: must be at most {sample.count}, the number of rows")
         self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
-        executor = executor_for(self.client)
+        executor = self._executor()
         target = fit_mean(self.kernel_, sample, self.estimator, executor=executor)
         rows = np.asarray(sample.sample(_START_ROWS, self.random_state))
         with blas_threads(1):
@@ -117,9 +125,9 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     def score_samples(self, X: Any) -> np.ndarray:
         """log density of every row."""
-        check_is_fitted(self, "shares_")
+        self._check_fitted()
         rows = Sample.of(X).read()
-        check_columns_of(self, X, rows)
+        self._check_columns(X, rows)
         mixture = Gaussians(self.means_, self.variances_)
         parts = [log_density(rows[i : i + _ROWS], self.shares_, mixture) for i in range(0, len(rows), _ROWS)]
         return np.concatenate(parts)
@@ -130,38 +138,21 @@ class MixtureMatching(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     def sample(self, size: int, random_state: int | None = None) -> np.ndarray:
         """Rows drawn from the mixture."""
-        check_is_fitted(self, "shares_")
+        self._check_fitted()
         rng = np.random.default_rng(self.random_state if random_state is None else random_state)
         parts = rng.choice(len(self.shares_), size=size, p=self.shares_)
         noise = rng.standard_normal((size, self.means_.shape[1]))
         return np.asarray(self.means_[parts] + noise * np.sqrt(self.variances_[parts]))
 
-    def save(self, path: str | Path) -> None:
-        """Write the mixture as arrays and JSON."""
-        check_is_fitted(self, "shares_")
-        arrays = {"shares": self.shares_, "means": self.means_, "variances": self.variances_}
-        attributes = {
-            "model": "MixtureMatching",
-            "model_format": FORMAT,
-            "kernel": self.kernel_.to_config(),
-            "estimator": self.estimator,
-            "loss": self.loss_,
-            **stored_names(self),
-        }
-        store.save_arrays(path, arrays, attributes)
+    def _pack(self) -> tuple[Arrays, Facts]:
+        mixture = {"shares": self.shares_, "means": self.means_, "variances": self.variances_}
+        return mixture, {"kernel": self.kernel_.to_config(), "estimator": self.estimator, "loss": self.loss_}
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> MixtureMatching:
-        from kme_dist.core.kernels import from_config
-
-        kernel = from_config(found["kernel"], own=own)
-        model = cls(len(arrays["shares"]), kernel, found["estimator"])
-        model.kernel_, model.loss_ = kernel, float(found["loss"])
-        model.shares_, model.means_, model.variances_ = arrays["shares"], arrays["means"], arrays["variances"]
-        restore_names(model, found, model.means_.shape[1])
-        return model
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.kernel = self.kernel_ = from_config(facts["kernel"], own=own)
+        self.estimator, self.loss_ = facts["estimator"], float(facts["loss"])
+        self.shares_, self.means_, self.variances_ = (arrays[name] for name in ("shares", "means", "variances"))
+        self.n_components, self.n_features_in_ = len(self.shares_), int(self.means_.shape[1])
 
 
 def _clusters(rows: np.ndarray, k: int, seed: int) -> tuple[np.ndarray, Gaussians]:

@@ -106,9 +106,9 @@ def _from_file(path: Path, labels: list[Any]) -> Any:
 
 def _from_mapping(values: Mapping[Any, Any], labels: list[Any], where: str, default: Any = None) -> list[Any]:
     by_name = {str(key): value for key, value in values.items()}
-    strangers = sorted(set(by_name) - {str(label) for label in labels})
-    if strangers:
-        raise ConfigError(f"{where}: {strangers[0]!r} is no class; classes are {', '.join(map(str, labels[:20]))}")
+    unknown = sorted(set(by_name) - {str(label) for label in labels})
+    if unknown:
+        raise ConfigError(f"{where}: {unknown[0]!r} is not a class; the classes are {', '.join(map(str, labels[:20]))}")
     missing = [label for label in labels if str(label) not in by_name]
     if missing and default is None:
         raise ConfigError(f"{where}: there is no value for class {missing[0]!r}; add it, or a `default`")
@@ -118,12 +118,12 @@ def _from_mapping(values: Mapping[Any, Any], labels: list[Any], where: str, defa
 def evaluate(text: str, label: Any, where: str = "expression") -> float:
     """The value of an expression in `y`, the class."""
     if len(text) > MAX_EXPRESSION:
-        raise ConfigError(f"{where}: an expression of {len(text)} letters; {MAX_EXPRESSION} are the most")
+        raise ConfigError(f"{where}: an expression of {len(text)} characters; at most {MAX_EXPRESSION} are allowed")
     if isinstance(label, str):
         try:
             label = float(label)
         except ValueError:
-            raise ConfigError(f"{where}: the class {label!r} is no number; use `values:` instead") from None
+            raise ConfigError(f"{where}: the class {label!r} is not a number; use `values:` instead") from None
     try:
         return float(_value(ast.parse(text.strip(), mode="eval").body, float(label)))
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, TypeError, RecursionError) as error:

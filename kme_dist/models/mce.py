@@ -1,49 +1,46 @@
-"""The scikit-learn face: constructors store, `fit` calls `run`, prediction calls `core`."""
+"""The multiclass conditional embedding: a classifier that learns its kernel, calibrates itself and can be shrunk.
+
+clf = MCEClassifier(calibration="temperature").fit(X, y)        # by leave-one-out, nothing held out
+clf.calibrate(X_held_out, y_held_out, method="isotonic")
+small = clf.compress(n_centres=200)
+small.compression_                                              # what that cost
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import importlib
-import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
-from kme_dist.core.calibration import Calibration, expectation
+from kme_dist.core.calibration import KINDS, Calibration, leave_one_out_decisions
+from kme_dist.core.compression import compress
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
-from kme_dist.core.kernels import Kernel
-from kme_dist.core.objective import generalisation_bound
-from kme_dist.data import store
-from kme_dist.data.arrays import ArrayRows
+from kme_dist.core.kernels import Kernel, Linear
+from kme_dist.core.objective import generalisation_bound, one_hot
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
-from kme_dist.data.scaling import Scaling
-from kme_dist.data.validation import remember_names, restore_names, rows_and_labels, rows_asked, stored_names
-from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
-from kme_dist.models.refining import Refinable
-from kme_dist.run.executors import Executor
-from kme_dist.run.features import as_features, features_of, restore_features, with_features
-from kme_dist.run.learn import OBJECTIVES, Record
-from kme_dist.run.sharing import executor_for, share
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
+from kme_dist.models.classifier import EmbeddingClassifier
+from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
+from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
+from kme_dist.run.trainer import OBJECTIVES, Record
 
-_FORMAT = 1
-_SAMPLE_ROWS = 20_000  # of a data set that are looked at here: for the bound, and for the calibration
+_SAMPLE_ROWS = 20_000  # sample of the rows of the fit: for the bound, and for the calibration
 
 
-class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class MCEClassifier(EmbeddingClassifier):
     """Multiclass conditional embedding: a probabilistic kernel classifier that learns its own kernel.
 
     Parameters
@@ -63,10 +60,10 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
     regularization : where λ starts; with steps=0 kernel and λ are used as given.
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None chooses by the number of rows.
     scaling : {"unit", "standard", None}; learned inside the model and applied to queries too.
-    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with so many centres.
+    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it carries three digits;
         solves that need more, and raw rows (scaling=None) that it cannot tell apart, are done in float64 all the same.
-    random_state : whole number; decides batches, splits and centres.
+    random_state : integer >= 0; decides batches, splits and centres.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot prove anything rarer; 0 is the published clip-normalisation.
     calibration : {"none", "temperature", "isotonic"}
@@ -74,7 +71,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         too. Labels do not depend on it.
     features : a feature map (or its config) that scaled rows are taken through first; the kernel stands on it. With
         solver="features", or a linear kernel, the fit solves for the weights of the features themselves: p x p
-        equations instead of n x n. A number stands for so many random features of the learned kernel.
+        equations instead of n x n. A number is that of random features of the learned kernel.
 
     Attributes
     ----------
@@ -89,6 +86,19 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
     >>> clf.predict_proba(X[:2]).shape
     (2, 3)
     """
+
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "calibration": one_of(*KINDS),
+        "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
+        "dtype": one_of(*DTYPES),
+        "steps": integer(0),
+        "batch_size": integer(1, optional=True),
+        "centres": integer(1, optional=True),
+        "regularization": positive(),
+        "learning_rate": positive(),
+        "probability_floor": below_one(optional=True),
+        "random_state": integer(0, optional=True),
+    }
 
     def __init__(
         self,
@@ -142,7 +152,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
         X is a table of numbers with y its labels, or an open `Dataset` (its "train" split where it has one), which
-        brings its own labels. `callback` receives the record of every learning step (see `history_`).
+        has its own labels. `callback` receives the record of every learning step (see `history_`).
 
         Here and over a `client` the same work is done in the same order: what comes out has the same bits.
         """
@@ -156,7 +166,8 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
                 report(record)
 
         with contextlib.ExitStack() as stack:
-            data, executor, scratch = self._source(X, y, stack)
+            data, folder = self._labelled_rows(X, y, stack)
+            executor, scratch = self._executor(), self._scratch(data, folder, stack)
             recipe = self.recipe(data)
             candidates = learn_candidates(data, recipe, executor=executor, callback=step)
             trained = fit_candidates(data, recipe, candidates, executor=executor, scratch=scratch)
@@ -164,50 +175,16 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         self.history_ = records
         return self
 
-    def _source(
-        self, X: Any, y: Any, stack: contextlib.ExitStack
-    ) -> tuple[RowSource, Executor, str | Path | Place | None]:
-        """The rows, who works on them, and where tasks leave arrays for each other."""
-        executor = executor_for(self.client)
-        if isinstance(X, Dataset):
-            if y is not None:
-                raise DataError(f"{X.path} brings its own labels; call fit(dataset) without y")
-            if self.client is None:
-                return X, executor, None
-            # Workers elsewhere reach the data set, but not a folder of this machine.
-            place = X.place.sibling(f".{X.place.name}.fit-{os.getpid()}")
-            stack.callback(place.delete_all)
-            return X, executor, place
-        X, y = (in_memory(part) for part in (X, y))
-        X, y = rows_and_labels(self, X, y, dtype=[np.float64, np.float32])
-        check_classification_targets(y)
-        classes, codes = np.unique(y, return_inverse=True)
-        if len(classes) < 2:
-            raise DataError(f"y holds one class only ({classes[0]!r}); a classifier needs rows of at least two classes")
-        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
-        folder = share(data, self.client, stack)
-        return data, executor, folder
+    def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
+        """Where tasks leave arrays for each other: beside a data set, which workers elsewhere reach, while they do not
+        reach a folder of this machine."""
+        if self.client is None or not isinstance(data, Dataset):
+            return folder
+        place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
+        stack.callback(place.delete_all)
+        return place
 
-    def _check_settings(self) -> None:
-        Calibration(self.calibration)
-        known = ("auto", *OBJECTIVES, "cv", "median")
-        if self.objective not in known:
-            raise ConfigError(f"objective={self.objective!r} is unknown; choose one of {', '.join(known)}")
-        if self.dtype not in ("float32", "float64"):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose 'float32' or 'float64'")
-        if not isinstance(self.steps, int | np.integer) or self.steps < 0:
-            raise ConfigError(f"steps={self.steps!r}: must be an integer >= 0")
-        if self.batch_size is not None and (not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1):
-            raise ConfigError(f"batch_size={self.batch_size!r}: must be an integer >= 1, or None")
-        if self.centres is not None and (not isinstance(self.centres, int | np.integer) or self.centres < 1):
-            raise ConfigError(f"centres={self.centres!r}: must be an integer >= 1, or None")
-        for name in ("regularization", "learning_rate"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: must be a positive number")
-        self._check_features()
-
-    def _check_features(self) -> None:
+    def _check_together(self) -> None:
         count = isinstance(self.features, int | np.integer)
         if isinstance(self.features, bool | float | np.floating) or (count and self.features < 1):
             raise ConfigError(f"features={self.features!r}: must be a feature map or an integer >= 1")
@@ -234,23 +211,6 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
                 f"solver='features' solves for weights of the features themselves, and kernel={self.kernel!r} on top "
                 "of them has none; leave the kernel out, or use another solver"
             )
-
-    def _floor(self, n: int) -> float:
-        if self.probability_floor is None:
-            return 1.0 / (n + len(self.classes_))
-        if not isinstance(self.probability_floor, int | float | np.number) or not 0 <= self.probability_floor < 1:
-            raise ConfigError(f"probability_floor={self.probability_floor!r}: must be a number >= 0 and < 1")
-        return float(self.probability_floor)
-
-    def _seed(self) -> int:
-        if self.random_state is None:
-            return int(np.random.SeedSequence().generate_state(1)[0])
-        if not isinstance(self.random_state, int | np.integer) or self.random_state < 0:
-            raise ConfigError(f"random_state={self.random_state!r}: must be an integer >= 0, or None")
-        return int(self.random_state)
-
-    def _device(self) -> str:
-        return devices.resolve(self.backend)
 
     def recipe(self, data: RowSource) -> Recipe:
         """The settings for whoever learns and fits with them."""
@@ -287,7 +247,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         split, fit = data.training_split(split), trained.fit
         self.classes_ = np.asarray(data.classes)
         if isinstance(data, Dataset):
-            remember_names(self, data.feature_names)
+            self._remember_names(data.feature_names)
         self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
         self.probability_floor_ = recipe.floor(fit.rows, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
@@ -299,7 +259,7 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         rows = devices.to_device(self.scaling_.apply(batch.X, devices.precision(fit.embedding.weights)), self._device())
         with devices.blas_threads(1):
             self.bound_ = self._bound(rows, np.asarray(batch.y), fit.rows)
-            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(batch.y), recipe.seed, fit.rows)
+            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(batch.y), fit.rows)
         return self
 
     def _on_device(self, embedding: Any) -> Any:
@@ -322,85 +282,93 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
         complexity = alpha * np.sqrt(max(float((V * norm).sum()), 0.0))
         return generalisation_bound(float(-np.log(own).mean()), complexity, total)
 
-    # --- predicting ------------------------------------------------------------------------------
+    # --- refining --------------------------------------------------------------------------------
 
-    def decision_probabilities(self, X: Any) -> np.ndarray:
-        """f(x), one column per class; rows need not add up to one and entries may leave [0, 1]."""
-        check_is_fitted(self, "embedding_")
-        X = rows_asked(self, X, dtype=[np.float64, np.float32])
-        # In double whatever the model's precision: weights can be large, and single precision would make a row's result
-        # depend on the rows that come with it (matrix products of other shapes add up in other orders).
-        rows = devices.to_device(self.scaling_.apply(X, "float64"), self._device())
-        return devices.to_host(self.embedding_.decision(rows))
+    def calibrate(self, X: Any, y: Any, method: str = "temperature") -> Self:
+        """Fit the calibration to held-out rows: "temperature", "isotonic", or "none" to undo it."""
+        codes = np.searchsorted(self.classes_, y)
+        known = codes < len(self.classes_)
+        known[known] = self.classes_[codes[known]] == np.asarray(y)[known]
+        if not known.all():
+            raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is not one of the model's classes")
+        p = mce.clip_normalise(self.decision_probabilities(X), self.probability_floor_)
+        self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_)
+        return self
 
-    def decision_function(self, X: Any) -> np.ndarray:
-        """Decision probabilities; with two classes, as scikit-learn wants it, how far the second leads the first.
+    def _leave_one_out_calibration(self, rows: Any, codes: np.ndarray, total: int | None = None) -> Calibration:
+        """From scaled rows of the fit, or a sample of its `total` rows, as if each had been left out."""
+        if self.calibration == "none":
+            return Calibration()
+        Y = one_hot(codes, len(self.classes_), self.embedding_.weights)
+        P = devices.to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total or len(codes)))
+        p = np.asarray(mce.clip_normalise(P, self.probability_floor_))
+        return Calibration.fit(self.calibration, p, codes, self.probability_floor_)
 
-        That lead is of the probabilities, so that it ranks rows as `predict_proba` does; ties (both at the floor) go by
-        the decision probabilities.
+    def _with_centres(self) -> mce.Embedding:
+        """The embedding; one of explicit features is a linear kernel with the unit vectors as centres."""
+        found = self.embedding_
+        if isinstance(found, mce.Embedding):
+            return found
+        unit = devices.like(np.eye(found.weights.shape[0]), found.weights)
+        return mce.Embedding(Linear(), unit, found.weights, found.regularization)
+
+    def compress(
+        self,
+        n_centres: int | None = None,
+        tolerance: float | None = None,
+        *,
+        method: str = "greedy",
+        X: Any = None,
+        y: Any = None,
+    ) -> Self:
+        """A copy with fewer centres: `n_centres`, or as few as keep the function within a relative error.
+
+        `compression_` of the copy states the loss: the relative error in the kernel's norm, how many labels stay and
+        the largest change of a decision on the rows of X (the centres themselves where X is not given), and with y the
+        accuracy before and after. `method` is "greedy" or "herding".
         """
-        P = self.decision_probabilities(X)
-        if len(self.classes_) > 2:
-            return P
-        p = self.probabilities(P)
-        return np.asarray(p[:, 1] - p[:, 0] + 1e-12 * (P[:, 1] - P[:, 0]))
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The most probable class: that with the largest decision probability, and of `predict_proba`, in every row."""
-        best = self.decision_probabilities(X).argmax(axis=1)
-        return np.asarray(self.classes_[best])
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities, clip-normalised (see `probability_floor`, `calibration`), in the order of `classes_`."""
-        return self.probabilities(self.decision_probabilities(X))
-
-    def entropy(self, X: Any, kind: str = "clip") -> np.ndarray:
-        """Uncertainty in nats: of the probabilities ("clip"), or the embedding's own estimate ("rkhs")."""
-        if kind not in ("clip", "rkhs"):
-            raise ConfigError(f"kind={kind!r} is unknown; choose 'clip' or 'rkhs'")
-        P = self.decision_probabilities(X)
-        return np.asarray(mce.rkhs_entropy(self.probabilities(P) if kind == "clip" else P))
-
-    def expectation(self, X: Any, g: Any, raw: bool = False) -> np.ndarray:
-        """E[g(Y) | x] under `predict_proba`, or `raw`: Σ_c g(c) f_c(x), which may leave the values of g.
-
-        `g` is a function of the label, a mapping from label to value, or one value per class."""
-        values, P = _values_per_class(g, self.classes_), self.decision_probabilities(X)
-        return np.asarray(mce.expectation(P, values) if raw else expectation(self.probabilities(P), values))
+        if not isinstance(self.embedding_, mce.Embedding):
+            raise ConfigError("compress chooses among centres, and solver='features' has none; ask for fewer features")
+        found = compress(self.embedding_, centres=n_centres, tolerance=tolerance, method=method)
+        small = copy.copy(self)
+        small.embedding_ = found.embedding
+        if X is None:
+            before, after = (
+                devices.to_host(e.decision(self.embedding_.centres)) for e in (self.embedding_, found.embedding)
+            )
+        else:
+            before, after = self.decision_probabilities(X), small.decision_probabilities(X)
+        facts: dict[str, Any] = {
+            "method": method,
+            "centres_before": len(self.embedding_.weights),
+            "centres": len(found.kept),
+            "rkhs_error": found.error,
+            "rows": len(before),
+            "same_labels": float(np.mean(before.argmax(axis=1) == after.argmax(axis=1))),
+            "largest_change": float(np.abs(before - after).max()),
+        }
+        if y is not None and X is not None:
+            facts["accuracy_before"], facts["accuracy"] = (
+                float(np.mean(self.classes_[f.argmax(axis=1)] == np.asarray(y))) for f in (before, after)
+            )
+        small.compression_ = facts
+        return small
 
     # --- storing ---------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> None:
-        """Write the fitted model as Zarr arrays and JSON; `kme_dist.load` brings it back without running code."""
-        check_is_fitted(self, "embedding_")
-        settings = {**self.get_params(deep=False), "client": None, "features": None}
+    def _pack(self) -> tuple[Arrays, Facts]:
         map_arrays, map_config = features_of(self.scaling_)
-        if isinstance(settings["kernel"], Kernel):
-            settings["kernel"] = settings["kernel"].to_config()
-        explicit = isinstance(self.embedding_, FeatureEmbedding)
-        arrays = {
-            **({} if explicit else {"centres": devices.to_host(self.embedding_.centres)}),
-            "weights": devices.to_host(self.embedding_.weights),
-            "scaling/shift": self.scaling_.shift,
-            "scaling/factor": self.scaling_.factor,
-            **map_arrays,
-        }
-        labels = self.classes_.tolist()
-        if not all(isinstance(label, str | int | float | bool) for label in labels):
-            raise DataError(f"labels of type {type(labels[0]).__name__} cannot be stored; use strings or numbers")
-        attributes = {
-            "model": "MCEClassifier",
-            "model_format": _FORMAT,
-            "settings": {name: _plain(value) for name, value in settings.items()},
+        arrays = {"weights": self.embedding_.weights, **scaling_arrays(self.scaling_), **map_arrays}
+        if not isinstance(self.embedding_, FeatureEmbedding):
+            arrays["centres"] = self.embedding_.centres
+        return arrays, {
             "kernel": self.kernel_.to_config(),
             "feature_map": map_config,
             "regularization": self.regularization_,
             "embedding_regularization": self.embedding_.regularization,
             "probability_floor": self.probability_floor_,
-            "classes": labels,
-            "classes_dtype": self.classes_.dtype.str,
+            **put_labels(self.classes_),
             "features": self.n_features_in_,
-            **stored_names(self),
             "objective": self.objective_,
             "solver": self.solver_,
             "solver_reason": self.solver_reason_,
@@ -410,102 +378,33 @@ class MCEClassifier(Refinable, ClassifierMixin, BaseEstimator):  # type: ignore[
             "compression": getattr(self, "compression_", None),
             "history": self.history_,
         }
-        store.save_arrays(path, arrays, attributes)
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> MCEClassifier:
-        settings = dict(found["settings"])
-        if isinstance(settings["kernel"], Mapping):
-            settings["kernel"] = kernels.from_config(settings["kernel"], own=own)
-        model = cls(**settings)
-        kernel = kernels.from_config(found["kernel"], own=own)
-        device = model._device()
-        weights = devices.to_device(arrays["weights"], device)
-        lam = float(found.get("embedding_regularization", found["regularization"]))
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.kernel_, self.regularization_ = (
+            kernels.from_config(facts["kernel"], own=own),
+            float(facts["regularization"]),
+        )
+        weights = arrays["weights"]
+        lam = float(facts.get("embedding_regularization", facts["regularization"]))
         if "centres" in arrays:
-            model.embedding_ = mce.Embedding(kernel, devices.to_device(arrays["centres"], device), weights, lam)
+            self.embedding_ = self._on_device(mce.Embedding(self.kernel_, arrays["centres"], weights, lam))
         else:
-            model.embedding_ = FeatureEmbedding(Identity(), weights, regularization=lam)
-        model.kernel_, model.regularization_ = kernel, float(found["regularization"])
-        model.probability_floor_ = float(found["probability_floor"])
-        stored = restore_features(found["feature_map"], arrays, own) if found.get("feature_map") else None
-        plain = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
-        model.scaling_ = with_features(plain, stored, after=arrays.get("scaling/after"))
-        dtype = np.dtype(found["classes_dtype"])
-        if dtype.kind not in "biufUO":
-            raise CorruptError(f"labels of type {dtype} do not belong in a model")
-        model.classes_ = np.array(found["classes"], dtype=dtype)
-        restore_names(model, found, int(found["features"]))
+            self.embedding_ = self._on_device(FeatureEmbedding(Identity(), weights, regularization=lam))
+        self.probability_floor_ = float(facts["probability_floor"])
+        stored = restore_features(facts["feature_map"], arrays, own) if facts.get("feature_map") else None
+        self.scaling_ = with_features(stored_scaling(arrays), stored, after=arrays.get("scaling/after"))
+        self.classes_, self.n_features_in_ = get_labels(facts), int(facts["features"])
+        self.objective_, self.bound_ = facts["objective"], facts["bound"]
+        self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
+        self.loo_log_loss_, self.history_ = facts["loo_log_loss"], facts["history"]
+        self.calibration_ = Calibration.from_plain(facts["calibration"]) if "calibration" in facts else Calibration()
+        if facts.get("compression"):
+            self.compression_ = facts["compression"]
+
+    def _restore_columns(self, found: Mapping[str, Any]) -> None:
+        super()._restore_columns(found)
         if found.get("columns"):  # how runs stored names before models had them
-            remember_names(model, found["columns"])
-        model.objective_, model.bound_ = found["objective"], found["bound"]
-        model.solver_, model.solver_reason_ = found["solver"], found["solver_reason"]
-        model.loo_log_loss_, model.history_ = found["loo_log_loss"], found["history"]
-        model.calibration_ = Calibration.from_plain(found["calibration"]) if "calibration" in found else Calibration()
-        if found.get("compression"):
-            model.compression_ = found["compression"]
-        return model
-
-
-# Models of other modules that `load` opens, imported when one of them turns up.
-_MODEL_HOMES = {
-    "ASKLClassifier": "kme_dist.models.askl",
-    "ASKLRegressor": "kme_dist.models.askl",
-    "CENClassifier": "kme_dist.models.cen",
-    "ConditionalMeanEmbedding": "kme_dist.models.cme",
-    "KernelMean": "kme_dist.models.means",
-    "MixtureMatching": "kme_dist.models.density",
-    "OneClassSupportMeasure": "kme_dist.models.bags",
-    "ParzenClassifier": "kme_dist.models.means",
-    "SupportMeasureClassifier": "kme_dist.models.bags",
-}
-
-
-def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: Mapping[str, Any] | None = None) -> Any:
-    """Load a saved model. Arrays and JSON only: nothing in the folder is ever run.
-
-    A model with a kernel or a torch network of your own needs its class back: `kernels={"Tanimoto": Tanimoto}`,
-    `networks={"MyNet": MyNet}`.
-    """
-    arrays, found = store.load_arrays(path)
-    kind: Any = MCEClassifier
-    if found.get("model") in _MODEL_HOMES:
-        kind = getattr(importlib.import_module(_MODEL_HOMES[found["model"]]), found["model"])
-    elif found.get("model") != "MCEClassifier":
-        raise DataError(f"{path} holds {found.get('model') or found.get('format')!r}, not a kme-dist model")
-    if found.get("model_format") != _FORMAT:
-        raise DataError(f"{path} has model format {found.get('model_format')!r}; this version reads format {_FORMAT}")
-    try:
-        return kind._restore(arrays, found, {**(kernels or {}), **(networks or {})})
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, KMEError):
-            raise
-        raise CorruptError(f"{path} is not a complete model: {error!r}; save it again") from error
-
-
-def in_memory(part: Any) -> Any:
-    """A Dask array or data frame, gathered; anything else as it is."""
-    return part.compute() if hasattr(part, "dask") and hasattr(part, "compute") else part
-
-
-def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:
-    if callable(g):
-        return np.asarray([g(label) for label in classes], dtype=np.float64)
-    if isinstance(g, Mapping):
-        missing = [label for label in classes.tolist() if label not in g]
-        if missing:
-            raise DataError(f"expectation: the mapping has no value for label {missing[0]!r}")
-        return np.asarray([g[label] for label in classes.tolist()], dtype=np.float64)
-    values = np.asarray(g, dtype=np.float64)
-    if values.shape[:1] != classes.shape:
-        raise DataError(f"expectation: needs one value for each of {len(classes)} classes, got shape {values.shape}")
-    return values
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+            self._remember_names(found["columns"])
 
 
 def _print_record(record: Record) -> None:

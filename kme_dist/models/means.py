@@ -18,49 +18,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.model_selection import StratifiedKFold
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
 
 from kme_dist.core import kernels
 from kme_dist.core.kernels import Kernel
+from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
-from kme_dist.data import store
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.scaling import Scaling
-from kme_dist.data.validation import (
-    check_columns_of,
-    remember_columns,
-    remember_names,
-    restore_names,
-    rows_and_labels,
-    rows_asked,
-    stored_names,
-)
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.storing import get_rows, put_rows
-from kme_dist.run.learn import length_scale_names, median_length_scale
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Estimator,
+    Facts,
+    Own,
+    get_labels,
+    get_rows,
+    put_labels,
+    put_rows,
+    scaling_arrays,
+    stored_scaling,
+)
+from kme_dist.models.classifier import Classifier, classes_of
+from kme_dist.models.settings import Rule, integer, one_of, positive
 from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
-from kme_dist.run.sharing import executor_for
 
-FORMAT = 1
 _MEDIAN_ROWS = 2_000
-_JUDGED_ROWS = 2_000  # rows by which a length scale is chosen
-
-
-def remember_sample(model: Any, X: Any, sample: Sample) -> None:
-    """Names and width of the rows that an estimator is fitted to, in memory or on disk."""
-    if sample.path:
-        remember_names(model, open_dataset(sample.path).feature_names)
-    else:
-        remember_columns(model, X, sample.memory)
+_SELECTION_ROWS = 2_000  # rows by which a length scale is chosen
 
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: int) -> Kernel:
@@ -75,7 +65,7 @@ def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: i
     return found.replace({name: width for name in names})
 
 
-class KernelMean(BaseEstimator):  # type: ignore[misc]
+class KernelMean(Estimator):
     """The mean of k(x, ·) over a sample, with or without shrinkage.
 
     Parameters
@@ -92,8 +82,8 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         Sums over all pairs of rows by tiles, O(n²), or estimated with random features, O(n · features); the standard
         error of the estimate is `rho_error_`.
     features : how many random frequencies.
-    centres : of "s-kmse": project on so many rows; None is exact up to 5,000 rows and takes 1,000 centres beyond.
-    dtype : precision of the tiles.   client : a distributed.Client.   random_state : whole number.
+    centres : of "s-kmse": number of rows to project on; None is exact up to 5,000 rows and takes 1,000 centres beyond.
+    dtype : precision of the tiles.   client : a distributed.Client.   random_state : integer >= 0.
 
     Attributes
     ----------
@@ -103,6 +93,18 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
     unexplained_, error_bound_ : which share of the kernel the centres leave out, and how far at most the mean may be
         from the one without centres at the same λ, in the kernel's Hilbert space; 0 without centres.
     """
+
+    _FITTED: ClassVar[str] = "fitted_"
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("estimator", "kernel", "regularization", "dtype")
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "estimator": one_of(*ESTIMATORS),
+        "sums": one_of("exact", "features"),
+        "regularization": positive(optional=True),
+        "features": integer(1),
+        "centres": integer(1, optional=True),
+        "dtype": one_of(*DTYPES),
+        "random_state": integer(0),
+    }
 
     def __init__(
         self,
@@ -132,16 +134,9 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Estimate the mean from the rows of an array, a list, or a data set (its "train" split where it has one)."""
-        if self.estimator not in ESTIMATORS:
-            raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-        if self.sums not in ("exact", "features"):
-            raise ConfigError(f"sums={self.sums!r} is unknown; choose 'exact' or 'features'")
-        if self.regularization is not None and not self.regularization > 0:
-            raise ConfigError(f"regularization={self.regularization!r}: must be a positive number, or None")
-        if self.centres is not None and (self.estimator != "s-kmse" or self.centres < 1):
-            raise ConfigError(f"centres={self.centres!r}: must be an integer >= 1, and estimator='s-kmse'")
+        self._check_settings()
         sample = Sample.of(X, self.dtype)
-        remember_sample(self, X, sample)
+        self._remember_columns(X, sample.memory)
         kernel = kernel_for(self.kernel, sample, self.random_state)
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
         frequencies = None
@@ -153,7 +148,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
                 kernel,
                 sample,
                 self.estimator,
-                executor=executor_for(self.client),
+                executor=self._executor(),
                 regularization=self.regularization,
                 positive_part=self.positive_part,
                 target=target,
@@ -163,6 +158,10 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
             )
         )
         return self
+
+    def _check_together(self) -> None:
+        if self.centres is not None and self.estimator != "s-kmse":
+            raise ConfigError(f"centres={self.centres!r} are for estimator='s-kmse', not {self.estimator!r}")
 
     def _keep(self, fitted: FittedMean) -> None:
         self.fitted_ = fitted
@@ -179,20 +178,20 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
     @property
     def mean_(self) -> Mean:
         """Points and weights as one record (reads a data set into memory)."""
-        check_is_fitted(self, "fitted_")
+        self._check_fitted()
         return self.fitted_.in_memory()
 
     def evaluate(self, X: Any) -> np.ndarray:
         """μ(x) at every row of X."""
-        check_is_fitted(self, "fitted_")
+        self._check_fitted()
         rows = Sample.of(X, self.dtype).read()
-        check_columns_of(self, X, rows)
-        return self.fitted_.evaluate(rows, executor=executor_for(self.client))
+        self._check_columns(X, rows)
+        return self.fitted_.evaluate(rows, executor=self._executor())
 
     def inner(self, other: KernelMean) -> float:
         """<μ, ν>; both means must have the same kernel."""
-        check_is_fitted(self, "fitted_")
-        check_is_fitted(other, "fitted_")
+        self._check_fitted()
+        other._check_fitted()
         a, b = self.fitted_, other.fitted_
         widths = [getattr(mean, "n_features_in_", None) for mean in (self, other)]
         if widths[0] != widths[1]:
@@ -204,7 +203,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         plain = all(np.ndim(f.weights) == 0 and (f.target is None or not f.alpha) for f in (a, b))
         if not plain:
             return self.mean_.inner(other.mean_)
-        executor = executor_for(self.client)
+        executor = self._executor()
         scale = a.sample.count * float(a.weights) * b.sample.count * float(b.weights)
         if a is b:
             return scale * (a.moments or gram_moments(a.kernel, a.sample, executor=executor)).rho
@@ -224,7 +223,7 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
         Exact for functions of the kernel's Hilbert space; for others it is the weighted average of the sample, and
         the weights of shrunk means do not add up to one.
         """
-        check_is_fitted(self, "fitted_")
+        self._check_fitted()
         fitted, at = self.fitted_, 0
         total: Any = 0.0
         for block in fitted.sample.blocks():
@@ -240,14 +239,11 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
 
     # --- storing ---------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> None:
-        """Write the mean as arrays and JSON; one of a data set keeps its address and needs it again."""
-        check_is_fitted(self, "fitted_")
+    def _pack(self) -> tuple[Arrays, Facts]:
+        """A mean of a data set keeps its address and needs it again."""
         fitted = self.fitted_
-        arrays: dict[str, np.ndarray] = {"weights": np.asarray(fitted.weights)}
-        attributes: dict[str, Any] = {
-            "model": "KernelMean",
-            "model_format": FORMAT,
+        arrays: Arrays = {"weights": np.asarray(fitted.weights)}
+        facts: Facts = {
             "estimator": self.estimator,
             "dtype": self.dtype,
             "kernel": fitted.kernel.to_config(),
@@ -255,43 +251,41 @@ class KernelMean(BaseEstimator):  # type: ignore[misc]
             "regularization": fitted.regularization,
             "unexplained": fitted.unexplained,
             "error_bound": fitted.error_bound,
-            **stored_names(self),
         }
         if fitted.sample.path:
-            attributes |= {"dataset": fitted.sample.path, "ranges": [list(part) for part in fitted.sample.ranges]}
+            facts |= {"dataset": fitted.sample.path, "ranges": [list(part) for part in fitted.sample.ranges]}
         else:
-            put_rows(arrays, attributes, "points", fitted.sample.memory)
+            put_rows(arrays, facts, "points", fitted.sample.memory)
         if fitted.target is not None and fitted.alpha:
-            put_rows(arrays, attributes, "target_points", fitted.target.points)
+            put_rows(arrays, facts, "target_points", fitted.target.points)
             arrays["target_weights"] = np.asarray(fitted.target.weights)
-        store.save_arrays(path, arrays, attributes)
+        return arrays, facts
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> KernelMean:
-        kernel = kernels.from_config(found["kernel"], own=own)
-        model = cls(found["estimator"], kernel, regularization=found["regularization"], dtype=found["dtype"])
-        if "dataset" in found:
-            data = open_dataset(found["dataset"])
-            ranges = tuple((int(start), int(stop)) for start, stop in found["ranges"])
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.estimator, self.dtype, self.regularization = (
+            facts[name] for name in ("estimator", "dtype", "regularization")
+        )
+        self.kernel = kernel = kernels.from_config(facts["kernel"], own=own)
+        if "dataset" in facts:
+            data = open_dataset(facts["dataset"])
+            ranges = tuple((int(start), int(stop)) for start, stop in facts["ranges"])
             rows = sum(stop - start for start, stop in ranges)
-            sample = Sample(rows, None, data.path, "saved", ranges, found["dtype"])
+            sample = Sample(rows, None, data.path, "saved", ranges, self.dtype)
+            self.n_features_in_ = data.features
         else:
-            sample = Sample.of(get_rows(arrays, found, "points"), found["dtype"])
+            sample = Sample.of(get_rows(arrays, facts, "points"), self.dtype)
+            if isinstance(sample.memory, np.ndarray):
+                self.n_features_in_ = int(sample.memory.shape[1])
         target = None
         if "target_weights" in arrays:
-            target = Mean(kernel, get_rows(arrays, found, "target_points"), arrays["target_weights"])
+            target = Mean(kernel, get_rows(arrays, facts, "target_points"), arrays["target_weights"])
         weights: np.ndarray | float = arrays["weights"] if arrays["weights"].ndim else float(arrays["weights"])
-        lam = found["regularization"]
-        errors = float(found.get("unexplained", 0.0)), float(found.get("error_bound", 0.0))
-        model._keep(FittedMean(kernel, sample, weights, float(found["shrinkage"]), target, None, lam, *errors))
-        width = data.features if "dataset" in found else getattr(sample.memory, "shape", (0, None))[1]
-        restore_names(model, found, width)
-        return model
+        errors = float(facts.get("unexplained", 0.0)), float(facts.get("error_bound", 0.0))
+        alpha, lam = float(facts["shrinkage"]), self.regularization
+        self._keep(FittedMean(kernel, sample, weights, alpha, target, None, lam, *errors))
 
 
-class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class ParzenClassifier(Classifier):
     """The class whose kernel mean is nearest: a Parzen-window classifier on any of the four estimators.
 
     With f_c(x) = <μ_c, k(x, ·)> - |μ_c|²/2 class a is preferred to class b where f_a(x) > f_b(x), which is the sign
@@ -309,6 +303,14 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     scaling : {"standard", "unit", None}, learned from the training rows.
     positive_part, random_state : as in KernelMean.
     """
+
+    _FITTED: ClassVar[str] = "weights_"
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("estimator", "kernel", "scaling")
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "estimator": one_of(*ESTIMATORS),
+        "folds": integer(1),
+        "random_state": integer(0),
+    }
 
     def __init__(
         self,
@@ -330,21 +332,15 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> Self:
         """Choose the length scale and the slope inside the given rows, then the means of all of them."""
-        if self.estimator not in ESTIMATORS:
-            raise ConfigError(f"estimator={self.estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-        X, y = rows_and_labels(self, X, y, dtype=np.float64)
-        check_classification_targets(y)
-        self.classes_, codes = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise DataError(
-                f"y holds one class only ({self.classes_[0]!r}); a classifier needs rows of at least two classes"
-            )
+        self._check_settings()
+        X, y = self._fit_rows(X, y)
+        self.classes_, codes = classes_of(y)
         self.scaling_ = Scaling.learn(X, self.scaling)
         rows = self.scaling_.apply(X, "float64")
         candidates = self._candidates(rows)
-        judged, labels = self._judged(rows, codes)
+        some, labels = self._selection_rows(rows, codes)
         splits = self._splits(labels)
-        held_out = [self._held_out(kernel, judged, labels, splits) for kernel in candidates]
+        held_out = [self._held_out(kernel, some, labels, splits) for kernel in candidates]
         errors = [int(np.sum(scores.argmax(axis=1) != labels)) for scores in held_out]
         best = int(np.argmin(errors))
         self.kernel_, self.cv_errors_ = candidates[best], np.asarray(errors) / len(labels)
@@ -368,10 +364,10 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             scales = np.asarray(self.length_scales, dtype=np.float64)
         return [kernel.replace({name: float(scale) for name in names}) for scale in scales]
 
-    def _judged(self, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if len(rows) <= _JUDGED_ROWS:
+    def _selection_rows(self, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if len(rows) <= _SELECTION_ROWS:
             return rows, codes
-        chosen = np.random.default_rng(self.random_state).choice(len(rows), _JUDGED_ROWS, replace=False)
+        chosen = np.random.default_rng(self.random_state).choice(len(rows), _SELECTION_ROWS, replace=False)
         return rows[chosen], codes[chosen]
 
     def _splits(self, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -418,65 +414,39 @@ class ParzenClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return weights, 0.5 * float(weights @ K @ weights)
 
     def class_scores(self, X: Any) -> np.ndarray:
-        """f_c(x), one column per class."""
-        check_is_fitted(self, "weights_")
-        X = rows_asked(self, X, dtype=np.float64)
-        rows = self.scaling_.apply(X, "float64")
+        """f_c(x), one column per class: the largest is the nearest mean, and the majority of the pairwise votes."""
+        rows = self._query_rows(X)
         found: np.ndarray = weighted_features(self.kernel_, rows, self.points_, self.weights_) - self.halves_
         return found
+
+    def _decide(self, X: Any) -> np.ndarray:
+        return self.class_scores(X)
+
+    def probabilities(self, P: np.ndarray) -> np.ndarray:
+        """Coupled pairwise probabilities from the scores of the classes."""
+        return np.asarray(softmax(P * self.slope_, axis=1))
 
     def decision_function(self, X: Any) -> np.ndarray:
         """s f_c(x); with two classes the difference of the second and the first, the log odds."""
         scores: np.ndarray = self.class_scores(X) * self.slope_
         return np.asarray(scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores)
 
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Coupled pairwise probabilities, columns in the order of `classes_`."""
-        return np.asarray(softmax(self.class_scores(X) * self.slope_, axis=1))
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The class whose mean is nearest, which is the majority of the pairwise votes."""
-        best = self.class_scores(X).argmax(axis=1)
-        return np.asarray(self.classes_[best])
-
-    def save(self, path: str | Path) -> None:
-        """Write the fitted model as arrays and JSON; `kme_dist.load` brings it back."""
-        check_is_fitted(self, "weights_")
-        labels = self.classes_.tolist()
-        if not all(isinstance(label, str | int | float | bool) for label in labels):
-            raise DataError(f"labels of type {type(labels[0]).__name__} cannot be stored; use strings or numbers")
-        arrays = {
-            "points": self.points_,
-            "weights": self.weights_,
-            "halves": self.halves_,
-            "shift": self.scaling_.shift,
-            "factor": self.scaling_.factor,
-        }
-        attributes = {
-            "model": "ParzenClassifier",
-            "model_format": FORMAT,
+    def _pack(self) -> tuple[Arrays, Facts]:
+        means = {"points": self.points_, "weights": self.weights_, "halves": self.halves_}
+        return {**means, **scaling_arrays(self.scaling_, at="")}, {
             "estimator": self.estimator,
             "scaling": self.scaling,
             "kernel": self.kernel_.to_config(),
             "slope": self.slope_,
-            "classes": labels,
-            "classes_dtype": self.classes_.dtype.str,
-            **stored_names(self),
+            **put_labels(self.classes_),
         }
-        store.save_arrays(path, arrays, attributes)
 
-    @classmethod
-    def _restore(
-        cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Mapping[str, type[Kernel]]
-    ) -> ParzenClassifier:
-        kernel = kernels.from_config(found["kernel"], own=own)
-        model = cls(found["estimator"], kernel, scaling=found["scaling"])
-        model.kernel_, model.slope_ = kernel, float(found["slope"])
-        model.points_, model.weights_, model.halves_ = arrays["points"], arrays["weights"], arrays["halves"]
-        model.scaling_ = Scaling(arrays["shift"], arrays["factor"])
-        model.classes_ = np.array(found["classes"], dtype=np.dtype(found["classes_dtype"]))
-        restore_names(model, found, model.points_.shape[1])
-        return model
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.estimator, self.scaling = facts["estimator"], facts["scaling"]
+        self.kernel = self.kernel_ = kernels.from_config(facts["kernel"], own=own)
+        self.slope_, self.classes_ = float(facts["slope"]), get_labels(facts)
+        self.points_, self.weights_, self.halves_ = (arrays[name] for name in ("points", "weights", "halves"))
+        self.scaling_, self.n_features_in_ = stored_scaling(arrays, at=""), int(self.points_.shape[1])
 
 
 def _fit_slope(scores: np.ndarray, labels: np.ndarray) -> float:

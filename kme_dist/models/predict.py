@@ -25,24 +25,23 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, led_by
 from kme_dist.data.chunks import read_attributes
+from kme_dist.data.dataset import short_digest
+from kme_dist.data.lazy import open_rows
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, Layout, Receipt
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.meter import metered
+from kme_dist.models.base import load
 from kme_dist.models.expressions import class_values
-from kme_dist.models.mce import load
-from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 from kme_dist.run.predict import (
     Outcome,
     Progress,
-    Reader,
     Watch,
-    open_input,
     recorded_chunk,
     run_chunks,
-    short_digest,
     store_chunk,
 )
+from kme_dist.run.sharing import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
 FORMATS = ("zarr", "parquet")
@@ -50,18 +49,61 @@ PROCESS_BYTES = 300 << 20  # Python, NumPy, SciPy, scikit-learn, Zarr, Arrow and
 
 
 @dataclass(frozen=True)
-class Task:
-    """What every worker needs to know; plain data, the same for all chunks."""
+class Outputs:
+    """What is wanted of every row."""
+
+    names: tuple[str, ...]
+    expectations: tuple[tuple[str, tuple[float, ...]], ...]
+    raw_expectations: bool
+    top_k: int
+
+    @classmethod
+    def of(
+        cls,
+        outputs: Sequence[str],
+        expectations: Mapping[str, Any] | None,
+        raw_expectations: bool,
+        top_k: int | None,
+        classes: np.ndarray,
+    ) -> Outputs:
+        if isinstance(outputs, str):
+            outputs = (outputs,)
+        unknown = [name for name in outputs if name not in OUTPUTS]
+        if unknown:
+            raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
+        for name in expectations or {}:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]", name) or name == "c":
+                raise ConfigError(f"invalid name of an expectation: {name!r}; use letters, digits, '_', '-' and '.'")
+        k = 0 if top_k is None else top_k
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
+            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 1")
+        labels = classes.tolist()
+        values = tuple((name, tuple(class_values(g, labels).tolist())) for name, g in (expectations or {}).items())
+        if not (outputs or values or k):
+            raise ConfigError(f"outputs: nothing is asked for; choose from {', '.join(OUTPUTS)}")
+        names = tuple(name for name in OUTPUTS if name in outputs)
+        return cls(names, values, bool(raw_expectations), min(int(k), len(classes)))
+
+    def fields(self, m: int, ids: tuple[str, str] | None) -> tuple[Field, ...]:
+        shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
+        found = [Field(*ids)] if ids is not None else []
+        found += [Field(name, *shapes.get(name, ("float32", ()))) for name in self.names]
+        found += [Field(f"expectation/{name}", "float32") for name, _ in self.expectations]
+        if self.top_k:
+            found += [Field("top_label", "int32", (self.top_k,)), Field("top_probability", "float32", (self.top_k,))]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class PredictionPlan:
+    """What a worker has to know to predict a chunk; plain data, the same for all of them."""
 
     job: str
     model: str
     digest: str
     dtype: str
     layout: Layout
-    outputs: tuple[str, ...]
-    expectations: tuple[tuple[str, tuple[float, ...]], ...]
-    raw_expectations: bool
-    top_k: int
+    wanted: Outputs
 
 
 def predict(
@@ -94,13 +136,13 @@ def predict(
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
     expectations : name -> g, for E[g(Y) | x] under the probabilities; forms of g: `models.expressions`
     raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: it may leave the values of g
-    top_k : so many most probable classes, as `top_label` and `top_probability`
+    top_k : number of top classes, as `top_label` and `top_probability`
     format : "zarr" (arrays in one group) or "parquet" (one file for each chunk)
     split : of a data set; None takes all rows
     like : a data set whose columns and categories Parquet is read by; id_column : a column to carry through
     dtype : "float32", "float64", or "auto": single precision where it gives the same probabilities to 1e-3
     overwrite : replace the predictions of another model, or of data that changed
-    from_scratch : forget what is done and compute every chunk anew
+    from_scratch : recompute every chunk, those that are done as well
     progress : called with the rows that are done and the rows altogether
     watch : called with the chunks that are done, have failed, and altogether; the rows done; and `retried`
 
@@ -110,11 +152,11 @@ def predict(
     """
     place = Place.of(out)
     address, digest, fitted = _locate(model, place)
-    spec = _Spec.of(outputs, expectations, top_k, fitted.classes_)
+    wanted = Outputs.of(outputs, expectations, raw_expectations, top_k, fitted.classes_)
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'zarr' or 'parquet'")
     names = getattr(fitted, "feature_names_in_", None)
-    source = open_input(
+    source = open_rows(
         data,
         features=int(fitted.n_features_in_),
         feature_names=None if names is None else [str(name) for name in names],
@@ -122,44 +164,42 @@ def predict(
         like=like,
         id_column=id_column,
     )
-    if source.ids is not None and source.ids[1] == "text" and format == "zarr":
+    if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
         raise ConfigError(f"id_column={id_column!r} holds text, which Zarr arrays do not; choose format='parquet'")
     working = _precision(fitted, dtype)
-    fields = spec.fields(len(fitted.classes_), source.ids)
+    fields = wanted.fields(len(fitted.classes_), source.id_field)
     classes = fitted.classes_.tolist()
-    layout = Layout(place.address, format, source.chunk_rows, fields, tuple(classes))
+    layout = Layout(place.address, format, source.source.output_rows, fields, tuple(classes))
     computed_from = {
         "model": digest,
         "outputs": [[field.name, field.dtype, list(field.row_shape)] for field in fields],
-        "expectations": [[name, list(values)] for name, values in spec.expectations],
+        "expectations": [[name, list(values)] for name, values in wanted.expectations],
         "precision": working,
         "format": format,
-        "chunk_rows": source.chunk_rows,
+        "chunk_rows": source.source.output_rows,
         "data": source.describe(),
     }
-    if spec.expectations:  # of which there was only the raw kind, and no word of it, in older records
+    if wanted.expectations:  # of which there was only the raw kind, and no word of it, in older records
         computed_from["expected_under"] = "decisions" if raw_expectations else "probabilities"
     job = short_digest(computed_from)
     state = {
         "job": job,
         "computed_from": computed_from,
         "model": address,
-        "rows": source.rows,
-        "chunk_rows": source.chunk_rows,
+        "rows": source.count,
+        "chunk_rows": source.source.output_rows,
         "layout": format,
         "classes": classes,
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
     }
-    task = Task(
-        job, address, digest, working, layout, spec.outputs, spec.expectations, bool(raw_expectations), spec.top_k
-    )
+    plan = PredictionPlan(job, address, digest, working, layout, wanted)
     return run_chunks(
         state,
         layout,
         source,
         predict_chunk,
-        (task,),
-        executor=_executor(executor),
+        (plan,),
+        executor=executor if hasattr(executor, "stream") else executor_for(executor),
         overwrite=overwrite,
         from_scratch=from_scratch,
         progress=progress,
@@ -167,64 +207,25 @@ def predict(
     )
 
 
-def predict_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
+def predict_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef) -> Receipt:
     """On a worker: read, compute, store, record."""
-    if (receipt := recorded_chunk(task.layout, task.job, chunk, identity)) is not None:
+    if (receipt := recorded_chunk(plan.layout, plan.job, chunk, identity)) is not None:
         return receipt
-    return compute_chunk(task, chunk, rows, identity, reader)
+    return compute_chunk(plan, chunk, identity, rows)
 
 
-def compute_chunk(task: Task, chunk: int, rows: int, identity: str, reader: Reader) -> Receipt:
-    scorer = _scorer(task.model, task.digest, task.dtype)
-    with metered("read"):
-        X, ids = reader()
+def compute_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef) -> Receipt:
+    scorer = _scorer(plan.model, plan.digest, plan.dtype)
+    X, _ = rows.read()
+    ids = None if rows.id_field is None else rows.read_ids(0, rows.count)
     X = X.reshape(len(X), -1)
-    if len(X) != rows:
-        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows} were announced")
-    _check_finite(X, chunk * task.layout.chunk_rows)
-    arrays = scorer.outputs(X, task)
+    if len(X) != rows.count:
+        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows.count} were expected")
+    _check_finite(X, chunk * plan.layout.chunk_rows)
+    arrays = scorer.outputs(X, plan.wanted)
     if ids is not None:
-        arrays["row" if "row" in {f.name for f in task.layout.fields} else "id"] = ids
-    return store_chunk(task.layout, task.job, chunk, identity, arrays, rows)
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """Which outputs are wanted."""
-
-    outputs: tuple[str, ...]
-    expectations: tuple[tuple[str, tuple[float, ...]], ...]
-    top_k: int
-
-    @classmethod
-    def of(
-        cls, outputs: Sequence[str], expectations: Mapping[str, Any] | None, top_k: int | None, classes: np.ndarray
-    ) -> _Spec:
-        if isinstance(outputs, str):
-            outputs = (outputs,)
-        unknown = [name for name in outputs if name not in OUTPUTS]
-        if unknown:
-            raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
-        for name in expectations or {}:
-            if not re.fullmatch(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]", name) or name == "c":
-                raise ConfigError(f"expectation {name!r}: a name has letters, digits, '_', '-' and '.'")
-        k = 0 if top_k is None else top_k
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
-            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 1")
-        labels = classes.tolist()
-        values = tuple((name, tuple(class_values(g, labels).tolist())) for name, g in (expectations or {}).items())
-        if not (outputs or values or k):
-            raise ConfigError(f"outputs: nothing is asked for; choose from {', '.join(OUTPUTS)}")
-        return cls(tuple(name for name in OUTPUTS if name in outputs), values, min(int(k), len(classes)))
-
-    def fields(self, m: int, ids: tuple[str, str] | None) -> tuple[Field, ...]:
-        shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
-        found = [Field(*ids)] if ids is not None else []
-        found += [Field(name, *shapes.get(name, ("float32", ()))) for name in self.outputs]
-        found += [Field(f"expectation/{name}", "float32") for name, _ in self.expectations]
-        if self.top_k:
-            found += [Field("top_label", "int32", (self.top_k,)), Field("top_probability", "float32", (self.top_k,))]
-        return tuple(found)
+        arrays["row" if "row" in {f.name for f in plan.layout.fields} else "id"] = ids
+    return store_chunk(plan.layout, plan.job, chunk, identity, arrays, rows.count)
 
 
 class _Scorer:
@@ -240,19 +241,19 @@ class _Scorer:
         rows = self.model.scaling_.apply(X, self.dtype)
         return devices.to_host(self._decide(devices.to_device(rows, self._device)))
 
-    def outputs(self, X: np.ndarray, task: Task) -> dict[str, Any]:
+    def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
         f = self.decision(X)
         p, label = self.model.probabilities(f), f.argmax(axis=1)
         stored = led_by(p.astype(np.float32), label)  # rounding may bring another class up to the first
         arrays: dict[str, Any] = {"label": label, "probability": stored, "decision": f}
-        if "entropy" in task.outputs:
+        if "entropy" in wanted.names:
             arrays["entropy"] = mce.rkhs_entropy(p)  # p is normalised already
-        if "rkhs_entropy" in task.outputs:
+        if "rkhs_entropy" in wanted.names:
             arrays["rkhs_entropy"] = mce.rkhs_entropy(f)
-        for name, g in task.expectations:
-            arrays[f"expectation/{name}"] = mce.expectation(f, g) if task.raw_expectations else expectation(p, g)
-        if task.top_k:
-            order = np.argsort(-stored, axis=1, kind="stable")[:, : task.top_k]
+        for name, g in wanted.expectations:
+            arrays[f"expectation/{name}"] = mce.expectation(f, g) if wanted.raw_expectations else expectation(p, g)
+        if wanted.top_k:
+            order = np.argsort(-stored, axis=1, kind="stable")[:, : wanted.top_k]
             arrays["top_label"] = order
             arrays["top_probability"] = np.take_along_axis(stored, order, axis=1)
         return arrays
@@ -293,44 +294,21 @@ def _precision(model: Any, dtype: str) -> str:
         return dtype
     if not isinstance(model.embedding_, mce.Embedding):
         return "float64"
-    return "float64" if _calibration_magnifies(model) else mce.sufficient_precision(model.embedding_)
-
-
-def _calibration_magnifies(model: Any) -> bool:
-    """Whether probabilities change by more than 1e-3 where decisions do not: calibration may be steep."""
-    embedding = model.embedding_
-    if not hasattr(embedding.centres, "dtype"):
-        return False
-    rows = embedding.centres[:: max(1, len(embedding.centres) // 256)]
-    wide, narrow = (
-        model.probabilities(devices.to_host(mce.Decision(embedding, dtype)(devices.astype(rows, dtype))))
-        for dtype in ("float64", "float32")
-    )
-    return bool(np.abs(wide - narrow).max() > 1e-3)
+    return mce.sufficient_precision(model.embedding_, probabilities=model.probabilities)
 
 
 def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> int:
     """The most memory that predicting needs in a worker: Python with its libraries, the model twice (as stored and as
     prepared), one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
     fitted = load(model)
-    source = open_input(data, features=int(fitted.n_features_in_), split=split)
+    source = open_rows(data, features=int(fitted.n_features_in_), split=split)
     dtype = _precision(fitted, "auto")
-    wide, d, m = np.dtype(dtype).itemsize, source.features, len(fitted.classes_)
+    wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(fitted.classes_)
     centres = int(fitted.embedding_.weights.shape[0])
     held = centres * (d + m) * 4 + centres * (2 * (d + 2) + m) * wide
-    chunk = source.chunk_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
+    chunk = source.source.output_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
     tile = mce.HOST_TILE[0] * (mce.HOST_TILE[1] + 4 * (d + 2)) * wide
     return PROCESS_BYTES + held + chunk + tile
-
-
-def _executor(given: Any) -> Executor:
-    if given is None:
-        return SerialExecutor()
-    if hasattr(given, "stream"):
-        return given  # type: ignore[no-any-return]
-    if hasattr(given, "scheduler_info"):
-        return DaskExecutor(given)
-    raise ConfigError(f"executor: needs a distributed.Client or None, got {type(given).__name__}")
 
 
 def _check_finite(X: np.ndarray, first_row: int) -> None:

@@ -56,7 +56,15 @@ from kme_dist.core.conditional import (
     marginal_weights,
 )
 from kme_dist.core.intervals import LeftOut
-from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.core.kernels.base import (
+    Kernel,
+    length_scale_names,
+    median_length_scale,
+    row_blocks,
+    row_count,
+    select,
+    take,
+)
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
 from kme_dist.core.sums import Basis, Features
@@ -71,18 +79,10 @@ from kme_dist.run.fit import Problem
 from kme_dist.run.fit.panels import Panels, make_panels
 from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
 from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
-from kme_dist.run.learn import (
-    LearnSettings,
-    Record,
-    assemble,
-    length_scale_names,
-    log_parameters,
-    median_length_scale,
-    select,
-)
+from kme_dist.run.learners import assemble, log_parameters
 from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.trainer import Round, Trainer
+from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
 
 _SLAB_ROWS = 2_048
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages

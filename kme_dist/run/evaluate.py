@@ -6,16 +6,15 @@ tally.metrics(predictions.classes)
 
 from __future__ import annotations
 
-import functools
 import operator
-from typing import Any
 
 import numpy as np
 
 from kme_dist.core.metrics import Tally
-from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.places import Place
+from kme_dist.data.dataset import Dataset
+from kme_dist.data.lazy import open_rows
 from kme_dist.data.predictions import Predictions, open_predictions
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
 from kme_dist.run.executors import Executor
 
@@ -40,8 +39,8 @@ def tally_predictions(
         raise DataError(
             f"{data.path}: rows of class {strangers[0]!r} cannot be judged, the model knows {', '.join(known)}"
         )
-    ranges = tuple(span for span in data.ranges(split) if span[0] < span[1])
-    rows = sum(stop - start for start, stop in ranges)
+    source = open_rows(data, features=data.features, split=split)
+    rows = source.count
     if rows != predictions.rows:
         raise DataError(
             f"{predictions.path} has {predictions.rows} rows, {data.path}"
@@ -51,45 +50,17 @@ def tally_predictions(
         return Tally.empty(len(known))
     codes = tuple(known.get(str(name), -1) for name in data.classes)
     step = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE
-    calls = [
-        (predictions.path, (data.path, data.rows), ranges, codes, start, min(rows, start + step))
-        for start in range(0, rows, step)
-    ]
+    calls = [(predictions.path, source.part(start, stop), codes, start, stop) for start, stop in source.blocks(step)]
     total: Tally = executor.map_reduce(tally_rows, calls, operator.add, name="evaluate-chunk")
     return total
 
 
-@functools.lru_cache(maxsize=4)
-def _dataset(path: str, rows: int) -> Dataset:
-    """In this process; `rows` tells a data set that grew from what it was."""
-    return open_dataset(Place.of(path))
-
-
-def tally_rows(
-    predictions: str,
-    data: tuple[str, int],
-    ranges: tuple[tuple[int, int], ...],
-    codes: tuple[int, ...],
-    start: int,
-    stop: int,
-) -> Tally:
-    """On a worker: rows [start, stop) of the predictions."""
+def tally_rows(predictions: str, rows: RowsRef, codes: tuple[int, ...], start: int, stop: int) -> Tally:
+    """On a worker: rows [start, stop) of the predictions, whose labels are those of `rows`."""
     found = open_predictions(predictions)
-    y = np.asarray(codes)[_labels(_dataset(*data), ranges, start, stop)]
+    y = np.asarray(codes)[rows.read_labels(0, rows.count)]
     labels = found.read("label", start, stop) if "label" in found.names else None
     if "probability" in found.names:
         return Tally.of(y, found.read("probability", start, stop), labels)
     assert labels is not None
     return Tally.of_labels(y, labels, len(found.classes))
-
-
-def _labels(data: Dataset, ranges: tuple[tuple[int, int], ...], start: int, stop: int) -> np.ndarray:
-    parts: list[Any] = []
-    before = 0
-    for low, high in ranges:
-        a, b = max(start - before, 0), min(stop - before, high - low)
-        if a < b:
-            assert data.y is not None
-            parts.append(data.y.read(low + a, low + b))
-        before += high - low
-    return np.concatenate(parts)

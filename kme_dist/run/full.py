@@ -34,14 +34,13 @@ from kme_dist.core import optim
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
 from kme_dist.data.dataset import RowSource
-from kme_dist.data.plan import BatchPlan
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.jobs import Job, job_basis
-from kme_dist.run.learn import LearnSettings, Record, log_parameters
-from kme_dist.run.rounds import run_identity
-from kme_dist.run.trainer import Round, Trainer
+from kme_dist.run.learn import run_identity
+from kme_dist.run.learners import log_parameters
+from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
 
 PREFIX = "features."
 CACHE_BYTES = 256 << 20
@@ -49,12 +48,16 @@ Spans = tuple[tuple[int, int], ...]
 Sums = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True, eq=False)
-class _ChunkJob(Job):
-    """A job whose calls are about spans of rows."""
+@dataclass(frozen=True)
+class _Chunks:
+    """Rows in spans, one to a task."""
 
+    rows: RowsRef
     spans: Spans
     cache_bytes: int
+
+    def read(self, number: int) -> tuple[Any, Any]:
+        return dataclasses.replace(self.rows, ranges=(self.spans[number],)).read()
 
 
 @dataclass(frozen=True)
@@ -90,27 +93,26 @@ class _Remembered:
 _remembered = _Remembered()
 
 
-def _chunk(job: _ChunkJob, number: int, version: _Version) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _chunk(chunks: _Chunks, number: int, version: _Version) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scaled rows, labels and features of a span."""
-    key = f"{job.token}/{version.name}"
+    key = f"{chunks.rows.token}/{version.name}"
     if (held := _remembered.get(key, number)) is not None:
         return held  # type: ignore[return-value]
-    X, y = job.source.read_rows(*job.spans[number])
-    rows = X if job.scale is None else job.scale.apply(X, job.dtype)
-    found = rows, np.asarray(y), np.asarray(version.features.forward(rows), dtype=np.float64)
-    _remembered.put(key, number, found, job.cache_bytes)
+    X, y = chunks.read(number)
+    found = X, np.asarray(y), np.asarray(version.features.forward(X), dtype=np.float64)
+    _remembered.put(key, number, found, chunks.cache_bytes)
     return found
 
 
-def _moments(job: _ChunkJob, number: int, version: _Version) -> Sums:
-    _, y, Z = _chunk(job, number, version)
-    Y = one_hot(y, job.n_classes, Z)
+def _moments(chunks: _Chunks, number: int, version: _Version) -> Sums:
+    _, y, Z = _chunk(chunks, number, version)
+    Y = one_hot(y, chunks.rows.n_classes, Z)
     return {"G": Z.T @ Z, "B": Z.T @ Y, "n": np.asarray(float(len(Z)))}
 
 
-def _losses(job: _ChunkJob, number: int, version: _Version, W: np.ndarray, floor: float) -> Sums:
-    _, y, Z = _chunk(job, number, version)
-    Y = one_hot(y, job.n_classes, Z)
+def _losses(chunks: _Chunks, number: int, version: _Version, W: np.ndarray, floor: float) -> Sums:
+    _, y, Z = _chunk(chunks, number, version)
+    Y = one_hot(y, chunks.rows.n_classes, Z)
     P = Z @ W
     loss, S = clipped_loss(Y, P, floor)
     hits = np.sum(P[np.arange(len(y)), y] >= P.max(axis=1, initial=-np.inf))
@@ -118,15 +120,15 @@ def _losses(job: _ChunkJob, number: int, version: _Version, W: np.ndarray, floor
 
 
 def _pullback(
-    job: _ChunkJob, number: int, version: _Version, W: np.ndarray, U: np.ndarray, weight: float, floor: float
+    chunks: _Chunks, number: int, version: _Version, W: np.ndarray, U: np.ndarray, weight: float, floor: float
 ) -> Sums:
-    X, y, Z = _chunk(job, number, version)
+    X, y, Z = _chunk(chunks, number, version)
     if not len(X):
         return {name: np.zeros(np.shape(value)) for name, value in version.features.parameters.items()}
-    Y = one_hot(y, job.n_classes, Z)
+    Y = one_hot(y, chunks.rows.n_classes, Z)
     P = Z @ W
     S = clipped_loss(Y, P, floor)[1] * weight
-    Z_bar = ((S - Z @ U) @ W.T + (Y - P) @ U.T).astype(job.dtype)
+    Z_bar = ((S - Z @ U) @ W.T + (Y - P) @ U.T).astype(chunks.rows.dtype)
     return {name: np.asarray(value, np.float64) for name, value in version.features.vjp(X, Z_bar).items()}
 
 
@@ -158,13 +160,13 @@ def full_gradient(
     `spans` are the row ranges of the tasks (a chunk each by default); they may be uneven or empty, and decide the
     rounding alone. `cache_bytes` is the memory of a worker for features that a later pass needs again.
     """
-    job = _make_job(dataset, split, scaling, dtype, cache_bytes, spans)
+    chunks = _chunks_of(dataset, split, scaling, dtype, cache_bytes, spans)
     tau = LearnSettings(complexity_weight=complexity_weight).tau
-    return _judge(job, features, regularization, executor, risk, tau, loss_floor, alpha)
+    return _judge(chunks, features, regularization, executor, risk, tau, loss_floor, alpha)
 
 
 def _judge(
-    job: _ChunkJob,
+    chunks: _Chunks,
     features: FeatureMap,
     lam: float,
     executor: Executor,
@@ -178,11 +180,11 @@ def _judge(
     if not lam > 0:
         raise ConfigError(f"regularization={lam!r}: must be a positive number")
     version = _Version(features, os.urandom(6).hex())
-    fixed = [(job, i, version) for i in range(len(job.spans))]
+    fixed = [(chunks, i, version) for i in range(len(chunks.spans))]
     sums = executor.map_reduce(_moments, fixed, _add, name="feature-moments", sticky=True)
     n = float(sums["n"])
     if not n:
-        raise DataError(f"{job.source.path}: there are no rows to learn from; the split is empty")
+        raise DataError(f"{chunks.rows.path}: there are no rows to learn from; the split is empty")
     with blas_threads(1):
         factor = cholesky(np.asfortranarray(sums["G"] + n * lam * np.eye(len(sums["G"]))))
         W = np.ascontiguousarray(factor.solve(sums["B"]))
@@ -205,27 +207,27 @@ def _judge(
         bound=generalisation_bound(loss / n, complexity, int(n)),
         gradient=gradient,
         accuracy=float(found["hits"]) / n,
-        dtype=job.dtype,
+        dtype=chunks.rows.dtype,
     )
 
 
-def _make_job(
+def _chunks_of(
     dataset: RowSource,
     split: str | None,
     scaling: str | None,
     dtype: str,
     cache_bytes: int,
     spans: Spans | None = None,
-) -> _ChunkJob:
-    basis, split = job_basis(dataset, split, scaling, dtype)
+) -> _Chunks:
+    if dtype not in ("float32", "float64"):
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
+    rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     if spans is None:
-        rows = dataset.chunk_rows
+        size = dataset.chunk_rows
         spans = tuple(
-            (at, min(at + rows, stop))
-            for start, stop in dataset.ranges(split)
-            for at in range(start, stop, rows)
+            (at, min(at + size, stop)) for start, stop in rows.ranges for at in range(start, stop, size)
         )  # fmt: skip
-    return _ChunkJob(**basis, spans=spans or ((0, 0),), cache_bytes=cache_bytes)
+    return _Chunks(rows, spans, cache_bytes)
 
 
 # --- learning by it ---------------------------------------------------------------------------------
@@ -276,22 +278,22 @@ def learn_features(
     """Gradient descent with the exact gradient of all rows in every step; resumes as `learn_on_dataset` does."""
     if settings.objective not in ("rcb", "erm"):
         raise ConfigError(f"objective={settings.objective!r}: full gradients are of 'rcb' and 'erm'")
-    job = _make_job(dataset, split, scaling, dtype, cache_bytes)
-    rows = sum(stop - start for start, stop in job.spans)
-    plan = BatchPlan(job.spans, max(rows, 1), settings.seed, chunk_rows=dataset.chunk_rows)
-    start: dict[str, Any] = {name: value.tolist() for name, value in _Named(features).parameters.items()}
-    model = {"start": start, "regularization": regularization, "dtype": dtype, "scaling": scaling, "alpha": alpha}
+    chunks = _chunks_of(dataset, split, scaling, dtype, cache_bytes)
+    rows = chunks.rows.count
+    start = log_parameters(_Named(features), regularization)
+    trainer = Trainer(start, settings)
 
-    trainer = Trainer(log_parameters(_Named(features), regularization), settings)
-
-    def play(step: int, parameters: optim.Named) -> Round:
+    def play_round(step: int, parameters: optim.Named) -> Round:
         began = time.perf_counter()
         changed, lam = _replaced(features, parameters)
-        out = _judge(job, changed, lam, executor, settings.risk, settings.tau, LOSS_FLOOR, alpha)
+        out = _judge(chunks, changed, lam, executor, settings.risk, settings.tau, LOSS_FLOOR, alpha)
         seconds = time.perf_counter() - began
         pace = {"round_seconds": seconds, "rows_per_second": rows / seconds, "workers": executor.workers}
         return Round(out, rows, pace)
 
-    identity = run_identity(dataset, settings, plan, model, 1)
-    found = trainer.run(play, identity, checkpoints, None if callback is None else lambda record, _: callback(record))
+    model = {"kind": "full", "dtype": dtype, "scaling": scaling, "alpha": alpha, "split": chunks.rows.ranges}
+    identity = run_identity(settings, {}, model, start, dataset.digest)
+    found = trainer.run(
+        play_round, identity, checkpoints, None if callback is None else lambda record, _: callback(record)
+    )
     return LearnedFeatures(*_replaced(features, found.parameters), found.history)

@@ -1,71 +1,370 @@
-"""The pieces of learning: settings, the objective of one batch, the prior, the stopping rule, records.
+"""Learning from batches: which rows, who evaluates them, and the rounds that the trainer asks for.
 
-The loop that puts them together is in `rounds`. The batch of step t is a function of the seed and t alone, so a run can
-be repeated, split and resumed; the parameters are logarithms; every step leaves a record.
+    batches = Batches.of(data, split="train", scaling="unit", dtype="float32", batch_size=2000, seed=0)
+    outcome = learn(KernelLearner(kernel, settings, 10), batches, log_parameters(kernel, 1.0), settings,
+                    executor=DaskExecutor(client), batches_per_step=4, checkpoints=Checkpoints("run/checkpoints"))
+
+One step is one round: `batches_per_step` calls of `batch_gradient`, each of which reads its batch by the plan and its
+number and returns a small record; the mean of the records, added up in plan order; one update by the `Trainer`.
+
+With `local_steps=H` a round is H steps: each of `batches_per_step` replicas goes H steps on batches of its own, then
+parameters and optimiser state of all of them are averaged. Rounds are fewer and longer, which pays where the network is
+slow; what is learned is another, in general slightly worse, iterate.
+
+What is learned depends on data, settings, `batches_per_step` and `local_steps`, never on who did the work: the same
+bits come from this process, from any number of workers, and from a run that was killed and resumed.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import like
+from kme_dist.backend import Array, is_cupy, precision, resolve, to_device, to_host
 from kme_dist.core import optim
-from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.objective import (
-    COMPLEXITY_WEIGHT,
-    Objective,
-    Workspace,
-    loo_objective,
-    rcb_objective,
-    validation_objective,
+from kme_dist.core.kernels.base import Kernel, row_count
+from kme_dist.core.objective import Objective
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import RowSource
+from kme_dist.data.plan import BatchPlan
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.executors import Executor, SerialExecutor
+from kme_dist.run.learners import (
+    KernelLearner,
+    Learner,
+    SoftmaxLearner,
+    assemble,
+    log_parameters,
+    mean_named,
+    mean_objectives,
+    short_digest,
 )
-from kme_dist.errors import ConfigError
-from kme_dist.run.executors import tree_combine
+from kme_dist.run.trainer import (
+    Callback,
+    LearnSettings,
+    LengthScalePrior,
+    Outcome,
+    PlayRound,
+    Record,
+    Round,
+    Stepper,
+    Trainer,
+    without_schedule,
+)
 
-OBJECTIVES = ("rcb", "validation", "loo", "erm")
-Record = dict[str, Any]
+BATCH_ROWS = 1000  # where the settings leave the batch size open
+KEPT_BYTES = 64 << 20  # rows that are kept from step to step where every batch holds all of them
+GRADIENT, READ, REPLICA = "batch-gradient", "read-batch", "local-steps"  # as the dashboard shows them
+
+
+# --- what travels to the workers --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LearnSettings:
-    """Everything that decides a learning run, apart from data and starting point."""
+class Batches:
+    """Rows cut into batches: whoever evaluates one reads it by the plan and its number."""
 
-    objective: str = "rcb"
-    risk: str = "sum"
-    complexity_weight: float | None = None  # None: 4e for rcb, 1 for validation and leave-one-out, 0 for erm
-    steps: int = 1000
-    batch_size: int | None = None  # None: all rows in every step
-    learning_rate: float = 0.1
-    schedule: Callable[[float, int], optim.Schedule] | None = None  # (rate, steps) -> schedule; None: constant
-    optimizer: str = "adam"
-    clip_norm: float | None = None
-    frozen: tuple[str, ...] = ()
-    train_share: float = 0.5  # of a batch, for the validation objective
-    prior_width: float | None = None  # how far, in e-folds, length scales may stray from their start; None: freely
-    patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
-    seed: int = 0
+    rows: RowsRef
+    plan: BatchPlan
+    target: tuple[float, float] | None = None  # shift and factor of numbers to be predicted
+    backend: str = "numpy"  # "auto" is decided by each worker for itself
 
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(f"objective={self.objective!r} cannot be learned; choose one of {', '.join(OBJECTIVES)}")
-        if self.steps < 0:
-            raise ConfigError(f"steps={self.steps}: must be an integer >= 0")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate={self.learning_rate!r}: must be a positive number")
+    @classmethod
+    def of(
+        cls,
+        source: RowSource,
+        *,
+        batch_size: int,
+        seed: int,
+        split: str | None = "auto",
+        scaling: Scaling | str | None = None,
+        dtype: str = "float32",
+        target: tuple[float, float] | None = None,
+        backend: str = "numpy",
+    ) -> Batches:
+        if dtype not in ("float32", "float64"):
+            raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
+        rows = RowsRef.of(source, split=split, scaling=scaling, dtype=dtype, classes=source.classes is not None)
+        return cls(rows, rows.plan(batch_size, seed), target, backend)
 
     @property
-    def tau(self) -> float:
-        if self.objective == "erm":
-            return 0.0
-        if self.complexity_weight is not None:
-            return self.complexity_weight
-        return COMPLEXITY_WEIGHT if self.objective == "rcb" else 1.0
+    def count(self) -> int:
+        return self.plan.rows
+
+    @property
+    def size(self) -> int:
+        """Rows of one batch."""
+        return self.plan.rows_per_batch
+
+    @property
+    def digest(self) -> str:
+        """Of the rows, their labels and how they are cut into batches (but for the seed, which is a setting)."""
+        plan = {**self.plan.to_json(), "seed": None}
+        return hashlib.sha256((self.rows.digest() + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
+
+    def read(self, number: int) -> tuple[Any, np.ndarray]:
+        """Batch `number`, scaled, on the host."""
+        X, y = self.rows.batch(self.plan, number)
+        if y is None:
+            raise DataError(f"{self.rows.path} has no labels; ingest it again with the column named by `label`")
+        return X, self._targets(y)
+
+    def all_rows(self) -> tuple[Array, np.ndarray]:
+        """Every row at once, on the device."""
+        X, y = self.rows.read()
+        return self.on_device(X), self._targets(y)
+
+    def first_chunk(self) -> tuple[Array, np.ndarray]:
+        X, y = self.rows.read(*self.rows.chunks()[0])
+        return self.on_device(X), self._targets(y)
+
+    def on_device(self, X: Any) -> Any:
+        return to_device(X, resolve(self.backend)) if hasattr(X, "dtype") else X
+
+    def _targets(self, y: Any) -> np.ndarray:
+        values: np.ndarray = np.asarray(y)
+        return values if self.target is None else (values.astype(np.float64) - self.target[0]) * self.target[1]
+
+
+HostBatch = tuple[Any, np.ndarray, float]  # X, y and the seconds that reading took
+_here = threading.local()
+
+
+def read_batch(batches: Batches, number: int) -> HostBatch:
+    """A call of its own where those who read are not those who compute."""
+    began = time.perf_counter()
+    X, y = batches.read(number)
+    return X, y, time.perf_counter() - began
+
+
+def _batch_here(batches: Batches, number: int) -> HostBatch:
+    """On the device. Where every batch holds all rows, a thread keeps them from step to step."""
+    if (held := getattr(_here, "batch", None)) is not None and held[0] == batches.rows:
+        kept: HostBatch = held[1]
+        return kept
+    _here.batch = None  # rows of an earlier run are given back first
+    X, y, seconds = read_batch(batches, number)
+    X = batches.on_device(X)
+    if batches.size == batches.count and getattr(X, "nbytes", KEPT_BYTES + 1) <= KEPT_BYTES:
+        _here.batch = batches.rows, (X, y, 0.0)
+    return X, y, seconds
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """What comes home from one batch, or from several that one call went through."""
+
+    objective: Objective
+    rows: int
+    read_s: float
+    compute_s: float
+    worker: str
+
+
+def batch_gradient(
+    learner: Learner, batches: Batches, number: int, parameters: optim.Named, rows: HostBatch | None = None
+) -> BatchRecord:
+    """Objective and gradient of batch `number`, read here unless `rows` are given: the function that workers run."""
+    if rows is None:
+        X, y, read_s = _batch_here(batches, number)
+    else:
+        X, y, read_s = batches.on_device(rows[0]), rows[1], rows[2]
+    began = time.perf_counter()
+    out = learner.evaluate(parameters, X, y, number)
+    return BatchRecord(out, row_count(X), read_s, time.perf_counter() - began, f"{socket.gethostname()}:{os.getpid()}")
+
+
+@dataclass(frozen=True)
+class ReplicaRecord:
+    """Where a replica has come by steps of its own."""
+
+    parameters: optim.Named
+    state: optim.State
+    record: BatchRecord  # the mean over its batches
+
+
+def local_steps(
+    learner: Learner,
+    batches: Batches,
+    first: int,
+    stepper: Stepper,
+    rates: list[float],
+    reached: tuple[optim.Named, optim.State],
+) -> ReplicaRecord:
+    """One step for each of `rates`, on the batches from number `first`, each from where the one before has led."""
+    (parameters, state), records = reached, []
+    for number, rate in enumerate(rates, first):
+        record = batch_gradient(learner, batches, number, parameters)
+        gradient = stepper.gradient(record.objective, parameters, record.rows)
+        parameters, state = stepper.move(gradient, parameters, state, rate)
+        records.append(record)
+    together = BatchRecord(
+        objective=mean_objectives([record.objective for record in records]),
+        rows=sum(record.rows for record in records),
+        read_s=sum(record.read_s for record in records),
+        compute_s=sum(record.compute_s for record in records),
+        worker=records[0].worker,
+    )
+    return ReplicaRecord(parameters, state, together)
+
+
+# --- rounds -----------------------------------------------------------------------------------------
+
+
+def learn(
+    learner: Learner,
+    batches: Batches,
+    start: Mapping[str, np.ndarray],
+    settings: LearnSettings,
+    *,
+    executor: Executor | None = None,
+    batches_per_step: int = 1,
+    local_steps: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    callback: Callback | None = None,
+    prior: LengthScalePrior | None = None,
+    after: Callable[[optim.Named, float], optim.Named] | None = None,
+    average: float = 0.0,
+    phase: str | None = None,
+    remember: bool = True,
+) -> Outcome:
+    """Step after step: batches evaluated where the executor works, gradients averaged in order, one update here.
+
+    Parameters
+    ----------
+    learner, batches : what a batch is worth, and where it comes from
+    start : parameters as they are learned (positive ones as logarithms)
+    executor : None for this process
+    batches_per_step : gradients averaged in one step, or replicas. Part of what is learned, not of the cluster.
+    local_steps : None averages gradients in every step; H averages replicas after H steps of their own
+    checkpoints : where to save, and to resume from when settings and data agree
+    callback : told the record of every round, and the parameters that it led to
+    prior, after, average, phase, remember : see `Trainer`
+    """
+    if batches_per_step < 1:
+        raise ConfigError(f"batches_per_step={batches_per_step}: must be an integer >= 1")
+    if local_steps is not None and (local_steps < 1 or settings.steps % local_steps):
+        raise ConfigError(
+            f"local_steps={local_steps}: must be an integer >= 1 of which steps={settings.steps} is a multiple, "
+            "since averages are taken after whole rounds"
+        )
+    learner = _travelling(learner)
+    workers = executor or SerialExecutor()
+    trainer = Trainer(start, settings, prior=prior, after=after, average=average, phase=phase, remember=remember)
+    if local_steps is None:
+        play_round = _averaged_gradients(learner, batches, batches_per_step, workers)
+    else:
+        play_round = _averaged_replicas(learner, batches, trainer, batches_per_step, local_steps, workers)
+    identity: dict[str, Any] = {}
+    if checkpoints is not None:
+        own: dict[str, Any] = {"batch_size": batches.plan.batch_size, "batches_per_step": batches_per_step}
+        own |= {} if local_steps is None else {"mode": "local", "local_steps": local_steps}
+        own |= {"average": average} if average else {}
+        scale = batches.rows.scale
+        form = {"dtype": batches.rows.dtype, "scaling": scale and [scale.shift.tolist(), scale.factor.tolist()]}
+        identity = run_identity(settings, own, {**learner.describe(), **form}, start, batches.digest)
+    return trainer.run(play_round, identity, checkpoints, callback)
+
+
+def _travelling(learner: Learner) -> Learner:
+    """As it goes to workers: the schedule is a function, and the driver's business."""
+    settings = getattr(learner, "settings", None)
+    return learner if settings is None else replace(learner, settings=without_schedule(settings))  # type: ignore[type-var]
+
+
+def _averaged_gradients(learner: Learner, batches: Batches, per_step: int, executor: Executor) -> PlayRound:
+    gpu = batches.backend == "cupy"
+
+    def play_round(step: int, parameters: optim.Named) -> Round:
+        began, first = time.perf_counter(), step * per_step
+        numbers = range(first, first + per_step)
+        calls = [(learner, batches, number, parameters) for number in numbers]
+        if gpu and executor.reads_apart:
+            # The next round's batches are known: they are read while this one is computed.
+            ahead = [(batches, number) for number in range(first + per_step, first + 2 * per_step)]
+            feed = (read_batch, [(batches, number) for number in numbers], ahead, READ)
+            records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, feed=feed)
+        else:
+            records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, quick=True)
+        pace = _pace(records, time.perf_counter() - began, executor.workers)
+        return Round(mean_objectives([record.objective for record in records]), batches.size, pace)
+
+    return play_round
+
+
+def _averaged_replicas(
+    learner: Learner, batches: Batches, trainer: Trainer, replicas: int, steps: int, executor: Executor
+) -> PlayRound:
+    """Replica r of the round that begins at step s makes its steps on the batches from s · replicas + r · steps."""
+    gpu = batches.backend == "cupy"
+
+    def play_round(step: int, parameters: optim.Named) -> Round:
+        began, first = time.perf_counter(), step * replicas
+        rates = [trainer.rate(number) for number in range(step, step + steps)]
+        reached = parameters, trainer.state
+        calls = [(learner, batches, first + r * steps, trainer.stepper, rates, reached) for r in range(replicas)]
+        found = executor.map(local_steps, calls, name=REPLICA, gpu=gpu, quick=True)
+        records = [replica.record for replica in found]
+        pace = _pace(records, time.perf_counter() - began, executor.workers)
+        states = [replica.state for replica in found]
+        state = {slot: mean_named([own[slot] for own in states]) for slot in states[0]}
+        return Round(
+            mean_objectives([record.objective for record in records]),
+            batches.size,
+            {**pace, "batches": replicas * steps},
+            steps=steps,
+            reached=(mean_named([replica.parameters for replica in found]), state),
+        )
+
+    return play_round
+
+
+def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
+    """How fast the round went, and which share of the workers' time was spent waiting."""
+    busy = sum(record.read_s + record.compute_s for record in records)
+    return {
+        "batches": len(records),
+        "round_seconds": seconds,
+        "compute_seconds": max(record.compute_s for record in records),
+        "read_seconds": max(record.read_s for record in records),
+        "rows_per_second": sum(record.rows for record in records) / max(seconds, 1e-9),
+        "waiting_share": min(1.0, max(0.0, 1.0 - busy / max(workers * seconds, 1e-9))),
+        "workers": workers,
+    }
+
+
+def run_identity(
+    settings: LearnSettings, own: Mapping[str, Any], model: Mapping[str, Any], start: Mapping[str, Any], data: str
+) -> dict[str, Any]:
+    """What a checkpoint must agree with to be resumed: plain data, named as the configuration names it."""
+    chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
+    if settings.schedule is None:
+        del chosen["steps"]  # a run may be made longer; only a schedule depends on where it is to end
+    else:
+        chosen["schedule"] = getattr(settings.schedule, "__qualname__", type(settings.schedule).__name__)
+    tree = {
+        "learn": {**chosen, **own},
+        "model": model,
+        "start": {name: short_digest(np.asarray(value)) for name, value in start.items()},
+        "data": data,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(tree, default=vars))
+    return plain
+
+
+# --- kernels ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,223 +377,138 @@ class Learned:
     stopped_early: bool = False
 
 
-def batch_rows(n: int, batch_size: int | None, step: int, seed: int) -> np.ndarray | None:
-    """The rows of batch `step`, None standing for all of them.
-
-    Batches walk through one permutation of the rows after another, a new one for every epoch. A batch that begins in
-    one epoch and ends in the next takes its first rows from the old permutation and the others from the new.
-    """
-    if batch_size is None or batch_size >= n:
-        return None
-    epoch, place = divmod(step * batch_size, n)
-    rows = _epoch_order(n, epoch, seed)[place : place + batch_size]
-    if len(rows) < batch_size:
-        rows = np.concatenate([rows, _epoch_order(n, epoch + 1, seed)[: batch_size - len(rows)]])
-    return rows
-
-
-@functools.lru_cache(maxsize=2)
-def _epoch_order(n: int, epoch: int, seed: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n)
-
-
-def batch_objective(
+def kernel_batches(
+    dataset: RowSource,
     settings: LearnSettings,
+    *,
+    split: str | None = "auto",
+    scaling: str | Scaling | None = "unit",
+    dtype: str = "float32",
+    backend: str = "numpy",
+    plan: BatchPlan | None = None,
+) -> Batches:
+    """The batches of a data set with classes, as the settings ask for them."""
+    if dataset.classes is None:
+        raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
+    if not dataset.features:
+        scaling = None  # rows that are no vectors
+    size = settings.batch_size or BATCH_ROWS
+    found = Batches.of(
+        dataset, batch_size=size, seed=settings.seed, split=split, scaling=scaling, dtype=dtype, backend=backend
+    )
+    return found if plan is None else replace(found, plan=plan)
+
+
+def learn_on_dataset(
+    dataset: RowSource,
+    kernel: Kernel,
+    regularization: float,
+    settings: LearnSettings,
+    *,
+    executor: Executor,
+    batches_per_step: int = 1,
+    local_steps: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    callback: Callable[[Record], None] | None = None,
+    **options: Any,
+) -> Learned:
+    """Stochastic gradient descent on log θ and log λ over the batches of a data set.   [HNR, algorithm 1]
+
+    Parameters
+    ----------
+    dataset : with class labels
+    kernel, regularization : where learning starts; the kernel is of scaled rows
+    executor, batches_per_step, local_steps, checkpoints : see `learn`
+    callback : receives the record of every round; `history` keeps the last ones only
+    **options : split, scaling, dtype, backend and plan of `kernel_batches`
+
+    Returns
+    -------
+    Learned : the last iterate, or the best where `settings.patience` is set
+    """
+    batches = kernel_batches(dataset, settings, **options)
+    start = log_parameters(kernel, regularization)
+    found = learn(
+        KernelLearner(kernel, settings, dataset.n_classes),
+        batches,
+        start,
+        settings,
+        executor=executor,
+        batches_per_step=batches_per_step,
+        local_steps=local_steps,
+        checkpoints=checkpoints,
+        callback=None if callback is None else lambda record, _: callback(record),
+        prior=LengthScalePrior(kernel, start, settings, batches.count),
+        remember=False,
+    )
+    return Learned(*assemble(kernel, found.parameters), found.history, stopped_early=found.stopped_early)
+
+
+def learn_in_memory(
     kernel: Kernel,
     regularization: float,
     X: Any,
     y: np.ndarray,
     n_classes: int,
-    step: int,
-    workspace: Workspace,
-) -> Objective:
-    """The objective of one batch: the one function that runs wherever the batch is."""
-    common: dict[str, Any] = {
-        "regularization": regularization,
-        "n_classes": n_classes,
-        "risk": settings.risk,
-        "complexity_weight": settings.tau,
-        "workspace": workspace,
-    }
-    if settings.objective == "validation" and len(X) > 1:
-        # A fresh split in every step: with all rows in the batch this is what keeps it from being learned by heart.
-        order = np.random.default_rng([settings.seed, step, 1]).permutation(len(X))
-        train = min(max(round(settings.train_share * len(X)), 1), len(X) - 1)
-        return validation_objective(kernel, select(X, order), y[order], train_rows=train, **common)
-    if settings.objective == "loo":
-        return loo_objective(kernel, X, y, **common)
-    return rcb_objective(kernel, X, y, **common)
+    settings: LearnSettings,
+    callback: Callable[[Record], None] | None = None,
+    plan: BatchPlan | None = None,
+) -> Learned:
+    """The same for rows in memory (an array, or a list of whatever the kernel takes), as they are, in this process."""
+    records: list[Record] = []
 
+    def step(record: Record) -> None:
+        records.append(record)
+        if callback is not None:
+            callback(record)
 
-def select(X: Any, rows: np.ndarray) -> Any:
-    """Rows of an array on any device, or of a list."""
-    return X[like(rows, X, dtype=np.int64)] if hasattr(X, "dtype") else [X[i] for i in rows]
-
-
-def assemble(kernel: Kernel, log_parameters: dict[str, np.ndarray]) -> tuple[Kernel, float]:
-    """Kernel and λ from the vector of logarithms."""
-    values = optim.from_log(log_parameters)
-    lam = float(values.pop("regularization"))
-    return kernel.replace(values), lam
-
-
-def log_parameters(start: Any, regularization: float) -> optim.Named:
-    """Parameters of a kernel (or of whatever else has some by name) and λ, as they are learned."""
-    return optim.to_log({**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)})
-
-
-def mean_objectives(outs: list[Objective]) -> Objective:
-    """The mean over batches, added up in their order by a fixed tree."""
-    names = ("value", "risk", "complexity", "bound", "accuracy")
-    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
-    return Objective(
-        **dict(zip(names, numbers.tolist(), strict=True)),
-        gradient=mean_named([out.gradient for out in outs]),
-        dtype=max(out.dtype for out in outs),
-        jitter=max(out.jitter for out in outs),
+    learned = learn_on_dataset(
+        ArrayRows(to_host(X) if hasattr(X, "dtype") else X, np.asarray(y), range(n_classes)),
+        kernel,
+        regularization,
+        replace(settings, batch_size=settings.batch_size or row_count(X)),
+        executor=SerialExecutor(),
+        callback=step,
+        scaling=None,
+        dtype=precision(X) if hasattr(X, "dtype") else "float64",
+        backend="cupy" if is_cupy(X) else "numpy",
+        plan=plan,
     )
+    return replace(learned, history=records)
 
 
-def mean_named(items: list[optim.Named]) -> optim.Named:
-    """The mean of dictionaries of arrays, added up in their order by a fixed tree."""
-    total = tree_combine(items, lambda a, b: {name: a[name] + b[name] for name in a})
-    return {name: value / len(items) for name, value in total.items()}
+# --- what networks are compared with ----------------------------------------------------------------
 
 
-def step_record(
-    settings: LearnSettings, step: int, out: Objective, lam: float, gradient_norm: float, rows: int, seconds: float
-) -> Record:
-    return {
-        "step": step + 1,
-        "steps": settings.steps,
-        "phase": settings.objective,
-        "objective": out.value,
-        "risk": out.risk,
-        "complexity": out.complexity,
-        "bound": out.bound,
-        "accuracy": out.accuracy,
-        "regularization": lam,
-        "gradient_norm": gradient_norm,
-        "rows": rows,
-        "seconds": seconds,
-    }
+def learn_softmax(
+    learner: SoftmaxLearner,
+    batches: Batches,
+    *,
+    width: int,
+    per_epoch: int,
+    watch: tuple[Array, np.ndarray] | None,
+    executor: Executor | None = None,
+    batches_per_step: int = 1,
+    callback: Callable[[Record], None] | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> list[Record]:
+    """The records of all steps; those that end an epoch hold the accuracy on the rows and class numbers to watch."""
 
+    def after_step(record: Record, parameters: optim.Named) -> None:
+        if watch is not None and record["step"] % per_epoch == 0:
+            record["watched_accuracy"] = float(np.mean(learner.decide(parameters, watch[0]) == watch[1]))
+        if callback is not None:
+            callback(record)
 
-class LengthScalePrior:
-    """½ Σ_d (log ℓ_d - log ℓ_d⁰)² / width²: keeps length scales near their start unless the data say otherwise.
-
-    With one length scale per feature and few rows, features look relevant by chance. Losses are summed over rows and
-    the prior is not, so it fades as rows are added; a batch carries its share of it.
-    """
-
-    def __init__(self, kernel: Kernel, start: dict[str, np.ndarray], settings: LearnSettings, rows: int) -> None:
-        self._names = length_scale_names(kernel) if settings.prior_width else []
-        self._start = {name: start[name] for name in self._names}
-        judged = 1 - settings.train_share if settings.objective == "validation" else 1.0
-        per_row = 1.0 if settings.risk == "sum" else 1.0 / max(rows, 1)
-        self._weight = per_row * judged / (rows * settings.prior_width**2) if settings.prior_width else 0.0
-
-    def value(self, parameters: dict[str, np.ndarray], batch: int) -> float:
-        squares = (np.sum((parameters[name] - self._start[name]) ** 2) for name in self._names)
-        return 0.5 * self._weight * batch * float(sum(squares))
-
-    def add_to(self, gradient: optim.Named, parameters: dict[str, np.ndarray], batch: int) -> optim.Named:
-        pull = {name: self._weight * batch * (parameters[name] - self._start[name]) for name in self._names}
-        return {name: g + pull.get(name, 0.0) for name, g in gradient.items()}
-
-
-@dataclass(frozen=True)
-class Stepper:
-    """From gradients to parameters: the same wherever the step is made."""
-
-    settings: LearnSettings
-    names: tuple[str, ...]  # of the parameters that are learned
-    prior: LengthScalePrior | None = None
-
-    @classmethod
-    def of(cls, parameters: optim.Named, settings: LearnSettings, prior: LengthScalePrior | None = None) -> Stepper:
-        return cls(without_schedule(settings), tuple(optim.learnable(parameters, settings.frozen)), prior)
-
-    def start(self, parameters: optim.Named) -> optim.State:
-        return self._optimizer.init({name: parameters[name] for name in self.names})
-
-    def gradient(self, out: Objective, parameters: optim.Named, rows: int) -> optim.Named:
-        """With the share of the prior that a batch of `rows` carries."""
-        own = {name: _finite(out.gradient[name]) for name in self.names}
-        return own if self.prior is None else self.prior.add_to(own, parameters, rows)
-
-    def penalty(self, parameters: optim.Named, rows: int) -> float:
-        """The value of that share."""
-        return 0.0 if self.prior is None else self.prior.value(parameters, rows)
-
-    def move(
-        self, gradient: optim.Named, parameters: optim.Named, state: optim.State, rate: float
-    ) -> tuple[optim.Named, optim.State]:
-        delta, state = self._optimizer.update(optim.clip(gradient, self.settings.clip_norm), state, rate)
-        return {name: value + delta[name] if name in delta else value for name, value in parameters.items()}, state
-
-    @property
-    def _optimizer(self) -> optim.Optimizer:
-        return optim.optimizer_by_name(self.settings.optimizer)
-
-
-def without_schedule(settings: LearnSettings) -> LearnSettings:
-    """As settings travel to workers: the schedule is a function, and the driver's business."""
-    return replace(settings, schedule=None)
-
-
-def _finite(value: np.ndarray) -> np.ndarray:
-    return value if np.isfinite(value).all() else np.nan_to_num(value)
-
-
-class PlateauWatch:
-    """Early stopping: watches a noisy value and remembers the parameters at its best.
-
-    The value is smoothed over about twenty steps; when the smoothed value has not fallen by one part in a thousand for
-    `patience` steps, it is time to stop. With patience None it never asks to stop.
-    """
-
-    def __init__(self, patience: int | None, smoothing: float = 0.95, tolerance: float = 1e-3) -> None:
-        self._patience, self._smoothing, self._tolerance = patience, smoothing, tolerance
-        self._mean, self._weight = 0.0, 0.0
-        self._best, self._since = math.inf, 0
-        self._parameters: dict[str, np.ndarray] | None = None
-
-    def should_stop(self, value: float, parameters: dict[str, np.ndarray]) -> bool:
-        if self._patience is None:
-            return False
-        self._mean = self._smoothing * self._mean + (1 - self._smoothing) * value
-        self._weight = self._smoothing * self._weight + (1 - self._smoothing)
-        smooth = self._mean / self._weight
-        if smooth < self._best:
-            if smooth < self._best - self._tolerance * abs(self._best) or math.isinf(self._best):
-                self._since = 0
-            self._best, self._parameters = smooth, parameters
-        self._since += 1
-        return self._since > self._patience
-
-    def state(self) -> dict[str, Any]:
-        """Everything it remembers, for a checkpoint."""
-        numbers = {"mean": self._mean, "weight": self._weight, "least": self._best, "since": self._since}
-        return {**numbers, "best": self._parameters}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._mean, self._weight = state["mean"], state["weight"]
-        self._best, self._since, self._parameters = state["least"], state["since"], state.get("best")
-
-    def best_parameters(self, otherwise: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return otherwise if self._parameters is None else self._parameters
-
-
-def median_length_scale(X: np.ndarray, seed: int, pairs: int = 10_000) -> float:
-    """The median distance between rows, over random pairs: the heuristic for one common length scale."""
-    rng = np.random.default_rng(seed)
-    i, j = rng.integers(0, len(X), size=(2, pairs))
-    distances = np.sqrt(np.sum((X[i[i != j]] - X[j[i != j]]).astype(np.float64) ** 2, axis=1))
-    distances = distances[distances > 0]
-    return float(np.median(distances)) if distances.size else 1.0
-
-
-def length_scale_names(kernel: Kernel) -> list[str]:
-    """Parameters that measure distance, in a kernel and its parts."""
-    return [name for name in kernel.parameters if name.rsplit(".", 1)[-1] == "length_scale"]
+    found = learn(
+        learner,
+        batches,
+        learner.start(width),
+        learner.settings,
+        executor=executor,
+        batches_per_step=batches_per_step,
+        callback=after_step,
+        phase="softmax",
+        checkpoints=checkpoints,
+    )
+    return found.history

@@ -21,7 +21,7 @@ from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Linear
-from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.regularization import scale_to_data
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource
@@ -29,11 +29,11 @@ from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.features import with_features
 from kme_dist.run.fit import Fit, fit_on_dataset
-from kme_dist.run.learn import LearnSettings, Record, length_scale_names, median_length_scale
+from kme_dist.run.learn import learn_on_dataset
+from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
-from kme_dist.run.rounds import learn_on_dataset
+from kme_dist.run.trainer import LearnSettings, Record
 
 SELECTED = ("rcb", "validation")  # what objective "auto" chooses between
 WHOLE_BATCH_ROWS = 1_000  # with more rows than this a step sees a batch of so many
@@ -313,7 +313,6 @@ def cross_validate(
     from sklearn.model_selection import StratifiedKFold
 
     from kme_dist.backend import to_host
-    from kme_dist.run.learn import select
 
     folds = int(max(2, min(5, np.bincount(y)[np.unique(y)].min())))
     splits = list(StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32).split(np.zeros(len(y)), y))

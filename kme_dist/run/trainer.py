@@ -1,33 +1,181 @@
 """The one loop of learning: ask for a round, make the update, leave a record, save, stop.
 
-    trainer = Trainer(start, settings)
-    outcome = trainer.run(play, identity, checkpoints=Checkpoints("run/checkpoints"), callback=report)
+    trainer = Trainer(start, LearnSettings(steps=500, learning_rate=0.1))
+    outcome = trainer.run(play_round, identity, checkpoints=Checkpoints("run/checkpoints"), callback=report)
 
-Whoever learns anything (kernels, networks, spectral maps, conditional means) says with `play` what one round is worth:
-a function of the number of steps made and of the parameters that returns a `Round`. Where its batches come from and who
-computes them is the business of `play`; parameters, optimiser, stopping rule, averages and checkpoints are kept here. A
-run that was killed and resumed makes the steps of one that was not.
+Whoever learns anything (kernels, networks, spectral maps, conditional means) says with `play_round` what one round is
+worth: a function of the number of steps made and of the parameters that returns a `Round`. Where its batches come from
+and who computes them is not known here (see `kme_dist.run.learn`); parameters, optimiser, prior, stopping rule,
+averages and checkpoints are. A run that was killed and resumed makes the steps of one that was not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kme_dist.core import optim
-from kme_dist.core.objective import Objective
-from kme_dist.errors import KMEError
+from kme_dist.core.kernels.base import Kernel, length_scale_names
+from kme_dist.core.objective import COMPLEXITY_WEIGHT, Objective
+from kme_dist.errors import ConfigError, KMEError
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
-from kme_dist.run.learn import LearnSettings, LengthScalePrior, PlateauWatch, Record, Stepper, step_record
 
+OBJECTIVES = ("rcb", "validation", "loo", "erm")
+Record = dict[str, Any]
 HISTORY_RECORDS = 1000  # kept where not all of them are; the callback sees every one
 _MEAN = "averaged"  # beside the slots of the optimiser
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    """Everything that decides a learning run, apart from data and starting point."""
+
+    objective: str = "rcb"
+    risk: str = "sum"
+    complexity_weight: float | None = None  # None: 4e for rcb, 1 for validation and leave-one-out, 0 for erm
+    steps: int = 1000
+    batch_size: int | None = None  # None: all rows in every step
+    learning_rate: float = 0.1
+    schedule: Callable[[float, int], optim.Schedule] | None = None  # (rate, steps) -> schedule; None: constant
+    optimizer: str = "adam"
+    clip_norm: float | None = None
+    frozen: tuple[str, ...] = ()
+    train_share: float = 0.5  # of a batch, for the validation objective
+    prior_width: float | None = None  # how far, in e-folds, length scales may stray from their start; None: freely
+    patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective={self.objective!r} cannot be learned; choose one of {', '.join(OBJECTIVES)}")
+        if self.steps < 0:
+            raise ConfigError(f"steps={self.steps}: must be an integer >= 0")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate={self.learning_rate!r}: must be a positive number")
+
+    @property
+    def tau(self) -> float:
+        if self.objective == "erm":
+            return 0.0
+        if self.complexity_weight is not None:
+            return self.complexity_weight
+        return COMPLEXITY_WEIGHT if self.objective == "rcb" else 1.0
+
+
+class LengthScalePrior:
+    """½ Σ_d (log ℓ_d - log ℓ_d⁰)² / width²: keeps length scales near their start unless the data say otherwise.
+
+    With one length scale per feature and few rows, features look relevant by chance. Losses are summed over rows and
+    the prior is not, so it fades as rows are added; a batch carries its share of it.
+    """
+
+    def __init__(self, kernel: Kernel, start: dict[str, np.ndarray], settings: LearnSettings, rows: int) -> None:
+        self._names = length_scale_names(kernel) if settings.prior_width else []
+        self._start = {name: start[name] for name in self._names}
+        judged = 1 - settings.train_share if settings.objective == "validation" else 1.0
+        per_row = 1.0 if settings.risk == "sum" else 1.0 / max(rows, 1)
+        self._weight = per_row * judged / (rows * settings.prior_width**2) if settings.prior_width else 0.0
+
+    def value(self, parameters: dict[str, np.ndarray], batch: int) -> float:
+        squares = (np.sum((parameters[name] - self._start[name]) ** 2) for name in self._names)
+        return 0.5 * self._weight * batch * float(sum(squares))
+
+    def add_to(self, gradient: optim.Named, parameters: dict[str, np.ndarray], batch: int) -> optim.Named:
+        pull = {name: self._weight * batch * (parameters[name] - self._start[name]) for name in self._names}
+        return {name: g + pull.get(name, 0.0) for name, g in gradient.items()}
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """From gradients to parameters: the same wherever the step is made."""
+
+    settings: LearnSettings
+    names: tuple[str, ...]  # of the parameters that are learned
+    prior: LengthScalePrior | None = None
+
+    @classmethod
+    def of(cls, parameters: optim.Named, settings: LearnSettings, prior: LengthScalePrior | None = None) -> Stepper:
+        return cls(without_schedule(settings), tuple(optim.learnable(parameters, settings.frozen)), prior)
+
+    def start(self, parameters: optim.Named) -> optim.State:
+        return self._optimizer.init({name: parameters[name] for name in self.names})
+
+    def gradient(self, out: Objective, parameters: optim.Named, rows: int) -> optim.Named:
+        """With the share of the prior that a batch of `rows` carries."""
+        own = {name: _finite(out.gradient[name]) for name in self.names}
+        return own if self.prior is None else self.prior.add_to(own, parameters, rows)
+
+    def penalty(self, parameters: optim.Named, rows: int) -> float:
+        """The value of that share."""
+        return 0.0 if self.prior is None else self.prior.value(parameters, rows)
+
+    def move(
+        self, gradient: optim.Named, parameters: optim.Named, state: optim.State, rate: float
+    ) -> tuple[optim.Named, optim.State]:
+        delta, state = self._optimizer.update(optim.clip(gradient, self.settings.clip_norm), state, rate)
+        return {name: value + delta[name] if name in delta else value for name, value in parameters.items()}, state
+
+    @property
+    def _optimizer(self) -> optim.Optimizer:
+        return optim.optimizer_by_name(self.settings.optimizer)
+
+
+def without_schedule(settings: LearnSettings) -> LearnSettings:
+    """As settings travel to workers: the schedule is a function, and the driver's business."""
+    return replace(settings, schedule=None)
+
+
+def _finite(value: np.ndarray) -> np.ndarray:
+    return value if np.isfinite(value).all() else np.nan_to_num(value)
+
+
+class PlateauWatch:
+    """Early stopping: watches a noisy value and remembers the parameters at its best.
+
+    The value is smoothed over about twenty steps; when the smoothed value has not fallen by one part in a thousand for
+    `patience` steps, it is time to stop. With patience None it never asks to stop.
+    """
+
+    def __init__(self, patience: int | None, smoothing: float = 0.95, tolerance: float = 1e-3) -> None:
+        self._patience, self._smoothing, self._tolerance = patience, smoothing, tolerance
+        self._mean, self._weight = 0.0, 0.0
+        self._best, self._since = math.inf, 0
+        self._parameters: dict[str, np.ndarray] | None = None
+
+    def should_stop(self, value: float, parameters: dict[str, np.ndarray]) -> bool:
+        if self._patience is None:
+            return False
+        self._mean = self._smoothing * self._mean + (1 - self._smoothing) * value
+        self._weight = self._smoothing * self._weight + (1 - self._smoothing)
+        smooth = self._mean / self._weight
+        if smooth < self._best:
+            if smooth < self._best - self._tolerance * abs(self._best) or math.isinf(self._best):
+                self._since = 0
+            self._best, self._parameters = smooth, parameters
+        self._since += 1
+        return self._since > self._patience
+
+    def state(self) -> dict[str, Any]:
+        """Everything it remembers, for a checkpoint."""
+        numbers = {"mean": self._mean, "weight": self._weight, "least": self._best, "since": self._since}
+        return {**numbers, "best": self._parameters}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._mean, self._weight = state["mean"], state["weight"]
+        self._best, self._since, self._parameters = state["least"], state["since"], state.get("best")
+
+    def best_parameters(self, otherwise: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return otherwise if self._parameters is None else self._parameters
+
+
+# --- the loop ---------------------------------------------------------------------------------------
 
 
 class Round(NamedTuple):
@@ -187,3 +335,22 @@ class Trainer:
             raise
         if checkpoints is not None and self.step > start:
             checkpoints.save(self._snapshot, identity)
+
+
+def step_record(
+    settings: LearnSettings, step: int, out: Objective, lam: float, gradient_norm: float, rows: int, seconds: float
+) -> Record:
+    return {
+        "step": step + 1,
+        "steps": settings.steps,
+        "phase": settings.objective,
+        "objective": out.value,
+        "risk": out.risk,
+        "complexity": out.complexity,
+        "bound": out.bound,
+        "accuracy": out.accuracy,
+        "regularization": lam,
+        "gradient_norm": gradient_norm,
+        "rows": rows,
+        "seconds": seconds,
+    }

@@ -179,7 +179,7 @@ def test_a_query_may_be_a_list_as_the_rows_of_the_fit_may():
         model.predict(["text"])
     with pytest.raises(DataError, match="differ in width"):
         model.errors(X[:4], X[:4, :2])
-    with pytest.raises(DataError, match="come in pairs"):
+    with pytest.raises(DataError, match="must be equal"):
         model.errors(X[:4], X[:3, 0])
 
 

@@ -79,7 +79,7 @@ def test_mistakes_are_named(clouds):
         kme.SupportMeasureClassifier().fit([bags[0], bags[0][:0]], [0, 1])
     with pytest.raises(DataError, match="number of features"):
         kme.SupportMeasureClassifier().fit([bags[0], bags[0][:, :1]], [0, 1])
-    with pytest.raises(DataError, match="come in pairs"):
+    with pytest.raises(DataError, match="must be equal"):
         kme.SupportMeasureClassifier().fit(bags, y[:-1])
     with pytest.raises(ConfigError, match="level='cubic'"):
         kme.SupportMeasureClassifier(level="cubic").fit(bags, y)

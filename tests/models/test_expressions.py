@@ -66,9 +66,9 @@ def test_forms_of_values(tmp_path):
     ("content", "words"),
     [
         ("values: {cat: 1}", "no value for class 'dog'"),
-        ("values: {cat: 1, dog: 2, cow: 3}", "'cow' is no class"),
+        ("values: {cat: 1, dog: 2, cow: 3}", "'cow' is not a class"),
         ("values: {cat: one, dog: 2}", "needs numbers"),
-        ("expression: y + 1", "'cat' is no number"),
+        ("expression: y + 1", "'cat' is not a number"),
         ("expression: y\nvalues: {cat: 1, dog: 2}", "exclude"),
         ("just text", "needs `values:`"),
         ("values: !!python/object/apply:os.system [true]", "tag"),

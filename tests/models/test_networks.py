@@ -15,9 +15,8 @@ from kme_dist.core.objective import feature_objective, rcb_objective
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.cen import CENClassifier
-from kme_dist.run.features import start_of
-from kme_dist.run.learn import LearnSettings
-from kme_dist.run.tasks import NetworkTask
+from kme_dist.run.learners import NetworkLearner, start_of
+from kme_dist.run.trainer import LearnSettings
 
 EXPLICIT = CENClassifier(hidden=(16,), steps=60, regularization=0.001)
 IMPLICIT = CENClassifier(hidden=(8,), head="gaussian", steps=15)
@@ -133,7 +132,7 @@ def test_halves_of_a_batch_are_judged_by_each_other(iris, loss, dropout):
     X, y = iris
     rows, features = X[::5].astype(float), maps.dense_network(4, (7, 5), "tanh", seed=2)
     settings = LearnSettings(risk="mean", complexity_weight=0.5, seed=3)
-    task = NetworkTask(features, settings, 3, halves=True, loss=loss, **dropout)
+    task = NetworkLearner(features, settings, 3, halves=True, loss=loss, **dropout)
     start = {name: np.asarray(value, np.float64) for name, value in start_of(features, 0.1).items()}
     out = task.evaluate(start, rows, y[::5], number=4)
     for name, place in (("features.0.weight", (1, 2)), ("features.1.bias", (3,)), ("regularization", ())):
@@ -148,7 +147,7 @@ def test_halves_of_a_batch_are_judged_by_each_other(iris, loss, dropout):
 def test_halves_are_the_mean_of_both_ways_round(iris):
     X, y = iris
     features = maps.dense_network(4, (5,), seed=2)
-    task = NetworkTask(features, LearnSettings(risk="mean", complexity_weight=0.0), 3, halves=True)
+    task = NetworkLearner(features, LearnSettings(risk="mean", complexity_weight=0.0), 3, halves=True)
     found = task.evaluate(start_of(features, 0.1), X, y, number=6).value
     order = np.random.default_rng([0, 6, 1]).permutation(150)  # the rows come in the order of their classes
     rows, labels = X[order], y[order]

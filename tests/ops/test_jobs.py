@@ -30,7 +30,7 @@ from kme_dist.ops.certs import tls_files
 STARTER = """
 import os, signal, sys, time, types
 from pathlib import Path
-from kme_dist import jobs
+from kme_dist.ops import jobs
 from kme_dist.data import epochs
 from kme_dist.errors import KMEError
 

@@ -19,8 +19,8 @@ from sklearn.model_selection import KFold
 from kme_dist import MCEClassifier, backend, kernels
 from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.data.plan import BatchRef
-from kme_dist.run.learn import LearnSettings
-from kme_dist.run.rounds import learn
+from kme_dist.run.learn import learn_in_memory as learn
+from kme_dist.run.trainer import LearnSettings
 
 pytestmark = [pytest.mark.paper, pytest.mark.shared_data, pytest.mark.timeout(4 * 3600)]
 

@@ -15,9 +15,9 @@ from sklearn.model_selection import train_test_split
 
 from kme_dist import MixtureMatching, OneClassSupportMeasure, ParzenClassifier, SupportMeasureClassifier, backend
 from kme_dist.core.density import Gaussians, inner_products
+from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.core.means import ESTIMATORS, gram_weights
 from kme_dist.kernels import Gaussian, Linear, Polynomial
-from kme_dist.run.learn import median_length_scale
 
 pytestmark = [pytest.mark.paper, pytest.mark.timeout(4 * 3600)]
 

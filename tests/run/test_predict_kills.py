@@ -20,7 +20,7 @@ from kme_dist.data.ingest import ingest
 
 COUNTING = """
 import os, time
-from kme_dist import inference
+from kme_dist.models import predict as inference
 
 real, once = inference.compute_chunk, inference.predict_chunk
 
@@ -40,7 +40,7 @@ import sys
 import counting
 import kme_dist as kme
 from distributed import Client
-from kme_dist import inference
+from kme_dist.models import predict as inference
 
 model, data, out, address = sys.argv[1:]
 inference.predict_chunk = counting.predict_chunk

@@ -13,7 +13,7 @@ from kme_dist import kernels
 from kme_dist.core import embedding
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import DataError
-from kme_dist.run import learn
+from kme_dist.run import learners
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.train import Recipe, fit_candidates, learn_candidates
 
@@ -191,7 +191,7 @@ def test_a_fit_holds_blas_to_one_thread_whatever_the_size_of_the_table(monkeypat
 
         return call
 
-    monkeypatch.setattr(learn, "rcb_objective", spied(learn.rcb_objective))
+    monkeypatch.setattr(learners, "rcb_objective", spied(learners.rcb_objective))
     monkeypatch.setattr(embedding, "solve_dual", spied(embedding.solve_dual))
     X, y = make_blobs(5_000, 2, centers=2, random_state=0)
     with threadpool_limits(2, user_api="blas"):

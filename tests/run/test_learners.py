@@ -8,19 +8,19 @@ import pytest
 from kme_dist.core import features as maps
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.scaling import Scaling
-from kme_dist.run.features import Source
-from kme_dist.run.learn import LearnSettings
-from kme_dist.run.tasks import SoftmaxTask, learn_softmax
+from kme_dist.run.learn import Batches, learn_softmax
+from kme_dist.run.learners import SoftmaxLearner
+from kme_dist.run.trainer import LearnSettings
 
 
 @pytest.fixture
 def task():
-    return SoftmaxTask(maps.dense_network(4, (6, 5), "tanh", seed=1), LearnSettings(steps=1), 3)
+    return SoftmaxLearner(maps.dense_network(4, (6, 5), "tanh", seed=1), LearnSettings(steps=1), 3)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_every_slope_is_that_of_finite_differences(arrays, rng, task, dropout):
-    task = SoftmaxTask(task.features, task.settings, 3, dropout)
+    task = SoftmaxLearner(task.features, task.settings, 3, dropout)
     X, y = rng.normal(size=(20, 4)), rng.integers(0, 3, size=20)
     start = {name: np.asarray(value, np.float64) for name, value in task.start(5).items()}
 
@@ -50,9 +50,9 @@ def test_it_learns_and_tells_the_accuracy_of_every_epoch(rng):
     X = rng.normal(size=(200, 4))
     y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0)
     settings = LearnSettings(steps=80, batch_size=50, learning_rate=0.03)
-    task = SoftmaxTask(maps.dense_network(4, (12,), seed=0), settings, 3)
+    task = SoftmaxLearner(maps.dense_network(4, (12,), seed=0), settings, 3)
     plain = {"split": None, "scaling": Scaling(np.zeros(4), np.ones(4)), "dtype": "float64"}
-    source = Source.of(ArrayRows(X, y), batch_size=50, seed=0, **plain)
+    source = Batches.of(ArrayRows(X, y), batch_size=50, seed=0, **plain)
     history = learn_softmax(task, source, width=12, per_epoch=4, watch=(X, y))
     curve = [record["watched_accuracy"] for record in history if "watched_accuracy" in record]
     assert len(curve) == 20

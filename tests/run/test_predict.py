@@ -18,7 +18,9 @@ import zarr
 import kme_dist as kme
 from kme_dist.core import embedding as mce
 from kme_dist.core.kernels import Gaussian
+from kme_dist.data import lazy
 from kme_dist.data import predictions as stored
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
@@ -367,7 +369,8 @@ def test_changed_rows_are_refused_and_appended_ones_are_done(model, tmp_path, co
         return str(folder)
 
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(predicting, "CHUNK_ROWS", CHUNK)
+    monkey.setattr(lazy, "OUTPUT_ROWS", CHUNK)
+    monkey.setattr(ArrayRows, "output_rows", CHUNK)
     try:
         kme.predict(model.path, source(X), out)
         counted.clear()
@@ -430,7 +433,8 @@ def test_a_poison_chunk_is_set_aside_and_the_rest_goes_on(model, tmp_path, count
     X = rows(N)
     X[2_500, 1] = np.nan
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(predicting, "CHUNK_ROWS", CHUNK)
+    monkey.setattr(lazy, "OUTPUT_ROWS", CHUNK)
+    monkey.setattr(ArrayRows, "output_rows", CHUNK)
     try:
         outcome = kme.predict(model.path, X, tmp_path / "out", format=format)
     finally:
@@ -485,7 +489,7 @@ def test_infrastructure_failures_stop_the_job(model, data, tmp_path, monkeypatch
 DRIVER = """
 import os, signal, sys
 import kme_dist as kme
-from kme_dist.run import predicting
+from kme_dist.run import predict as predicting
 from kme_dist.data import predictions as stored
 
 model, data, out, point, count = sys.argv[1:]

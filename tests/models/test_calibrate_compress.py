@@ -93,11 +93,9 @@ def test_an_expectation_is_one_of_the_probabilities_unless_asked_for_raw(digits,
 
 
 def test_a_sample_of_the_rows_is_nearly_as_good(digits, monkeypatch):
-    from kme_dist.models import refining
-
     losses = {}
     for rows in (400, 600):
-        monkeypatch.setattr(refining, "_ROWS", rows)
+        monkeypatch.setattr("kme_dist.models.mce._SAMPLE_ROWS", rows)
         model = fitted(digits, solver="nystrom", centres=80, calibration="temperature")
         losses[rows] = judged(model, digits)["log_loss"]
     plain = judged(fitted(digits, solver="nystrom", centres=80), digits)["log_loss"]

@@ -1,0 +1,220 @@
+"""Rows that are read when they are asked for: Parquet files, Dask arrays; and `open_rows`, whatever holds the rows.
+
+rows = open_rows("new.parquet", features=54, feature_names=names, like=training_data)
+rows.part(0, 8192)                   # travels to a worker as file names and a window, or as a small Dask graph
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kme_dist.data.arrays import OUTPUT_ROWS, ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource, joined, open_dataset, short_digest
+from kme_dist.data.encode import Encoder
+from kme_dist.data.places import METADATA_KEY, Place
+from kme_dist.data.plan import Span
+from kme_dist.data.readers import FileOptions, TableSource, open_source
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.schema import Column, Schema
+from kme_dist.errors import ConfigError, DataError
+
+_CACHE_BYTES = 8 << 20  # of a data set that is read once from end to end
+
+
+class ParquetRows(RowSource):
+    """A Parquet file or a folder of them, in the order of their names; columns by the names of the features."""
+
+    kind = "parquet"
+
+    def __init__(
+        self, path: str, names: Sequence[str] | None, features: int, like: Dataset | None, id_column: str | None
+    ) -> None:
+        source = open_source(path, FileOptions(format="parquet"))
+        assert isinstance(source, TableSource)
+        root = Path(path)
+        files = sorted(root.rglob("*.parquet")) if root.is_dir() else [root]
+        files = [f for f in files if not any(p.startswith(("_", ".")) for p in f.relative_to(root).parts)]
+        self._stamps = []
+        for file in files:
+            facts, rows = file.stat(), pq.read_metadata(file).num_rows
+            self._stamps.append((str(file), rows, facts.st_size, facts.st_mtime_ns))
+        self._schema = _parquet_schema(source, names, features, like, id_column)
+        self._id_column = id_column
+        if id_column is not None:
+            if id_column not in source.kinds:
+                raise ConfigError(f"{path}: there is no column {id_column!r}; there are {', '.join(source.kinds)}")
+            self.id_field = ("id", "int64" if source.kinds[id_column] == "integer" else "text")
+        self._begin(str(root))
+
+    def _begin(self, path: str) -> None:
+        self._begins = np.cumsum([0, *(rows for _, rows, _, _ in self._stamps)])
+        self.path, self.rows, self.chunk_rows = path, int(self._begins[-1]), OUTPUT_ROWS
+        self.feature_names = self._schema.feature_names
+        self.features, self.named = len(self.feature_names), True
+        self.classes, self.splits, self.shuffled = None, {}, None
+
+    def _files(self, start: int, stop: int) -> slice:
+        """Of the files that hold rows [start, stop)."""
+        first = int(np.searchsorted(self._begins, start, side="right")) - 1
+        return slice(first, int(np.searchsorted(self._begins, stop, side="left")))
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  (a task asks for rows, then for the ids of the same rows)
+    def _blocks(self, start: int, stop: int) -> list[Any]:
+        files = self._files(start, stop)
+        begin = int(self._begins[files.start])
+        names = [file for file, *_ in self._stamps[files]]
+        source = open_source(names, FileOptions(window=(start - begin, stop - begin)))
+        return list(Encoder(source, self._schema, [] if self._id_column is None else [self._id_column]).encoded())
+
+    def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, None]:
+        return np.concatenate([block.X for block in self._blocks(start, stop)]), None
+
+    def read_ids(self, start: int, stop: int) -> Any:
+        parts = [block.extras[self._id_column] for block in self._blocks(start, stop)]
+        ids = joined([part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part for part in parts])
+        assert self.id_field is not None
+        return ids if self.id_field[1] == "text" else ids.cast(self.id_field[1]).to_numpy(zero_copy_only=False)
+
+    def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
+        files = self._files(ranges[0][0], ranges[-1][1])
+        begin = int(self._begins[files.start])
+        few = object.__new__(ParquetRows)
+        few._stamps, few._schema, few._id_column = self._stamps[files], self._schema, self._id_column
+        few.id_field = self.id_field
+        few._begin(self.path)
+        return few, tuple((start - begin, stop - begin) for start, stop in ranges)
+
+    def identity(self, ranges: tuple[Span, ...]) -> str:
+        start, stop = ranges[0][0], ranges[-1][1]
+        stamps = [[Path(file).name, *facts] for file, *facts in self._stamps[self._files(start, stop)]]
+        return short_digest([stamps, start, stop])
+
+
+def _parquet_schema(
+    source: TableSource, names: Sequence[str] | None, features: int, like: Dataset | None, id_column: str | None
+) -> Schema:
+    if like is not None:
+        missing = "error" if like.schema.missing == "drop" else like.schema.missing
+        return replace(like.schema, label=None, label_kind="none", task="none", classes=None, missing=missing)
+    wanted = list(names) if names else [c for c, kind in source.kinds.items() if c != id_column and kind != "text"]
+    absent = [name for name in wanted if name not in source.kinds]
+    if absent or len(wanted) != features:
+        raise DataError(
+            f"{source.name}: the model has {features} features"
+            + (f", and there is no column {absent[0]!r}" if absent else f", and {len(wanted)} columns hold numbers")
+            + "; give the data set it was learned from as `like`, so that its encoding is reused"
+        )
+    columns = tuple(Column(name, "number", i) for i, name in enumerate(wanted))
+    return Schema(columns, None, "none", None, "none", "float64", "error", (features,))
+
+
+class DaskRows(RowSource):
+    """A Dask array whose blocks are computed where they are used."""
+
+    kind = "dask"
+
+    def __init__(self, X: Any) -> None:
+        if any(type(task).__name__ == "Future" for task in dict(X.dask).values()):
+            raise DataError(
+                "the rows of this Dask array are held by a cluster (it was persisted); hand over the array as it was "
+                "before, so that each task computes its own rows, or store it with kme_dist.ingest first"
+            )
+        self.rows, self.features = (int(size) for size in X.shape)
+        self.chunk_rows = min(max(1, *(int(size) for size in X.chunks[0])), 1 << 16)
+        self._X = X.rechunk((self.chunk_rows, self.features))
+        self.path, self.feature_names, self.named = "a Dask array", [f"x{i}" for i in range(self.features)], False
+        self.classes, self.splits, self.shuffled = None, {}, None
+
+    def whereabouts(self, split: str | None) -> dict[str, Any]:
+        return {}
+
+    def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, None]:
+        return np.asarray(self._X[start:stop].compute(scheduler="synchronous")), None
+
+    def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
+        import dask
+
+        start, stop = ranges[0][0], ranges[-1][1]
+        few = object.__new__(DaskRows)
+        few.__dict__.update(self.__dict__)
+        few.rows, few._X = stop - start, dask.optimize(self._X[start:stop])[0]  # only what these rows need
+        return few, tuple((low - start, high - start) for low, high in ranges)
+
+    def identity(self, ranges: tuple[Span, ...]) -> str:
+        from dask.base import tokenize
+
+        return short_digest([tokenize(self._X), ranges[0][0] // self.chunk_rows])
+
+
+def open_rows(
+    data: Any,
+    *,
+    features: int,
+    feature_names: Sequence[str] | None = None,
+    split: str | None = None,
+    like: str | Path | Dataset | None = None,
+    id_column: str | None = None,
+) -> RowsRef:
+    """The rows to predict, whatever holds them: a data set or its path, Parquet, a NumPy or Dask array, a data frame.
+
+    Refuses rows that have other features than those of the model.
+    """
+    source = _source_of(data, features, feature_names, like, id_column)
+    if split is not None and not isinstance(source, Dataset):
+        raise ConfigError(f"split={split!r}: only data sets have splits; {source.path} is none")
+    if id_column is not None and not isinstance(source, ParquetRows):
+        raise ConfigError(f"id_column={id_column!r}: only Parquet has one; data sets carry their row numbers through")
+    if source.features != features:
+        raise DataError(f"{source.path} has {source.features} features, the model was fitted with {features}")
+    known = source.feature_names if source.named or isinstance(source, Dataset) else None
+    if feature_names and known and list(feature_names) != known:
+        pairs = zip(feature_names, known, strict=True)
+        at, (wanted, seen) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise DataError(f"{source.path}: feature {at} is {seen!r}, the model was fitted with {wanted!r} there")
+    ranges = tuple(span for span in source.ranges(split) if span[0] < span[1])
+    return RowsRef(os.urandom(8).hex(), source, ranges, split=split)
+
+
+def _source_of(
+    data: Any,
+    features: int,
+    feature_names: Sequence[str] | None,
+    like: str | Path | Dataset | None,
+    id_column: str | None,
+) -> RowSource:
+    if isinstance(data, str | Path | Place):
+        place = Place.of(data)
+        if place.exists(METADATA_KEY):
+            return open_dataset(place, cache_bytes=_CACHE_BYTES)
+        if place.is_local and place.path.suffix.lower() in (".csv", ".tsv", ".txt", ".npy", ".npz"):
+            raise DataError(
+                f"{place}: predictions are made of data sets, Parquet files and arrays; make a data set of it first: "
+                f"kme-dist ingest {place} {place.path.with_suffix('.zarr')}"
+            )
+        if place.is_local and place.path.exists():
+            example = open_dataset(like) if isinstance(like, str | Path) else like
+            return ParquetRows(str(place.path), feature_names, features, example, id_column)
+        raise DataError(f"{place}: there is no data set and no Parquet folder here.")
+    if isinstance(data, Dataset):
+        return open_dataset(data.place, verify=data.verify_reads, cache_bytes=_CACHE_BYTES)
+    if hasattr(data, "dask"):
+        _check_numbers(data)
+        return DaskRows(data)
+    X = np.asarray(data)
+    _check_numbers(X)
+    names = [str(name) for name in data.columns] if hasattr(data, "columns") else None
+    return ArrayRows(X, None, feature_names=names)
+
+
+def _check_numbers(X: Any) -> None:
+    if X.ndim != 2 or X.dtype.kind not in "fiub":
+        raise DataError(f"rows and columns of numbers are needed, got {X.dtype} of shape {X.shape}")

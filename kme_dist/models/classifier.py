@@ -1,0 +1,168 @@
+"""What classifiers share: rows with classes to learn from, and labels, probabilities, entropies and expectations.
+
+Classifier             has `_decide(X)`, a column for each class of which the largest is the label, and
+                       `probabilities(P)`, which makes probabilities of such columns
+EmbeddingClassifier    decides by an embedding: `decision_probabilities`, clip-normalised and calibrated
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+
+from kme_dist.backend import to_host
+from kme_dist.core import embedding as mce
+from kme_dist.core.calibration import Calibration, class_probabilities, expectation
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.base import Estimator
+from kme_dist.run.sharing import share
+
+
+class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
+    """Any classifier of rows."""
+
+    classes_: np.ndarray
+
+    # --- fitting ---------------------------------------------------------------------------------
+
+    def _labelled_rows(self, X: Any, y: Any, stack: contextlib.ExitStack) -> tuple[RowSource, str | None]:
+        """Rows with codes of classes, from a table with y or from a data set; where workers share a machine with this
+        process, the folder through which they read rows in memory (until `stack` closes)."""
+        if isinstance(X, Dataset):
+            if y is not None:
+                raise DataError(f"{X.path} has its own labels; call fit(dataset) without y")
+            if X.classes is None:
+                raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
+            _check_classes(X.classes)
+            self._remember_names(X.feature_names)
+            return X, None
+        X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
+        classes, codes = classes_of(y)
+        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
+        return data, share(data, self.client, stack)
+
+    # --- predicting ------------------------------------------------------------------------------
+
+    def _decide(self, X: Any) -> np.ndarray:
+        """One column per class; the largest of a row is its label."""
+        raise TypeError(f"{type(self).__name__} must define _decide")
+
+    def probabilities(self, P: np.ndarray) -> np.ndarray:
+        """Class probabilities from what `_decide` gives; the label has the largest of them."""
+        raise TypeError(f"{type(self).__name__} must define probabilities")
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class: the largest decision, and the largest of `predict_proba`, in every row."""
+        best = self._decide(X).argmax(axis=1)
+        return np.asarray(self.classes_[best])
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities, columns in the order of `classes_`."""
+        return self.probabilities(self._decide(X))
+
+    def entropy(self, X: Any) -> np.ndarray:
+        """Uncertainty of the probabilities, in nats."""
+        return np.asarray(mce.rkhs_entropy(self.predict_proba(X)))  # they are normalised already
+
+    def expectation(self, X: Any, g: Any) -> np.ndarray:
+        """E[g(Y) | x] under `predict_proba`: never outside the values of g.
+
+        `g` is a function of the label, a mapping from label to value, or one value (or row of values) per class.
+        """
+        self._check_fitted()
+        values = _values_per_class(g, self.classes_)
+        return np.asarray(expectation(self.predict_proba(X), values))
+
+
+class EmbeddingClassifier(Classifier):
+    """A classifier by decision probabilities f(x) of `embedding_`, clip-normalised above `probability_floor_`."""
+
+    embedding_: Any
+    probability_floor: float | None
+    probability_floor_: float
+    calibration_: Calibration = Calibration()
+
+    def _floor(self, n: int) -> float:
+        """The least probability of a label after n rows: 1/(n + m) unless it is given."""
+        self._check_settings("probability_floor")
+        return 1.0 / (n + len(self.classes_)) if self.probability_floor is None else float(self.probability_floor)
+
+    def decision_probabilities(self, X: Any) -> np.ndarray:
+        """f(x), one column per class; rows need not add up to one and entries may leave [0, 1]."""
+        rows = self._query_rows(X)
+        return to_host(self.embedding_.decision(rows))
+
+    def _decide(self, X: Any) -> np.ndarray:
+        return self.decision_probabilities(X)
+
+    def probabilities(self, P: np.ndarray) -> np.ndarray:
+        """Class probabilities from decision probabilities: clip-normalised, then calibrated where asked for. The class
+        with the largest decision probability, which is the label, has the largest probability too."""
+        return class_probabilities(P, self.probability_floor_, self.calibration_)
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Decision probabilities; with two classes, as scikit-learn wants it, how far the second leads the first.
+
+        That lead is of the probabilities, so that it ranks rows as `predict_proba` does; ties (both at the floor) go by
+        the decision probabilities.
+        """
+        P = self.decision_probabilities(X)
+        if len(self.classes_) > 2:
+            return P
+        p = self.probabilities(P)
+        return np.asarray(p[:, 1] - p[:, 0] + 1e-12 * (P[:, 1] - P[:, 0]))
+
+    def entropy(self, X: Any, kind: str = "clip") -> np.ndarray:
+        """Uncertainty in nats: of the probabilities ("clip"), or the embedding's own estimate ("rkhs")."""
+        if kind not in ("clip", "rkhs"):
+            raise ConfigError(f"kind={kind!r} is unknown; choose 'clip' or 'rkhs'")
+        return super().entropy(X) if kind == "clip" else np.asarray(mce.rkhs_entropy(self.decision_probabilities(X)))
+
+    def expectation(self, X: Any, g: Any, raw: bool = False) -> np.ndarray:
+        """E[g(Y) | x] under `predict_proba`, or `raw`: Σ_c g(c) f_c(x), which may leave the values of g.
+
+        `g` is a function of the label, a mapping from label to value, or one value (or row of values) per class.
+        """
+        if not raw:
+            return super().expectation(X, g)
+        self._check_fitted()
+        return np.asarray(mce.expectation(self.decision_probabilities(X), _values_per_class(g, self.classes_)))
+
+
+def in_memory(part: Any) -> Any:
+    """A Dask array or data frame, gathered; anything else as it is."""
+    return part.compute() if hasattr(part, "dask") and hasattr(part, "compute") else part
+
+
+def classes_of(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes in order, and the number of its class for every row."""
+    check_classification_targets(y)
+    classes, codes = np.unique(y, return_inverse=True)
+    _check_classes(classes)
+    return classes, codes
+
+
+def _check_classes(classes: Any) -> None:
+    if len(classes) < 2:
+        raise DataError(f"y holds one class only ({classes[0]!r}); a classifier needs rows of at least two classes")
+
+
+def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:
+    if callable(g):
+        return np.asarray([g(label) for label in classes], dtype=np.float64)
+    if isinstance(g, Mapping):
+        missing = [label for label in classes.tolist() if label not in g]
+        if missing:
+            raise DataError(f"expectation: the mapping has no value for label {missing[0]!r}")
+        return np.asarray([g[label] for label in classes.tolist()], dtype=np.float64)
+    values = np.asarray(g, dtype=np.float64)
+    if values.shape[:1] != classes.shape:
+        raise DataError(f"expectation: needs one value for each of {len(classes)} classes, got shape {values.shape}")
+    return values

@@ -1,0 +1,63 @@
+"""Rules for the settings of estimators: declared once in a table, checked at the edge of `fit`.
+
+    _RULES = {"steps": integer(0), "batch_size": integer(1, optional=True), "dtype": one_of("float32", "float64")}
+
+A rule says whether a value will do, and what to say of one that will not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kme_dist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rule:
+    holds: Callable[[Any], bool]
+    says: str  # what follows "name=value"
+
+    def check(self, name: str, value: Any) -> None:
+        if not self.holds(value):
+            raise ConfigError(f"{name}={value!r}{self.says}")
+
+
+def integer(least: int, *, optional: bool = False) -> Rule:
+    """An integer, Python's or NumPy's."""
+    return _number(int | np.integer, lambda value: value >= least, f"an integer >= {least}", optional)
+
+
+def positive(*, optional: bool = False) -> Rule:
+    return _number(int | float | np.number, lambda value: 0 < value < math.inf, "a positive number", optional)
+
+
+def non_negative() -> Rule:
+    return _number(int | float | np.number, lambda value: 0 <= value < math.inf, "a number >= 0", False)
+
+
+def below_one(*, optional: bool = False) -> Rule:
+    return _number(int | float | np.number, lambda value: 0 <= value < 1, "a number >= 0 and < 1", optional)
+
+
+def up_to_one() -> Rule:
+    return _number(int | float | np.number, lambda value: 0 < value <= 1, "a number > 0 and <= 1", False)
+
+
+def one_of(*known: str | None) -> Rule:
+    shown = [repr(name) for name in known]
+    choices = f"{', '.join(shown[:-1])} or {shown[-1]}"
+    return Rule(
+        lambda value: (value is None or isinstance(value, str)) and value in known, f" is unknown; choose {choices}"
+    )
+
+
+def _number(kinds: Any, within: Callable[[Any], bool], wanted: str, optional: bool) -> Rule:
+    def holds(value: Any) -> bool:
+        return (optional and value is None) or (isinstance(value, kinds) and bool(within(value)))
+
+    return Rule(holds, f": must be {wanted}{', or None' if optional else ''}")

@@ -1,0 +1,290 @@
+"""What a batch is worth to those who learn: objective and gradient of its rows, by the names of the parameters.
+
+    KernelLearner(kernel, settings, n_classes=10)        algorithm 1: a kernel and λ
+    NetworkLearner(features, settings, n_classes=10)     algorithm 2: explicit features and λ
+    SoftmaxLearner(features, settings, n_classes=10)     the same features under a softmax layer, to compare with
+
+A learner is a small record that travels to the workers; `evaluate(parameters, X, y, number)` depends on nothing else.
+Parameters are those of a kernel and "regularization" by their logarithms, and those of a feature map as they are, by
+"features.NAME". Whoever adds a learner writes `evaluate`, and `describe` for the identity of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from kme_dist.backend import Array, astype, like, namespace_of, precision, to_host
+from kme_dist.core import optim
+from kme_dist.core.features import dropout_mask, truncated_normal
+from kme_dist.core.kernels.base import Kernel, row_blocks, select
+from kme_dist.core.masked import masked_objective
+from kme_dist.core.objective import (
+    LOSS_FLOOR,
+    Objective,
+    Workspace,
+    feature_objective,
+    loo_objective,
+    one_hot,
+    rcb_objective,
+    validation_objective,
+)
+from kme_dist.errors import DataError
+from kme_dist.run.executors import tree_combine
+from kme_dist.run.trainer import LearnSettings
+
+PREFIX = "features."
+WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
+_ROWS = 4_096
+_SHOWN = 10_000  # characters of a kernel that a checkpoint spells out
+_here = threading.local()  # memory for a Gram matrix, kept from batch to batch by each thread
+
+
+class Learner(Protocol):
+    """What one batch is worth, and its slope."""
+
+    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+# --- parameters -------------------------------------------------------------------------------------
+
+
+def assemble(kernel: Kernel, log_parameters: dict[str, np.ndarray]) -> tuple[Kernel, float]:
+    """Kernel and λ from the vector of logarithms."""
+    values = optim.from_log(log_parameters)
+    lam = float(values.pop("regularization"))
+    return kernel.replace(values), lam
+
+
+def log_parameters(start: Any, regularization: float) -> optim.Named:
+    """Parameters of a kernel (or of whatever else has some by name) and λ, as they are learned."""
+    return optim.to_log({**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)})
+
+
+def start_of(features: Any, regularization: float | None = None) -> optim.Named:
+    """Parameters as loops know them: those of the map by "features.NAME", λ by its logarithm."""
+    own = {PREFIX + name: np.array(value) for name, value in features.parameters.items()}
+    return own if regularization is None else {**own, "regularization": np.asarray(np.log(regularization))}
+
+
+def with_parameters(features: Any, parameters: optim.Named) -> Any:
+    """The map with the values that a loop has reached."""
+    return features.replace(**{n.removeprefix(PREFIX): v for n, v in parameters.items() if n.startswith(PREFIX)})
+
+
+def short_digest(value: np.ndarray) -> float | str:
+    """A number as it is, an array by its digest."""
+    array = np.ascontiguousarray(value)
+    return float(array) if array.ndim == 0 else hashlib.sha256(array.data).hexdigest()[:16]
+
+
+def _settings_of(learner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(learner).items() if name not in ("features", "settings")}
+
+
+def describe_map(features: Any) -> dict[str, Any]:
+    """A feature map: its config, and its arrays by digest."""
+    return {"features": features.to_config(), "arrays": {n: short_digest(a) for n, a in features.arrays.items()}}
+
+
+# --- kernels ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelLearner:
+    """Algorithm 1: any kernel, with λ, under the objective of the settings.   [HNR]"""
+
+    kernel: Kernel
+    settings: LearnSettings
+    n_classes: int
+
+    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
+        kernel, lam = assemble(self.kernel, parameters)
+        workspace = _here.__dict__.setdefault("workspace", Workspace())
+        return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, workspace)
+
+    def describe(self) -> dict[str, Any]:
+        config = json.dumps(self.kernel.to_config(), sort_keys=True)
+        if len(config) < _SHOWN:
+            return {"kernel": json.loads(config)}
+        return {"kernel": repr(self.kernel), "arrays": hashlib.sha256(config.encode()).hexdigest()[:16]}
+
+
+def batch_objective(
+    settings: LearnSettings,
+    kernel: Kernel,
+    regularization: float,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    step: int,
+    workspace: Workspace,
+) -> Objective:
+    """The objective of one batch: the one function that runs wherever the batch is."""
+    common: dict[str, Any] = {
+        "regularization": regularization,
+        "n_classes": n_classes,
+        "risk": settings.risk,
+        "complexity_weight": settings.tau,
+        "workspace": workspace,
+    }
+    if settings.objective == "validation" and len(X) > 1:
+        # A fresh split in every step: with all rows in the batch this is what keeps it from being learned by heart.
+        order = np.random.default_rng([settings.seed, step, 1]).permutation(len(X))
+        train = min(max(round(settings.train_share * len(X)), 1), len(X) - 1)
+        return validation_objective(kernel, select(X, order), y[order], train_rows=train, **common)
+    if settings.objective == "loo":
+        return loo_objective(kernel, X, y, **common)
+    return rcb_objective(kernel, X, y, **common)
+
+
+# --- features ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NetworkLearner:
+    """Algorithm 2 on the features of a batch.   [HNR]
+
+    `dropout` leaves out features of the last layer; with `independent_masks` W is solved under one mask and judged
+    under another. With `halves` each half of the batch is judged by the W of the other half, under masks of its own.
+    `alpha` 1 is the published choice, None the supremum over the rows that W is solved on.
+    """
+
+    features: Any
+    settings: LearnSettings
+    n_classes: int
+    alpha: float | None = 1.0
+    dropout: float = 0.0
+    independent_masks: bool = False
+    clip_above: bool = True
+    loss_floor: float = LOSS_FLOOR
+    halves: bool = False
+    loss: str = "log"
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "network", **_settings_of(self), **describe_map(self.features)}
+
+    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+        features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
+        key = (self.settings.seed, number)
+        if self.halves:  # of rows that may lie in the order of their classes
+            order = np.random.default_rng([*key, 1]).permutation(len(y))
+            X, y = select(X, order), y[order]
+        Z, pull = features.sampled((*key, 2)).linearise(X)
+        options: dict[str, Any] = {
+            "regularization": lam,
+            "n_classes": self.n_classes,
+            "risk": self.settings.risk,
+            "complexity_weight": self.settings.tau,
+            "loss_floor": self.loss_floor,
+            "alpha": self.alpha,
+        }
+        own = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None
+        other = dropout_mask(self.dropout, (*key, 4), Z) if own is not None and self.independent_masks else own
+        first, second = (Z if mask is None else Z * mask for mask in (own, other))
+        if self.halves or self.loss != "log" or other is not own:
+            options |= {"clip_above": self.clip_above, "loss": self.loss}
+            out = (
+                _by_halves(first, second, y, options) if self.halves else masked_objective(first, second, y, **options)
+            )
+            bars = [astype(bar, precision(Z)) for bar in out.feature_gradient]
+        else:
+            out = feature_objective(first, y, **options)
+            bars = [astype(out.feature_gradient, precision(Z))]
+        bars = [bar if mask is None else bar * mask for bar, mask in zip(bars, (own, other), strict=False)]
+        inner = pull(bars[0] if len(bars) == 1 else bars[0] + bars[1])[0]
+        gradient = {PREFIX + name: to_host(value) for name, value in inner.items()}
+        return replace(out, gradient={**gradient, **out.gradient}, feature_gradient=None)
+
+
+def _by_halves(Z_solve: Array, Z_judge: Array, y: np.ndarray, options: dict[str, Any]) -> Objective:
+    """The mean of what each half says of the other; `feature_gradient` is by the rows solved on and the rows judged."""
+    half = len(y) // 2
+    if not half:
+        raise DataError(f"a batch of {len(y)} rows has no two halves; objective='validation' needs larger batches")
+    parts = slice(None, half), slice(half, None)
+    outs = [
+        masked_objective(Z_solve[one, :], Z_judge[two, :], y[one], y[two], **options)
+        for one, two in (parts, parts[::-1])
+    ]
+    concat = namespace_of(Z_solve).concat
+    solved = concat([out.feature_gradient[0] for out in outs], axis=0) / 2
+    judged = concat([out.feature_gradient[1] for out in outs[::-1]], axis=0) / 2
+    return replace(mean_objectives(outs), feature_gradient=(solved, judged))
+
+
+@dataclass(frozen=True)
+class SoftmaxLearner:
+    """The same network under a softmax layer: mean cross entropy of softmax(φ(x) W + b)."""
+
+    features: Any
+    settings: LearnSettings
+    n_classes: int
+    dropout: float = 0.0
+
+    def start(self, width: int) -> optim.Named:
+        """The layer begins as those of the published networks do: deviation 0.1, biases 0.1."""
+        rng = np.random.default_rng([self.settings.seed, 8])
+        weights = truncated_normal(rng, (width, self.n_classes), 0.1)
+        return {**start_of(self.features), WEIGHTS: weights, BIAS: np.full(self.n_classes, 0.1)}
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "softmax", **_settings_of(self), **describe_map(self.features)}
+
+    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+        key = (self.settings.seed, number)
+        Z, pull = with_parameters(self.features, parameters).sampled((*key, 2)).linearise(X)
+        mask = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None
+        Z = Z if mask is None else Z * mask
+        xp, Y = namespace_of(Z), one_hot(y, self.n_classes, Z)
+        W, scores = like(parameters[WEIGHTS], Z), self._scores(parameters, Z)
+        shifted = scores - xp.max(scores, axis=1, keepdims=True)
+        total = xp.sum(xp.exp(shifted), axis=1, keepdims=True)
+        own = xp.sum(Y * shifted, axis=1, keepdims=True)
+        loss = float(to_host(xp.mean(xp.log(total) - own)))
+        slope = (xp.exp(shifted) / total - Y) / len(y)
+        Z_bar = slope @ W.T
+        inner = pull(Z_bar if mask is None else Z_bar * mask)[0]
+        gradient = {PREFIX + name: to_host(value) for name, value in inner.items()}
+        gradient |= {WEIGHTS: to_host(Z.T @ slope), BIAS: to_host(xp.sum(slope, axis=0))}
+        right = float(np.mean(to_host(xp.argmax(scores, axis=1)) == y))
+        return Objective(loss, loss, 0.0, float("nan"), gradient, right, precision(Z))
+
+    def decide(self, parameters: optim.Named, X: Array) -> np.ndarray:
+        """Numbers of the classes that rows are taken for."""
+        network, found = with_parameters(self.features, parameters), []
+        for rows in row_blocks(len(X), _ROWS):
+            scores = self._scores(parameters, network.forward(X[rows, :]))
+            found.append(to_host(namespace_of(scores).argmax(scores, axis=1)))
+        return np.concatenate(found)
+
+    @staticmethod
+    def _scores(parameters: optim.Named, Z: Array) -> Array:
+        return Z @ like(parameters[WEIGHTS], Z) + like(parameters[BIAS], Z)
+
+
+# --- means over batches -----------------------------------------------------------------------------
+
+
+def mean_objectives(outs: list[Objective]) -> Objective:
+    """The mean over batches, added up in their order by a fixed tree."""
+    names = ("value", "risk", "complexity", "bound", "accuracy")
+    numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
+    return Objective(
+        **dict(zip(names, numbers.tolist(), strict=True)),
+        gradient=mean_named([out.gradient for out in outs]),
+        dtype=max(out.dtype for out in outs),
+        jitter=max(out.jitter for out in outs),
+    )
+
+
+def mean_named(items: list[optim.Named]) -> optim.Named:
+    """The mean of dictionaries of arrays, added up in their order by a fixed tree."""
+    total = tree_combine(items, lambda a, b: {name: a[name] + b[name] for name in a})
+    return {name: value / len(items) for name, value in total.items()}
