@@ -67,7 +67,7 @@ from kme_dist.core.kernels.base import (
 )
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
-from kme_dist.core.sums import Basis, Features
+from kme_dist.core.sums import Basis, Features, Sums, TargetCentres, sum_rows
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
@@ -84,7 +84,6 @@ from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
 
-_SLAB_ROWS = 2_048
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
 _COLUMN_ROWS = 256  # and where it takes columns of W
 _LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
@@ -165,31 +164,20 @@ def read_pair(block: Block, targets: Any, pairs: Pairs) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Over rows: G = Σ z zᵀ, B = Σ z l(D, y)ᵀ, Σ l(D, y), and Σ y where targets are numbers."""
+    """Over rows: G = Σ z zᵀ, B = Σ z l(D, y)ᵀ and Σ l(D, y); and Σ y where targets are numbers."""
 
-    G: np.ndarray
-    B: np.ndarray
-    features: np.ndarray
+    sums: Sums
     targets: np.ndarray
 
     def plus(self, other: _Sums) -> _Sums:
-        return _Sums(
-            self.G + other.G, self.B + other.B, self.features + other.features, self.targets + other.targets
-        )  # fmt: skip
+        return _Sums(self.sums + other.sums, self.targets + other.targets)
 
 
 def _moments(basis: Basis, target_kernel: Kernel, D: Any, block: Block, targets: Any, pairs: Pairs) -> _Sums:
     X, Y = read_pair(block, targets, pairs)
     Y = as_targets(Y, target_kernel)
-    G, features = np.zeros((basis.size, basis.size)), np.zeros(row_count(D))
-    B = np.zeros((basis.size, row_count(D)))
-    for rows in row_blocks(row_count(X), _SLAB_ROWS):
-        Z = np.asarray(basis.rows(take(X, rows)), dtype=np.float64)
-        L = np.asarray(target_kernel.gram(take(Y, rows), D), dtype=np.float64)
-        G += Z.T @ Z
-        B += Z.T @ L
-        features += L.sum(axis=0)
-    return _Sums(G, B, features, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
+    sums = sum_rows(basis, X, Y, TargetCentres(target_kernel, D))
+    return _Sums(sums, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
 
 
 def are_numbers(Y: Any, target_kernel: Kernel) -> bool:
@@ -231,8 +219,8 @@ def fit_sums(
     `variance` is what the basis leaves out of the kernel as a factor (scale², for random features of a scaled kernel).
     """
     calls = [(basis, target_kernel, target_centres, *block) for block in pairs.blocks()]
-    sums: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
-    G, B = sums.G, sums.B
+    total: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
+    G, B = total.sums.G, total.sums.B  # of G the lower triangle, which is all that a factorisation reads
     n, metric = pairs.count, basis.metric()
     M = np.eye(basis.size) if metric is None else np.asarray(metric, dtype=np.float64)
     tried: dict[float, float] = {}
@@ -257,7 +245,7 @@ def fit_sums(
         else:
             L = np.asarray(target_kernel.gram(target_centres), dtype=np.float64)
             weights = padded_solve(L, padded_solve(A, B).T)
-            base = _base(L, sums.features / n, target_centres, sums.targets / n, target_kernel)
+            base = _base(L, total.sums.totals / n, target_centres, total.targets / n, target_kernel)
         features = basis.features if isinstance(basis, Features) else None
         centres = None if features is not None else basis.points  # type: ignore[attr-defined]
         found = ConditionalEmbedding(
