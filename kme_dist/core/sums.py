@@ -32,7 +32,7 @@ from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count
 from kme_dist.core.objective import one_hot
 from kme_dist.meter import metered
 
-_TILE_ROWS = 4_096  # of one product zᵀz: many enough that adding it to the sum costs little
+TILE_ROWS = 4_096  # of one product zᵀz: many enough that adding it to the sum costs little
 _CACHED_ROWS = 256  # of which the exponential is taken while they are in cache
 _STRIPE = 256  # columns added at a time, so that only the lower triangle is touched
 _LEADING, _POWER_STEPS = 64, 3
@@ -255,10 +255,12 @@ class Accumulator:
     a = Qᵀ z along a few leading directions Q of the kernel and the rest, z = Q a + z'. The rest is small, so that its
     rounding is too, and its square, which is nearly all the work, can be taken in single precision:
     Σ z zᵀ = Q (Σ a aᵀ) Qᵀ + Q (Σ a z'ᵀ) + (Σ z' aᵀ) Qᵀ + Σ z' z'ᵀ.
+
+    `tile_rows` is how many rows of z (and of t) are held at a time; it decides the rounding, and nothing else.
     """
 
-    def __init__(self, basis: Basis, targets: Targets, reference: Array) -> None:
-        self._basis, self._targets = basis, targets
+    def __init__(self, basis: Basis, targets: Targets, reference: Array, tile_rows: int = TILE_ROWS) -> None:
+        self._basis, self._targets, self._tile_rows = basis, targets, tile_rows
         self._Q = basis.leading if precision(reference) == "float32" else None
         wide = astype(reference, "float64")
         size, lead = basis.size, 0 if self._Q is None else self._Q.shape[1]
@@ -276,7 +278,7 @@ class Accumulator:
             self._add(X, y)
 
     def _add(self, X: Any, y: Any) -> None:
-        for part in row_blocks(row_count(X), _TILE_ROWS):
+        for part in row_blocks(row_count(X), self._tile_rows):
             Z, A = self._split(take(X, part))
             T = self._targets.rows(take(y, part), Z)
             if A is not None:
@@ -347,8 +349,8 @@ class Accumulator:
         return Sums(self._G, self._B, self._totals, self._rows, self._variance)
 
 
-def sum_rows(basis: Basis, X: Any, y: Any, targets: Targets) -> Sums:
+def sum_rows(basis: Basis, X: Any, y: Any, targets: Targets, tile_rows: int = TILE_ROWS) -> Sums:
     """The sums over rows in memory, in the precision they have (double where they are no numbers)."""
-    accumulator = Accumulator(basis, targets, X if hasattr(X, "dtype") else np.zeros(0))
+    accumulator = Accumulator(basis, targets, X if hasattr(X, "dtype") else np.zeros(0), tile_rows)
     accumulator.add(X, y)
     return accumulator.sums()

@@ -84,6 +84,7 @@ from kme_dist.run.means import BLOCK_ROWS, Block, Sample
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
 
+_SLAB_ROWS = 2_048  # of z and l(D, y), both wide, held at a time
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
 _COLUMN_ROWS = 256  # and where it takes columns of W
 _LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
@@ -176,7 +177,7 @@ class _Sums:
 def _moments(basis: Basis, target_kernel: Kernel, D: Any, block: Block, targets: Any, pairs: Pairs) -> _Sums:
     X, Y = read_pair(block, targets, pairs)
     Y = as_targets(Y, target_kernel)
-    sums = sum_rows(basis, X, Y, TargetCentres(target_kernel, D))
+    sums = sum_rows(basis, X, Y, TargetCentres(target_kernel, D), tile_rows=_SLAB_ROWS)
     return _Sums(sums, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
 
 

@@ -35,16 +35,15 @@ def basis(table):
     return Centres(KERNEL, table[0][:20])
 
 
-def test_labels_on_the_right_side(table, basis, monkeypatch):
+@pytest.mark.parametrize("tile_rows", [4096, 64])
+def test_labels_on_the_right_side(table, basis, tile_rows):
     X, y = table
     Z = KERNEL.gram(X, X[:20])
-    for tile_rows in (4096, 64):
-        monkeypatch.setattr("kme_dist.core.sums._TILE_ROWS", tile_rows)
-        found = sum_rows(basis, X, y, OneHot(M))
-        np.testing.assert_allclose(found.symmetric(), Z.T @ Z, rtol=1e-12)
-        np.testing.assert_allclose(found.B, Z.T @ np.eye(M)[y], rtol=1e-12)
-        np.testing.assert_array_equal(found.totals, np.bincount(y))
-        assert found.rows == 300
+    found = sum_rows(basis, X, y, OneHot(M), tile_rows)
+    np.testing.assert_allclose(found.symmetric(), Z.T @ Z, rtol=1e-12)
+    np.testing.assert_allclose(found.B, Z.T @ np.eye(M)[y], rtol=1e-12)
+    np.testing.assert_array_equal(found.totals, np.bincount(y))
+    assert found.rows == 300
 
 
 def test_target_features_on_the_right_side(table, basis):

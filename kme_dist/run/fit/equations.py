@@ -13,19 +13,17 @@ from kme_dist.backend import blas_threads
 from kme_dist.core.embedding import Embedding, FeatureEmbedding
 from kme_dist.core.nystrom import System, judged_rows
 from kme_dist.core.objective import one_hot
-from kme_dist.core.sums import Centres, Features
+from kme_dist.core.sums import TILE_ROWS, Centres, Features
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import TASKS, Statistics
 from kme_dist.run.fit.problem import Cost, Size, Solved
 from kme_dist.run.scratch import Scratch
 
-_TILE_ROWS = 4_096  # of z that a worker holds at a time
-
 
 def cost(size: Size) -> Cost:
     """G in double, one product in the precision of the rows and a tile of them; flops of the sums and one solve."""
     p = size.basis
-    memory = p * p * (8 + size.item) + _TILE_ROWS * p * (8 + size.item)
+    memory = p * p * (8 + size.item) + TILE_ROWS * p * (8 + size.item)
     return Cost(memory, scratch=TASKS * 4 * p * p, flops=float(size.rows) * p**2 + p**3 / 3)
 
 
