@@ -21,8 +21,9 @@ import numpy as np
 import kme_dist as kme
 from benchmarks.machine import load_average
 from kme_dist.core.means import TILE_ROWS
+from kme_dist.data.rows import rows_of
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.means import BLOCK_ROWS, Sample, gram_moments
+from kme_dist.run.means import BLOCK_ROWS, gram_moments
 
 FEATURES = 54
 BARE_TILES = 60  # timed between two blocks
@@ -58,7 +59,7 @@ class Interleaved(SerialExecutor):
         return super().map(timed, calls, name=name)
 
 
-def rows_of(count, dtype):
+def made_up(count, dtype):
     rng = np.random.default_rng(0)
     centres = rng.random((7, FEATURES))
     return (centres[rng.integers(0, 7, count)] + 0.2 * rng.standard_normal((count, FEATURES))).astype(dtype)
@@ -69,8 +70,8 @@ def peak_bytes():
 
 
 def against_direct(kernel):
-    X = rows_of(5_000, np.float64)
-    found = gram_moments(kernel, Sample.of(X), executor=SerialExecutor(), block_rows=1_300).rho
+    X = made_up(5_000, np.float64)
+    found = gram_moments(kernel, rows_of(X), executor=SerialExecutor(), block_rows=1_300).rho
     squares = (X / kernel.length_scale) ** 2
     direct = 0.0
     for i in range(len(X)):
@@ -92,14 +93,14 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as folder:
         stored = Path(folder) / "rows.zarr"
         source = Path(folder) / "rows.npy"
-        np.save(source, rows_of(arguments.rows, np.float32))
+        np.save(source, made_up(arguments.rows, np.float32))
         data = kme.ingest(source, stored)
         source.unlink()
-        few = Sample(arguments.rows // 10, None, data.path, "few", ((0, arguments.rows // 10),), arguments.dtype)
+        few = rows_of(data, arguments.dtype, None).part(0, arguments.rows // 10)
         gram_moments(kernel, few, executor=Interleaved(arguments.dtype))
         before = peak_bytes()
         executor = Interleaved(arguments.dtype)
-        found = gram_moments(kernel, Sample.of(data, arguments.dtype), executor=executor)
+        found = gram_moments(kernel, rows_of(data, arguments.dtype), executor=executor)
         grown = peak_bytes() - before
     ours, bare = executor.busy / executor.pairs, executor.bare / executor.bare_pairs
     print(

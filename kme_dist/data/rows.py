@@ -21,11 +21,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource, joined
-from kme_dist.data.plan import BatchPlan, Span, spans_within
+from kme_dist.data.plan import BatchPlan, BatchRef, Span, spans_within
 from kme_dist.data.scaling import Scaling
-from kme_dist.errors import DataError
+from kme_dist.data.validation import as_rows
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
 _SAMPLED_CHUNKS = 64  # of rows that are neither in random order nor few enough for the cache
@@ -92,6 +94,10 @@ class RowsRef:
     def describe(self) -> dict[str, Any]:
         """Where they are, in plain data: the same for the same place."""
         return {"kind": self.source.kind, **self.source.whereabouts(self.split)}
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self.source, ArrayRows)
 
     # --- spans -------------------------------------------------------------------------------------
 
@@ -164,14 +170,23 @@ class RowsRef:
 
         Rows that were shuffled at ingest are one run of neighbours; others come from up to 64 chunks.
         """
+        return self.read_drawn(self.draw(size, seed))
+
+    def draw(self, size: int, seed: int) -> BatchRef:
+        """Which rows `sample` takes, for those who read the same ones of another source beside this one."""
         if size >= self.count:
-            return self.read()
+            return BatchRef(0, self.ranges)
         whole = plan_batches(self.source, batch_size=size, seed=seed, order="sampling", blocks=_SAMPLED_CHUNKS)
         drawn = replace(whole, ranges=self.ranges).batch(0)
-        if drawn.rows is not None:
-            X, y = self.source.take(np.sort(drawn.rows))
-            return self._scaled(X), y
-        parts = [self.source.read_rows(*span) for span in drawn.spans]
+        return drawn if drawn.rows is None else BatchRef(0, (), np.sort(drawn.rows))
+
+    def read_drawn(self, drawn: BatchRef) -> tuple[Any, Any]:
+        """Rows that `draw` has chosen, scaled, with labels."""
+        with metered("read"):
+            if drawn.rows is not None:
+                X, y = self.source.take(drawn.rows)
+                return self._scaled(X), y
+            parts = [self.source.read_rows(*span) for span in drawn.spans]
         return self._scaled(joined([X for X, _ in parts])), _labels(y for _, y in parts)
 
     def _scaled(self, X: Any) -> Any:
@@ -197,3 +212,20 @@ def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     if not found:
         return None
     return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def rows_of(X: Any, dtype: str = "float64", split: str | None = "auto") -> RowsRef:
+    """The rows of a table (an array, a data frame, a list of anything) or of a source of rows, without labels.
+
+    Numbers become `dtype`; what is no table of numbers stays as it is, for the kernel to check.
+    """
+    if isinstance(X, RowsRef):
+        return X
+    if dtype not in ("float32", "float64"):
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
+    if isinstance(X, RowSource):
+        return RowsRef.of(X, split=split, dtype=dtype)
+    source = ArrayRows(as_rows(X, dtype), None)
+    if not source.rows:
+        raise DataError("the table has no rows; at least one is needed")
+    return RowsRef.of(source, dtype=dtype)

@@ -24,12 +24,12 @@ from sklearn.svm import SVC, OneClassSVM
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import row_count, take
 from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
+from kme_dist.data.rows import rows_of
 from kme_dist.data.validation import check_labels
 from kme_dist.errors import DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, get_labels, get_rows, put_labels, put_rows
 from kme_dist.models.means import kernel_for
 from kme_dist.models.settings import Rule, integer, one_of, positive, up_to_one
-from kme_dist.run.means import Sample
 
 
 class _BagMachine(Estimator):
@@ -58,7 +58,7 @@ class _BagMachine(Estimator):
         found = []
         for number, bag in enumerate(bags):
             try:
-                found.append(Sample.of(np.asarray(bag) if isinstance(bag, np.ndarray) else bag).memory)
+                found.append(rows_of(np.asarray(bag) if isinstance(bag, np.ndarray) else bag).read()[0])
             except DataError as error:
                 raise DataError(f"bag {number}: {error}") from error
         widths = {bag.shape[1] for bag in found if isinstance(bag, np.ndarray)}
@@ -77,7 +77,7 @@ class _BagMachine(Estimator):
         """Keep the bags with their weights; the Gram matrix of the kernel between them, its mean diagonal being 1: the
         settings of a machine mean the same whatever the kernel's magnitude."""
         found = self._bags(bags, reset=True)
-        self.kernel_ = kernel_for(self.kernel, Sample.of(_stacked(found)), self.random_state)
+        self.kernel_ = kernel_for(self.kernel, rows_of(_stacked(found)), self.random_state)
         self._keep(found)
         G = self._inner(self.points_, self.weights_, self.sizes_)
         self.norms_ = np.diagonal(G).copy()

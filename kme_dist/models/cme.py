@@ -40,7 +40,8 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select, take
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, Features
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.dataset import Dataset
+from kme_dist.data.rows import rows_of
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import as_values, check_labels
 from kme_dist.errors import ConfigError, DataError
@@ -49,8 +50,8 @@ from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, targ
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
 from kme_dist.models.settings import Rule, integer, one_of, positive
 from kme_dist.run.conditional import (
+    ConditionalLearner,
     Inverse,
-    KernelLearning,
     Pairs,
     are_numbers,
     as_targets,
@@ -61,7 +62,7 @@ from kme_dist.run.conditional import (
 )
 from kme_dist.run.fit import SOLVERS, choose
 from kme_dist.run.maps import as_features
-from kme_dist.run.means import Sample, random_features
+from kme_dist.run.means import random_features
 
 _SELECTION_ROWS = 1_200  # pairs by which kernel and λ are chosen
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
@@ -161,19 +162,18 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _fit(self, pairs: Pairs) -> Self:
         self._left = None
-        some_X, some_Y = pairs.some(_SELECTION_ROWS, self.random_state)
+        some_X, some_Y = pairs.sample(_SELECTION_ROWS, self.random_state)
         self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self.random_state)
         some_Y = as_targets(some_Y, self.target_kernel_)
         kernel, lam = self._choose(some_X, some_Y, pairs.count)
         self.history_: list[dict[str, Any]] = []
         if self.learn_steps:
-            settings = KernelLearning(
-                steps=self.learn_steps,
-                learning_rate=self.learning_rate,
-                complexity_weight=self.complexity_weight,
-                seed=self.random_state,
+            learner = ConditionalLearner(
+                kernel, self.target_kernel_, complexity_weight=self.complexity_weight, seed=self.random_state
             )
-            kernel, lam, self.history_ = learn_kernel(kernel, self.target_kernel_, some_X, some_Y, lam, settings)
+            kernel, lam, self.history_ = learn_kernel(
+                learner, some_X, some_Y, lam, steps=self.learn_steps, learning_rate=self.learning_rate
+            )
             if self.regularization is None:  # λ learned on batches is not right for all rows
                 kernel, lam = self._choose(some_X, some_Y, pairs.count, [kernel])
             else:
@@ -194,18 +194,17 @@ class ConditionalMeanEmbedding(Estimator):
     def _pairs(self, X: Any, Y: Any) -> Pairs:
         if isinstance(X, Dataset):
             pairs = Pairs.of(X, Y, self.scaling)
-            self.scaling_ = pairs.scale
-            self._remember_names([X.feature_names[i] for i in pairs.inputs])
+            self.scaling_ = pairs.inputs.scale
+            self._remember_names([X.feature_names[i] for i in pairs.inputs.columns])
             return pairs
         if Y is None:
             raise DataError("fit needs targets: fit(X, Y), or a data set that has them")
-        rows, targets = Sample.of(X), self._targets(Y)
-        if row_count(targets) != rows.count:
-            raise DataError(f"{rows.count} inputs and {row_count(targets)} targets; their numbers must be equal")
-        self._remember_columns(X, rows.memory)
-        numeric = isinstance(rows.memory, np.ndarray)
-        self.scaling_ = Scaling.learn(rows.memory, self.scaling) if numeric else None
-        return Pairs(Sample.of(self._scaled(rows.memory)), targets)
+        (rows, _), targets = rows_of(X).read(), self._targets(Y)
+        if row_count(targets) != row_count(rows):
+            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; their numbers must be equal")
+        self._remember_columns(X, rows)
+        self.scaling_ = Scaling.learn(rows, self.scaling) if isinstance(rows, np.ndarray) else None
+        return Pairs.in_tables(self._scaled(rows), targets)
 
     def _targets(self, Y: Any) -> Any:
         if isinstance(self.target_kernel, Delta) or self.target_kernel == "delta":
@@ -217,7 +216,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _query_rows(self, X: Any) -> Any:
         """Inputs of a question, as those of the fit: the same columns, on the same scale."""
-        rows = Sample.of(X).read()
+        rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
         return self._scaled(rows)
 
@@ -247,11 +246,7 @@ class ConditionalMeanEmbedding(Estimator):
         room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
         centres = self.centres or self.target_centres
         found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
-        if (
-            self.solver == "auto"
-            and found == "tiled"
-            and not (pairs.sample.path or isinstance(pairs.sample.memory, np.ndarray))
-        ):
+        if self.solver == "auto" and found == "tiled" and not pairs.inputs.source.features:
             return "nystrom", "inputs that are not numeric cannot be stored in tiles"
         return found, reason
 
@@ -270,7 +265,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _fit_exact(self, pairs: Pairs) -> ConditionalEmbedding:
         """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
-        X, Y = pairs.some(pairs.count, 0)
+        X, Y = pairs.read()
         Y = as_targets(Y, self.target_kernel_)
         labels = isinstance(self.target_kernel_, Delta)
         weights: Weights
@@ -300,7 +295,7 @@ class ConditionalMeanEmbedding(Estimator):
         return projected
 
     def _inverse(self, pairs: Pairs) -> Inverse:
-        if self.client is not None and not pairs.sample.path:
+        if self.client is not None and pairs.in_memory:
             hosts = {worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()}
             if not hosts <= {"127.0.0.1", "::1", "localhost"}:
                 raise DataError(
@@ -314,11 +309,11 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _target_centres(self, pairs: Pairs) -> Any:
         labels = isinstance(self.target_kernel_, Delta)
-        if labels and not pairs.sample.path:
-            return np.unique(pairs.targets)
-        if labels and not pairs.targets and (classes := open_dataset(pairs.sample.path).classes) is not None:
+        if labels and pairs.targets is not None and pairs.in_memory:
+            return np.unique(pairs.targets.read()[0])
+        if labels and pairs.targets is None and (classes := pairs.inputs.source.classes) is not None:
             return np.asarray(classes)  # a sample of the rows may lack a rare one
-        Y = as_targets(pairs.some(_CHOICE_ROWS, self.random_state)[1], self.target_kernel_)
+        Y = as_targets(pairs.sample(_CHOICE_ROWS, self.random_state)[1], self.target_kernel_)
         if labels:
             return np.unique(Y)
         count = min(self.target_centres or _TARGET_CENTRES, row_count(Y))
@@ -326,7 +321,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _fit_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
         """Centres or features of the inputs; targets projected, or all kept where that is wanted and they are here."""
-        X, _ = pairs.some(_CHOICE_ROWS, self.random_state)
+        X, _ = pairs.sample(_CHOICE_ROWS, self.random_state)
         basis: Basis
         if features is not None:
             basis = Features(features, int(features.forward(X[:1]).shape[1]))
@@ -334,7 +329,7 @@ class ConditionalMeanEmbedding(Estimator):
             count = min(self.centres or _CENTRES, row_count(X))
             chosen = choose_centres(self.kernel_, X, count, self.centre_choice, self.random_state)
             basis = Centres(self.kernel_, select(X, chosen))
-        keep = self.target_centres is None and not pairs.sample.path and not isinstance(self.target_kernel_, Delta)
+        keep = self.target_centres is None and pairs.in_memory and not isinstance(self.target_kernel_, Delta)
         needed = 3 * 8 * pairs.count * basis.size
         if keep and needed > free_bytes("numpy"):
             raise ConfigError(
@@ -517,7 +512,7 @@ class ConditionalMeanEmbedding(Estimator):
 
         def inverse(kernel: Kernel, lam: float, X: Any, Y: Any) -> Inverse:
             self.kernel_, self.regularization_ = kernel, lam
-            return self._inverse(Pairs(Sample.of(X), Y))
+            return self._inverse(Pairs.in_tables(X, Y))
 
         with blas_threads(1):
             self.embedding_, self._left = unpack(arrays, facts, own, inverse)

@@ -25,12 +25,13 @@ from kme_dist.backend import blas_threads
 from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density, matching_loss, overlap
 from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.core.means import ESTIMATORS
+from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own
 from kme_dist.models.means import kernel_for
 from kme_dist.models.settings import Rule, integer, one_of
 from kme_dist.run.executors import Executor
-from kme_dist.run.means import Block, FittedMean, Sample, fit_mean
+from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean
 
 _START_ROWS = 5_000  # rows that the starting clusters are found among
 _ROWS = 1_024  # of which densities are computed at a time
@@ -82,14 +83,14 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any = None) -> Self:
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
         self._check_settings()
-        sample = Sample.of(X)
-        self._remember_columns(X, sample.memory)
+        sample = rows_of(X)
+        self._remember_columns(X, sample.read()[0] if sample.in_memory else None)
         if self.n_components > sample.count:
             raise ConfigError(f"n_components={self.n_components}: must be at most {sample.count}, the number of rows")
         self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
         executor = self._executor()
         target = fit_mean(self.kernel_, sample, self.estimator, executor=executor)
-        rows = np.asarray(sample.sample(_START_ROWS, self.random_state))
+        rows = np.asarray(sample.sample(_START_ROWS, self.random_state)[0])
         with blas_threads(1):
             fits = [
                 self._matched(target, _clusters(rows, self.n_components, self.random_state + start), executor)
@@ -126,7 +127,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     def score_samples(self, X: Any) -> np.ndarray:
         """log density of every row."""
         self._check_fitted()
-        rows = Sample.of(X).read()
+        rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
         mixture = Gaussians(self.means_, self.variances_)
         parts = [log_density(rows[i : i + _ROWS], self.shares_, mixture) for i in range(0, len(rows), _ROWS)]
@@ -167,14 +168,14 @@ def _clusters(rows: np.ndarray, k: int, seed: int) -> tuple[np.ndarray, Gaussian
     return (counts + 1.0) / (counts.sum() + k), Gaussians(np.asarray(found.cluster_centers_, np.float64), variances)
 
 
-def _block_overlap(kernel: Kernel, mixture: Gaussians, block: Block, weights: np.ndarray | float) -> Overlap:
-    X = np.asarray(block.read(), dtype=np.float64)
+def _block_overlap(kernel: Kernel, mixture: Gaussians, block: RowsRef, weights: np.ndarray | float) -> Overlap:
+    X = np.asarray(block.read()[0], dtype=np.float64)
     return overlap(kernel, mixture, X, np.broadcast_to(np.asarray(weights, dtype=np.float64), (len(X),)))
 
 
 def _overlap(kernel: Kernel, mixture: Gaussians, target: FittedMean, executor: Executor) -> Overlap:
     calls, at = [], 0
-    for block in target.sample.blocks():
+    for block in target.rows.parts(BLOCK_ROWS):
         own = target.weights if np.ndim(target.weights) == 0 else np.asarray(target.weights)[at : at + len(block)]
         calls.append((kernel, mixture, block, own))
         at += len(block)

@@ -30,6 +30,7 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data.dataset import open_dataset
+from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
@@ -47,13 +48,13 @@ from kme_dist.models.base import (
 )
 from kme_dist.models.classifier import Classifier, classes_of
 from kme_dist.models.settings import Rule, integer, one_of, positive
-from kme_dist.run.means import FittedMean, Sample, fit_mean, gram_moments, mean_inner, spectrum_sample
+from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, mean_inner, spectrum_sample
 
 _MEDIAN_ROWS = 2_000
 _SELECTION_ROWS = 2_000  # rows by which a length scale is chosen
 
 
-def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: int) -> Kernel:
+def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
     """A kernel as given; one given by name gets the median distance between rows as its length scale."""
     if not isinstance(kernel, str):
         return kernels.from_config(kernel)
@@ -61,7 +62,7 @@ def kernel_for(kernel: str | Mapping[str, Any] | Kernel, sample: Sample, seed: i
     names = length_scale_names(found)
     if not names:
         return found
-    width = median_length_scale(np.asarray(sample.sample(_MEDIAN_ROWS, seed)), seed)
+    width = median_length_scale(np.asarray(rows.sample(_MEDIAN_ROWS, seed)[0]), seed)
     return found.replace({name: width for name in names})
 
 
@@ -135,13 +136,13 @@ class KernelMean(Estimator):
     def fit(self, X: Any, y: Any = None) -> Self:
         """Estimate the mean from the rows of an array, a list, or a data set (its "train" split where it has one)."""
         self._check_settings()
-        sample = Sample.of(X, self.dtype)
-        self._remember_columns(X, sample.memory)
+        sample = rows_of(X, self.dtype)
+        self._remember_columns(X, sample.read()[0] if sample.in_memory else None)
         kernel = kernel_for(self.kernel, sample, self.random_state)
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
         frequencies = None
         if self.sums == "features":
-            width = np.asarray(sample.sample(1, 0)).shape[-1]
+            width = np.asarray(sample.sample(1, 0)[0]).shape[-1]
             frequencies = spectrum_sample(kernel, width, self.features, self.random_state)
         self._keep(
             fit_mean(
@@ -169,8 +170,8 @@ class KernelMean(Estimator):
         self.shrinkage_ = fitted.alpha
         self.regularization_ = fitted.regularization
         self.unexplained_, self.error_bound_ = fitted.unexplained, fitted.error_bound
-        on_disk = bool(fitted.sample.path)
-        self.weights_ = fitted.weights if on_disk else np.broadcast_to(fitted.weights, (fitted.sample.count,)).copy()
+        on_disk = not fitted.rows.in_memory
+        self.weights_ = fitted.weights if on_disk else np.broadcast_to(fitted.weights, (fitted.rows.count,)).copy()
         if fitted.moments is not None:
             self.rho_, self.varrho_ = fitted.moments.rho, fitted.moments.varrho
             self.rho_error_ = fitted.moments.error
@@ -184,7 +185,7 @@ class KernelMean(Estimator):
     def evaluate(self, X: Any) -> np.ndarray:
         """μ(x) at every row of X."""
         self._check_fitted()
-        rows = Sample.of(X, self.dtype).read()
+        rows, _ = rows_of(X, self.dtype).read()
         self._check_columns(X, rows)
         return self.fitted_.evaluate(rows, executor=self._executor())
 
@@ -204,10 +205,10 @@ class KernelMean(Estimator):
         if not plain:
             return self.mean_.inner(other.mean_)
         executor = self._executor()
-        scale = a.sample.count * float(a.weights) * b.sample.count * float(b.weights)
+        scale = a.rows.count * float(a.weights) * b.rows.count * float(b.weights)
         if a is b:
-            return scale * (a.moments or gram_moments(a.kernel, a.sample, executor=executor)).rho
-        return scale * mean_inner(a.kernel, a.sample, b.sample, executor=executor)
+            return scale * (a.moments or gram_moments(a.kernel, a.rows, executor=executor)).rho
+        return scale * mean_inner(a.kernel, a.rows, b.rows, executor=executor)
 
     def norm(self) -> float:
         """|μ| in the kernel's Hilbert space."""
@@ -226,9 +227,9 @@ class KernelMean(Estimator):
         self._check_fitted()
         fitted, at = self.fitted_, 0
         total: Any = 0.0
-        for block in fitted.sample.blocks():
+        for block in fitted.rows.parts(BLOCK_ROWS):
             own = fitted.weights if np.ndim(fitted.weights) == 0 else fitted.weights[at : at + len(block)]  # type: ignore[index]
-            values = np.asarray(f(block.read()), dtype=np.float64)
+            values = np.asarray(f(block.read()[0]), dtype=np.float64)
             if values.shape[:1] != (len(block),):
                 raise DataError(f"f needs to return one value for each of {len(block)} rows, got shape {values.shape}")
             total = total + np.broadcast_to(own, (len(block),)) @ values
@@ -252,10 +253,10 @@ class KernelMean(Estimator):
             "unexplained": fitted.unexplained,
             "error_bound": fitted.error_bound,
         }
-        if fitted.sample.path:
-            facts |= {"dataset": fitted.sample.path, "ranges": [list(part) for part in fitted.sample.ranges]}
+        if fitted.rows.in_memory:
+            put_rows(arrays, facts, "points", fitted.rows.read()[0])
         else:
-            put_rows(arrays, facts, "points", fitted.sample.memory)
+            facts |= {"dataset": fitted.rows.path, "ranges": [list(part) for part in fitted.rows.ranges]}
         if fitted.target is not None and fitted.alpha:
             put_rows(arrays, facts, "target_points", fitted.target.points)
             arrays["target_weights"] = np.asarray(fitted.target.weights)
@@ -269,20 +270,19 @@ class KernelMean(Estimator):
         if "dataset" in facts:
             data = open_dataset(facts["dataset"])
             ranges = tuple((int(start), int(stop)) for start, stop in facts["ranges"])
-            rows = sum(stop - start for start, stop in ranges)
-            sample = Sample(rows, None, data.path, "saved", ranges, self.dtype)
+            rows = RowsRef("saved", data, ranges, dtype=self.dtype)
             self.n_features_in_ = data.features
         else:
-            sample = Sample.of(get_rows(arrays, facts, "points"), self.dtype)
-            if isinstance(sample.memory, np.ndarray):
-                self.n_features_in_ = int(sample.memory.shape[1])
+            rows = rows_of(get_rows(arrays, facts, "points"), self.dtype)
+            if rows.source.features:
+                self.n_features_in_ = rows.source.features
         target = None
         if "target_weights" in arrays:
             target = Mean(kernel, get_rows(arrays, facts, "target_points"), arrays["target_weights"])
         weights: np.ndarray | float = arrays["weights"] if arrays["weights"].ndim else float(arrays["weights"])
         errors = float(facts.get("unexplained", 0.0)), float(facts.get("error_bound", 0.0))
         alpha, lam = float(facts["shrinkage"]), self.regularization
-        self._keep(FittedMean(kernel, sample, weights, alpha, target, None, lam, *errors))
+        self._keep(FittedMean(kernel, rows, weights, alpha, target, None, lam, *errors))
 
 
 class ParzenClassifier(Classifier):
@@ -305,7 +305,7 @@ class ParzenClassifier(Classifier):
     """
 
     _FITTED: ClassVar[str] = "weights_"
-    _IN_FACTS: ClassVar[tuple[str, ...]] = ("estimator", "kernel", "scaling")
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("estimator", "kernel", "length_scales", "scaling")
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "estimator": one_of(*ESTIMATORS),
         "folds": integer(1),

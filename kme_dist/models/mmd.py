@@ -22,11 +22,11 @@ from scipy.stats import norm
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.means import tile_sums
 from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbiased
-from kme_dist.data.dataset import open_dataset
+from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.means import kernel_for
 from kme_dist.run.executors import Executor
-from kme_dist.run.means import Block, Sample, block_pairs
+from kme_dist.run.means import block_pairs
 from kme_dist.run.sharing import executor_for
 
 _BLOCK_ROWS = 2_048
@@ -80,7 +80,7 @@ def mmd_test(
         raise ConfigError(f"null={null!r}: method {method!r} has {' and '.join(map(repr, _NULLS[method]))}")
     if permutations < 1:
         raise ConfigError(f"permutations={permutations}: must be an integer >= 1")
-    first, second = Sample.of(X), Sample.of(Y)
+    first, second = rows_of(X), rows_of(Y)
     m, n = first.count, second.count
     if min(m, n) < 2:
         raise DataError(f"a two-sample test needs at least two rows of each, got {m} and {n}")
@@ -92,7 +92,7 @@ def mmd_test(
         )
     _check_names(X, Y)
     pooled = _pooled(first, second, _SPECTRAL_ROWS, random_state)
-    found = kernel_for(kernel, Sample.of(pooled), random_state)
+    found = kernel_for(kernel, rows_of(pooled), random_state)
     executor = executor_for(client)
     if method == "unbiased":
         rng = np.random.default_rng([random_state, 2])
@@ -110,7 +110,7 @@ def mmd_test(
     if not 2 <= size <= min(m, n):
         raise ConfigError(f"block_size={size}: must be an integer from 2 to the smaller sample's {min(m, n)} rows")
     rows = max(size, _BLOCK_ROWS // size * size)
-    pairs = list(zip(first.blocks(rows), second.blocks(rows), strict=False))
+    pairs = list(zip(first.parts(rows), second.parts(rows), strict=False))
     calls = [(found, left, right, size, method) for left, right in pairs]
     count, mean, squares = executor.map_reduce(_blocks, calls, _merge, name="mmd-blocks")
     if count < 2:
@@ -120,11 +120,9 @@ def mmd_test(
     return MMDTest(float(mean), p_value, method, null, found, np.zeros(0))
 
 
-def _features(sample: Sample) -> int | None:
+def _features(rows: RowsRef) -> int | None:
     """How many numbers a row has; None where rows are something else."""
-    if sample.path:
-        return open_dataset(sample.path).features
-    return int(sample.memory.shape[1]) if isinstance(sample.memory, np.ndarray) else None
+    return rows.source.features or None
 
 
 def _check_names(X: Any, Y: Any) -> None:
@@ -135,11 +133,11 @@ def _check_names(X: Any, Y: Any) -> None:
         )
 
 
-def _pooled(first: Sample, second: Sample, size: int, seed: int) -> Any:
+def _pooled(first: RowsRef, second: RowsRef, size: int, seed: int) -> Any:
     """Rows of both samples, in proportion."""
     share = first.count / (first.count + second.count)
     wanted = max(1, min(size - 1, round(size * share)))
-    a, b = first.sample(wanted, seed), second.sample(max(1, size - wanted), seed)
+    a, b = first.sample(wanted, seed)[0], second.sample(max(1, size - wanted), seed)[0]
     return np.concatenate([a, b]) if isinstance(a, np.ndarray) else [*a, *b]
 
 
@@ -150,11 +148,11 @@ def _labels(m: int, n: int, permutations: int, rng: np.random.Generator) -> np.n
     return np.packbits(np.stack(columns, axis=1), axis=1)
 
 
-def _relabelled(kernel: Kernel, first: Sample, second: Sample, labels: np.ndarray, executor: Executor) -> np.ndarray:
+def _relabelled(kernel: Kernel, first: RowsRef, second: RowsRef, labels: np.ndarray, executor: Executor) -> np.ndarray:
     """The unbiased statistic of every labelling, from one walk over all pairs of rows."""
     m, n = first.count, second.count
     blocks, at = [], 0
-    for block in [*first.blocks(_BLOCK_ROWS), *second.blocks(_BLOCK_ROWS)]:
+    for block in [*first.parts(_BLOCK_ROWS), *second.parts(_BLOCK_ROWS)]:
         blocks.append((block, labels[at : at + len(block)]))
         at += len(block)
     calls = [(kernel, *blocks[i], *((None, None) if i == j else blocks[j])) for i, j in block_pairs(len(blocks))]
@@ -173,9 +171,9 @@ Sums = tuple[float, np.ndarray, np.ndarray]
 
 
 def _labelled(
-    kernel: Kernel, left: Block, left_bits: np.ndarray, right: Block | None, right_bits: np.ndarray | None
+    kernel: Kernel, left: RowsRef, left_bits: np.ndarray, right: RowsRef | None, right_bits: np.ndarray | None
 ) -> Sums:
-    X = left.read()
+    X = left.read()[0]
     A = np.unpackbits(left_bits, axis=1).astype(np.float64)
     inside = np.concatenate([A, 1 - A], axis=1)
     if right is None or right_bits is None:
@@ -183,7 +181,7 @@ def _labelled(
         diagonals = np.asarray(kernel.diag(X), dtype=np.float64) @ inside
         return total, diagonals.reshape(2, -1), forms.reshape(2, -1)
     B = np.unpackbits(right_bits, axis=1).astype(np.float64)
-    total, forms = tile_sums(kernel, X, right.read(), inside, np.concatenate([B, 1 - B], axis=1))
+    total, forms = tile_sums(kernel, X, right.read()[0], inside, np.concatenate([B, 1 - B], axis=1))
     return 2 * total, np.zeros((2, A.shape[1])), 2 * forms.reshape(2, -1)
 
 
@@ -194,8 +192,8 @@ def _sum_three(left: Sums, right: Sums) -> Sums:
 Moments = tuple[int, float, float]  # count, mean, sum of squared deviations
 
 
-def _blocks(kernel: Kernel, left: Block, right: Block, size: int, method: str) -> Moments:
-    X, Y = left.read(), right.read()
+def _blocks(kernel: Kernel, left: RowsRef, right: RowsRef, size: int, method: str) -> Moments:
+    X, Y = left.read()[0], right.read()[0]
     values = linear_values(kernel, X, Y) if method == "linear" else block_values(kernel, X, Y, size)
     if not len(values):
         return 0, 0.0, 0.0

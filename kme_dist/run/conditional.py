@@ -5,7 +5,7 @@
     project(weights, target_kernel, Y, D)                   the same, on target centres D
     left_out(embedding, weights, Y, seed)                   residuals of rows under the fit without them
     fit_sums(kernel, target_kernel, pairs, lam, basis, D)   centres or features of inputs: one pass over the rows
-    learn_kernel(kernel, target_kernel, X, Y, lam, settings)  input kernel by held-out loss, step by step
+    learn_kernel(ConditionalLearner(kernel, target_kernel), X, Y, lam, ...)  input kernel by held-out loss
 
 W itself is n x n, so `Inverse` never forms it. What a prediction needs is W applied to something with few columns: to
 h(Y) for E[h(Y) | x] = k(x)ᵀ W h(Y), to L(Y, y) for μ(x)(y). Such right sides are solved for when they are asked about.
@@ -68,7 +68,8 @@ from kme_dist.core.kernels.base import (
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
 from kme_dist.core.sums import Basis, Features, Sums, TargetCentres, sum_rows
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
@@ -79,67 +80,74 @@ from kme_dist.run.fit import Problem
 from kme_dist.run.fit.panels import Panels, make_panels
 from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
 from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
+from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import assemble, log_parameters
-from kme_dist.run.means import BLOCK_ROWS, Block, Sample
+from kme_dist.run.means import BLOCK_ROWS
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
+from kme_dist.run.trainer import LearnSettings, Record
 
 _SLAB_ROWS = 2_048  # of z and l(D, y), both wide, held at a time
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
 _COLUMN_ROWS = 256  # and where it takes columns of W
 _LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
+_LEARNED_ROWS = 400  # of a batch that the input kernel is learned from
 _WIDE = 128  # right sides solved together by conjugate gradients
-_RESIDUAL_ROWS, _RESIDUAL_RUNS = 1_000, 128  # rows left out for quantiles and intervals; ranges of a data set they are
+_RESIDUAL_ROWS = 1_000  # rows left out for quantiles and intervals
 _LEAST_COLUMNS, _MOST_COLUMNS, _COLUMN_BYTES = 64, 512, 2**28  # and where each takes a solve and n numbers
 _REMEMBERED = 8  # solutions kept, of at most _WIDE columns
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Inputs and targets, in memory or as columns of one data set."""
+    """Inputs and targets, row by row: two tables, two sets of columns of a data set, or a data set and its labels."""
 
-    sample: Sample
-    targets: Any  # in memory: the targets; of a data set: positions of its target columns, () for its labels
-    inputs: tuple[int, ...] = ()  # of a data set: positions of its input columns
-    scale: Scaling | None = None
+    inputs: RowsRef
+    targets: RowsRef | None  # None: the labels of the inputs
 
     @classmethod
     def of(cls, data: Dataset, targets: Sequence[str | int] | None, scaling: str | None) -> Pairs:
         """The rows of a data set; `targets` names columns that are predicted from the others (None: its labels)."""
-        sample = Sample.of(data, "float64")
-        if targets is None:
-            if data.y is None:
-                raise DataError(f"{data.path} has no labels; name the target columns, e.g. fit(data, ['price'])")
-            columns: tuple[int, ...] = ()
-        else:
-            columns = tuple(_position(data, name) for name in targets)
+        if targets is None and data.y is None:
+            raise DataError(f"{data.path} has no labels; name the target columns, e.g. fit(data, ['price'])")
+        columns = tuple(_position(data, name) for name in targets or ())
         inputs = tuple(i for i in range(data.features) if i not in columns)
-        split = "train" if "train" in data.splits else None
-        whole = Scaling.of(data.split_statistics(split), scaling)
-        return cls(sample, columns, inputs, Scaling(whole.shift[list(inputs)], whole.factor[list(inputs)]))
+        whole = Scaling.of(data.split_statistics(data.training_split()), scaling)
+        scale = Scaling(whole.shift[list(inputs)], whole.factor[list(inputs)])
+        rows = RowsRef.of(data, scaling=scale, dtype="float64", columns=inputs)
+        return cls(rows, RowsRef.of(data, dtype="float64", columns=columns) if columns else None)
+
+    @classmethod
+    def in_tables(cls, X: Any, Y: Any) -> Pairs:
+        """Inputs and targets in memory, checked already."""
+        return cls(RowsRef.of(ArrayRows(X, None)), RowsRef.of(ArrayRows(Y, None)))
 
     @property
     def count(self) -> int:
-        return self.sample.count
+        return self.inputs.count
 
-    def blocks(self, size: int = BLOCK_ROWS) -> list[tuple[Block, Any, Pairs]]:
-        """What a task is told: rows, targets where they are in memory, and how to take both apart where not."""
-        alone = Pairs(Sample(0), self.targets if self.sample.path else None, self.inputs, self.scale)
-        parts = self.sample.blocks(size)
-        spans = row_blocks(self.count, size)
-        return [
-            (block, None if self.sample.path else take(self.targets, rows), alone)
-            for block, rows in zip(parts, spans, strict=True)
-        ]
+    @property
+    def in_memory(self) -> bool:
+        return self.inputs.in_memory
 
-    def some(self, size: int, seed: int, runs: int = 16) -> tuple[Any, Any]:
+    def parts(self, size: int = BLOCK_ROWS) -> list[Pairs]:
+        """All pairs in order, in parts for a task each."""
+        rest = [None] * len(self.inputs.blocks(size)) if self.targets is None else self.targets.parts(size)
+        return [Pairs(rows, own) for rows, own in zip(self.inputs.parts(size), rest, strict=True)]
+
+    def read(self) -> tuple[Any, Any]:
+        """All of them in memory."""
+        X, y = self.inputs.read()
+        return X, self._named(y) if self.targets is None else self.targets.read()[0]
+
+    def sample(self, size: int, seed: int) -> tuple[Any, Any]:
         """At most `size` pairs, for choosing centres and parameters."""
-        if not self.sample.path:
-            if self.count <= size:
-                return self.sample.memory, self.targets
-            rows = np.sort(np.random.default_rng(seed).choice(self.count, size, replace=False))
-            return select(self.sample.memory, rows), select(self.targets, rows)
-        return read_pair(self.sample.scattered(size, seed, runs), None, self)
+        drawn = self.inputs.draw(size, seed)
+        X, y = self.inputs.read_drawn(drawn)
+        return X, self._named(y) if self.targets is None else self.targets.read_drawn(drawn)[0]
+
+    def _named(self, y: np.ndarray) -> np.ndarray:
+        classes = self.inputs.source.classes
+        return y if classes is None else np.asarray(classes)[y]
 
 
 def _position(data: Dataset, column: str | int) -> int:
@@ -148,19 +156,6 @@ def _position(data: Dataset, column: str | int) -> int:
     if column in data.feature_names:
         return data.feature_names.index(str(column))
     raise ConfigError(f"{data.path} has no column {column!r}; it has {', '.join(data.feature_names[:20])}")
-
-
-def read_pair(block: Block, targets: Any, pairs: Pairs) -> tuple[Any, Any]:
-    """Inputs and targets of a block."""
-    if not block.path:
-        return block.rows, targets
-    X, y = block.read_labelled()
-    inputs = X[:, list(pairs.inputs)]
-    if pairs.scale is not None:
-        inputs = pairs.scale.apply(inputs, "float64")
-    if pairs.targets:
-        return inputs, X[:, list(pairs.targets)]
-    return inputs, y
 
 
 @dataclass(frozen=True)
@@ -174,8 +169,8 @@ class _Sums:
         return _Sums(self.sums + other.sums, self.targets + other.targets)
 
 
-def _moments(basis: Basis, target_kernel: Kernel, D: Any, block: Block, targets: Any, pairs: Pairs) -> _Sums:
-    X, Y = read_pair(block, targets, pairs)
+def _moments(basis: Basis, target_kernel: Kernel, D: Any, pairs: Pairs) -> _Sums:
+    X, Y = pairs.read()
     Y = as_targets(Y, target_kernel)
     sums = sum_rows(basis, X, Y, TargetCentres(target_kernel, D), tile_rows=_SLAB_ROWS)
     return _Sums(sums, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
@@ -219,7 +214,7 @@ def fit_sums(
     `keep_targets` keeps every target (pairs in memory) instead of projecting on the centres, which then only judge λ.
     `variance` is what the basis leaves out of the kernel as a factor (scale², for random features of a scaled kernel).
     """
-    calls = [(basis, target_kernel, target_centres, *block) for block in pairs.blocks()]
+    calls = [(basis, target_kernel, target_centres, part) for part in pairs.parts()]
     total: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
     G, B = total.sums.G, total.sums.B  # of G the lower triangle, which is all that a factorisation reads
     n, metric = pairs.count, basis.metric()
@@ -227,7 +222,7 @@ def fit_sums(
     tried: dict[float, float] = {}
     with blas_threads(1):
         if retune:
-            X, Y = pairs.some(_LEVERAGE_ROWS, seed)
+            X, Y = pairs.sample(_LEVERAGE_ROWS, seed)
             Y = as_targets(Y, target_kernel)
             Z = np.asarray(basis.rows(X), dtype=np.float64)
 
@@ -241,8 +236,9 @@ def fit_sums(
         A = G + n * regularization / variance * M
         targets, base = target_centres, None
         if keep_targets:
-            targets = as_targets(pairs.targets, target_kernel)
-            weights = padded_solve(A, np.asarray(basis.rows(pairs.sample.memory), dtype=np.float64).T).T
+            X, targets = pairs.read()
+            targets = as_targets(targets, target_kernel)
+            weights = padded_solve(A, np.asarray(basis.rows(X), dtype=np.float64).T).T
         else:
             L = np.asarray(target_kernel.gram(target_centres), dtype=np.float64)
             weights = padded_solve(L, padded_solve(A, B).T)
@@ -267,7 +263,7 @@ def _left_out_of_sums(
     model: ConditionalEmbedding, pairs: Pairs, basis: Basis, A: np.ndarray, seed: int
 ) -> LeftOut | None:
     """(y - f(x)) / (1 - h), h = zᵀ A⁻¹ z the leverage, for a sample of rows under the fit to all."""
-    X, Y = pairs.some(_RESIDUAL_ROWS, seed, runs=_RESIDUAL_RUNS)
+    X, Y = pairs.sample(_RESIDUAL_ROWS, seed)
     Y = as_targets(Y, model.target_kernel)
     if not are_numbers(Y, model.target_kernel):
         return None
@@ -417,23 +413,19 @@ class Inverse:
 
     @functools.cached_property
     def _stored(self) -> tuple[RowsRef, Scratch]:
-        sample, token = self.pairs.sample, os.urandom(6).hex()
-        if sample.path:
-            home = Place.of(sample.path)
+        rows, token = self.pairs.inputs, os.urandom(6).hex()
+        if not rows.in_memory:
+            home = Place.of(rows.path)
             place = home.sibling(f".{home.name}.embedding-{token}")  # where workers reach it too
-            scale = self.pairs.scale
-            assert scale is not None
-            rows = RowsRef(token, open_dataset(sample.path), sample.ranges, scale, "float64", 0, self.pairs.inputs)
         else:
-            if not isinstance(sample.memory, np.ndarray):
+            X, _ = rows.read()
+            if not isinstance(X, np.ndarray):
                 raise ConfigError(
                     f"solver={self.solver!r} needs inputs that are rows of numbers; use solver='cholesky' or 'nystrom'"
                 )
             folder = Path(tempfile.mkdtemp(prefix="kme-dist-"))
             place = Place.of(folder)
-            data = ingest(sample.memory, folder / "rows.zarr", dtype="float64")
-            plain = Scaling(np.zeros(data.features), np.ones(data.features))
-            rows = RowsRef(token, data, tuple(data.ranges(None)), plain, "float64", 0)
+            rows = RowsRef.of(ingest(X, folder / "rows.zarr", dtype="float64"), dtype="float64")
         weakref.finalize(self, Place.delete_all, place)
         return rows, Scratch(place)
 
@@ -501,46 +493,61 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
 
 
 @dataclass(frozen=True)
-class KernelLearning:
-    """How the input kernel is learned; see `held_out_objective` for what is learned from."""
+class ConditionalLearner:
+    """The input kernel by the loss of pairs held out of a batch; see `held_out_objective`."""
 
-    steps: int = 200
-    learning_rate: float = 0.1
+    kernel: Kernel
+    target_kernel: Kernel
     complexity_weight: float = 0.1
-    batch_size: int = 400
     train_share: float = 0.8
     seed: int = 0
 
+    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
+        kernel, lam = assemble(self.kernel, parameters)
+        n = row_count(X)
+        cut = min(max(round(self.train_share * n), 1), n - 1)
+        order = np.random.default_rng([self.seed, 7, number]).permutation(n)
+        fitted, held = order[:cut], order[cut:]
+        Y = list(y) if y.dtype.kind == "O" else y
+        Y_fit, Y_held = select(Y, fitted), select(Y, held)
+        grams = (
+            self.target_kernel.gram(Y_fit), self.target_kernel.gram(Y_fit, Y_held), self.target_kernel.diag(Y_held)
+        )  # fmt: skip
+        found = held_out_objective(kernel, select(X, fitted), select(X, held), grams, lam, self.complexity_weight)
+        loss, none = found.loss / len(held), float("nan")
+        return Objective(found.value, loss, found.norm, none, found.gradient, none, "float64")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kernel": self.kernel.to_config(), "target_kernel": self.target_kernel.to_config()}
+
 
 def learn_kernel(
-    kernel: Kernel,
-    target_kernel: Kernel,
+    learner: ConditionalLearner,
     X: Any,
     Y: Any,
     regularization: float,
-    settings: KernelLearning,
+    *,
+    steps: int,
+    learning_rate: float,
+    executor: Executor | None = None,
     callback: Callable[[Record], None] | None = None,
 ) -> tuple[Kernel, float, list[Record]]:
-    """Adam on the logarithms of the kernel's parameters and λ; batch and split of step t follow from the seed and t."""
+    """Adam on the logarithms of the kernel's parameters and λ, over batches of the pairs."""
     n = row_count(X)
     if n < 4:
         raise DataError(f"learning a kernel needs at least 4 pairs to hold some out, got {n}")
-    steps = LearnSettings(steps=settings.steps, learning_rate=settings.learning_rate, seed=settings.seed)
-
-    def play(step: int, parameters: optim.Named) -> Round:
-        now, lam = assemble(kernel, parameters)
-        rng = np.random.default_rng([settings.seed, 7, step])
-        batch = rng.permutation(n)[: settings.batch_size]
-        cut = min(max(round(settings.train_share * len(batch)), 1), len(batch) - 1)
-        fitted, held = batch[:cut], batch[cut:]
-        Y_fit, Y_held = select(Y, fitted), select(Y, held)
-        grams = (target_kernel.gram(Y_fit), target_kernel.gram(Y_fit, Y_held), target_kernel.diag(Y_held))
-        found = held_out_objective(now, select(X, fitted), select(X, held), grams, lam, settings.complexity_weight)
-        loss, none = found.loss / len(held), float("nan")
-        out = Objective(found.value, loss, found.norm, none, found.gradient, none, "float64")
-        return Round(out, len(batch), {"loss": loss, "norm": found.norm})
-
-    trainer = Trainer(log_parameters(kernel, regularization), steps, phase="held-out", remember=True)
-    told = None if callback is None else lambda record, _: callback(record)
-    outcome = trainer.run(play, {}, callback=told)
-    return *assemble(kernel, outcome.parameters), outcome.history
+    if not isinstance(Y, np.ndarray):
+        values = np.empty(n, dtype=object)
+        values[:] = Y
+        Y = values
+    settings = LearnSettings(steps=steps, learning_rate=learning_rate, seed=learner.seed)
+    outcome = learn(
+        learner,
+        Batches.of(ArrayRows(X, Y), batch_size=_LEARNED_ROWS, seed=learner.seed, dtype="float64"),
+        log_parameters(learner.kernel, regularization),
+        settings,
+        executor=executor,
+        callback=None if callback is None else lambda record, _: callback(record),
+        phase="held-out",
+    )
+    return *assemble(learner.kernel, outcome.parameters), outcome.history

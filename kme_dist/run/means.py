@@ -1,6 +1,6 @@
 """Sums over all pairs of rows, by tiles, over any executor: exact, O(n²) work, flat memory.
 
-    rows = Sample.of(dataset, dtype="float32")                 # or an array, or a list of strings
+    rows = rows_of(dataset, dtype="float32")                 # or an array, or a list of strings
     moments = gram_moments(kernel, rows, executor=SerialExecutor())
     moments.rho, moments.varrho                              # means of all K_ij and of K_ii
 
@@ -17,9 +17,7 @@ with a bound on its distance to the exact one.
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,131 +40,13 @@ from kme_dist.core.means import (
     weighted_features,
 )
 from kme_dist.core.pivots import choose_centres
-from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.validation import as_rows
+from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import Executor
 
 BLOCK_ROWS = 8_192
 SPECTRAL_ROWS, SPECTRAL_CENTRES = 5_000, 1_000  # s-kmse: exact up to so many rows; beyond, so many centres
 _CHOICE_ROWS, _SLAB_ROWS = 20_000, 1_024  # rows that centres are chosen among; rows projected at a time
-Ranges = tuple[tuple[int, int], ...]
-
-
-# --- rows, wherever they are ----------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4)
-def _opened(path: str, token: str) -> Dataset:
-    return open_dataset(path)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some consecutive rows: themselves, or where they lie. What a task is told about its rows."""
-
-    rows: Any = None
-    path: str = ""
-    token: str = ""
-    ranges: Ranges = ()
-    dtype: str = "float64"
-
-    def read(self) -> Any:
-        if not self.path:
-            return self.rows
-        data = _opened(self.path, self.token)
-        parts = [data.read_rows(start, stop)[0] for start, stop in self.ranges]
-        return np.concatenate(parts).reshape(-1, data.features).astype(self.dtype, copy=False)
-
-    def read_labelled(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Rows of a data set with their labels (classes by name)."""
-        data = _opened(self.path, self.token)
-        parts = [data.read_rows(start, stop) for start, stop in self.ranges]
-        X = np.concatenate([X for X, _ in parts]).reshape(-1, data.features).astype(self.dtype, copy=False)
-        labels = [y for _, y in parts if y is not None]
-        if not labels:
-            return X, None
-        y = np.concatenate(labels)
-        return X, y if data.classes is None else np.asarray(data.classes)[y]
-
-    def __len__(self) -> int:
-        return sum(stop - start for start, stop in self.ranges) if self.path else row_count(self.rows)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The rows of a table in memory (an array, a list of anything) or of a data set on disk."""
-
-    count: int
-    memory: Any = None
-    path: str = ""
-    token: str = ""
-    ranges: Ranges = ()
-    dtype: str = "float64"
-
-    @classmethod
-    def of(cls, X: Any, dtype: str = "float64", split: str | None = "auto") -> Sample:
-        """Numbers become `dtype`; whatever is no matrix of numbers stays as it is, for the kernel to judge."""
-        if isinstance(X, Sample):
-            return X
-        if dtype not in ("float32", "float64"):
-            raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
-        if isinstance(X, Dataset):
-            if split == "auto":
-                split = "train" if "train" in X.splits else None
-            rows = X.split_rows(split)
-            return cls(_some(rows, X.path), None, X.path, os.urandom(8).hex(), X.ranges(split), dtype)
-        X = as_rows(X, dtype)
-        return cls(_some(row_count(X), "the table"), X, dtype=dtype)
-
-    def blocks(self, size: int = BLOCK_ROWS) -> list[Block]:
-        """All rows in order, in blocks of `size` rows and a last one of fewer."""
-        if not self.path:
-            return [Block(take(self.memory, rows)) for rows in row_blocks(self.count, size)]
-        return [
-            Block(None, self.path, self.token, self._within(part.start, part.stop), self.dtype)
-            for part in row_blocks(self.count, size)
-        ]
-
-    def _within(self, start: int, stop: int) -> Ranges:
-        """The row ranges of the data set that hold rows start..stop of this table."""
-        found, seen = [], 0
-        for low, high in self.ranges:
-            first, last = max(start - seen, 0), min(stop - seen, high - low)
-            if first < last:
-                found.append((low + first, low + last))
-            seen += high - low
-        return tuple(found)
-
-    def read(self) -> Any:
-        """All of them in memory."""
-        return self.memory if not self.path else self.blocks(max(self.count, 1))[0].read()
-
-    def sample(self, size: int, seed: int) -> Any:
-        """At most `size` rows: all, or ranges of neighbours scattered over the table (cheap to read from disk)."""
-        if self.count <= size:
-            return self.read()
-        if not self.path:
-            chosen = np.sort(np.random.default_rng(seed).choice(self.count, size, replace=False))
-            if hasattr(self.memory, "shape"):
-                return self.memory[chosen]
-            return [self.memory[i] for i in chosen]
-        return self.scattered(size, seed).read()
-
-    def scattered(self, size: int, seed: int, runs: int = 16) -> Block:
-        """At most `size` rows of a data set, as one block of about so many ranges."""
-        if self.count <= size:
-            return self.blocks(self.count)[0]
-        run = max(1, size // runs)
-        starts = np.random.default_rng(seed).choice(self.count // run, size // run, replace=False)
-        parts = [self._within(int(start) * run, int(start + 1) * run) for start in np.sort(starts)]
-        return Block(None, self.path, self.token, tuple(piece for part in parts for piece in part), self.dtype)
-
-
-def _some(count: int, name: str) -> int:
-    if not count:
-        raise DataError(f"{name} has no rows; at least one is needed")
-    return count
 
 
 # --- ρ and ϱ ----------------------------------------------------------------------------------------------
@@ -187,9 +67,9 @@ def block_pairs(count: int) -> list[tuple[int, int]]:
     return [(i, j) for i in range(count) for j in range(i + 1)]
 
 
-def _pair(kernel: Kernel, left: Block, right: Block | None) -> np.ndarray:
-    X = left.read()
-    total, _ = tile_sums(kernel, X, None if right is None else right.read())
+def _pair(kernel: Kernel, left: RowsRef, right: RowsRef | None) -> np.ndarray:
+    X = left.read()[0]
+    total, _ = tile_sums(kernel, X, None if right is None else right.read()[0])
     diagonal = float(np.sum(_host(kernel.diag(X)))) if right is None else 0.0
     return np.asarray([total if right is None else 2 * total, diagonal])
 
@@ -202,21 +82,21 @@ def _add(left: Any, right: Any) -> Any:
     return left + right
 
 
-def gram_moments(kernel: Kernel, sample: Sample, *, executor: Executor, block_rows: int = BLOCK_ROWS) -> GramMoments:
+def gram_moments(kernel: Kernel, rows: RowsRef, *, executor: Executor, block_rows: int = BLOCK_ROWS) -> GramMoments:
     """ρ and ϱ, exactly: every pair of rows is visited once."""
-    blocks = sample.blocks(block_rows)
+    blocks = rows.parts(block_rows)
     calls = [(kernel, blocks[i], None if i == j else blocks[j]) for i, j in block_pairs(len(blocks))]
     total, diagonal = executor.map_reduce(_pair, calls, _add, name="gram-sum")
-    return GramMoments(float(total) / sample.count**2, float(diagonal) / sample.count, sample.count)
+    return GramMoments(float(total) / rows.count**2, float(diagonal) / rows.count, rows.count)
 
 
-def _evaluate(mean_kernel: Kernel, X: Any, block: Block, weights: np.ndarray) -> np.ndarray:
-    return np.asarray(weighted_features(mean_kernel, X, block.read(), weights))
+def _evaluate(mean_kernel: Kernel, X: Any, block: RowsRef, weights: np.ndarray) -> np.ndarray:
+    return np.asarray(weighted_features(mean_kernel, X, block.read()[0], weights))
 
 
 def evaluate_mean(
     kernel: Kernel,
-    sample: Sample,
+    rows: RowsRef,
     weights: np.ndarray | float,
     X: Any,
     *,
@@ -225,7 +105,7 @@ def evaluate_mean(
 ) -> np.ndarray:
     """Σ_j weights_j k(x_j, ·) at the rows of X; a single weight stands for all rows."""
     at, calls = 0, []
-    for block in sample.blocks():
+    for block in rows.parts(BLOCK_ROWS):
         own = np.full(len(block), weights) if np.ndim(weights) == 0 else np.asarray(weights)[at : at + len(block)]
         calls.append((kernel, X, block, own))
         at += len(block)
@@ -233,25 +113,25 @@ def evaluate_mean(
     return found
 
 
-def _cross(kernel: Kernel, left: Block, right: Block) -> float:
-    return tile_sums(kernel, left.read(), right.read())[0]
+def _cross(kernel: Kernel, left: RowsRef, right: RowsRef) -> float:
+    return tile_sums(kernel, left.read()[0], right.read()[0])[0]
 
 
 def mean_inner(
-    kernel: Kernel, left: Sample, right: Sample, *, executor: Executor, block_rows: int = BLOCK_ROWS
+    kernel: Kernel, left: RowsRef, right: RowsRef, *, executor: Executor, block_rows: int = BLOCK_ROWS
 ) -> float:
     """<μ̂_X, μ̂_Y>, the mean of all k(x_i, y_j)."""
-    calls = [(kernel, a, b) for a in left.blocks(block_rows) for b in right.blocks(block_rows)]
+    calls = [(kernel, a, b) for a in left.parts(block_rows) for b in right.parts(block_rows)]
     total: float = executor.map_reduce(_cross, calls, _add, name="gram-cross")
     return total / (left.count * right.count)
 
 
-def target_moments(target: Mean | None, sample: Sample, kernel: Kernel, *, executor: Executor) -> tuple[float, float]:
+def target_moments(target: Mean | None, rows: RowsRef, kernel: Kernel, *, executor: Executor) -> tuple[float, float]:
     """<f*, μ̂> and |f*|²."""
     if target is None:
         return 0.0, 0.0
     _check_target(target, kernel)
-    at_rows = evaluate_mean(kernel, sample, 1.0 / sample.count, target.points, executor=executor)
+    at_rows = evaluate_mean(kernel, rows, 1.0 / rows.count, target.points, executor=executor)
     return float(np.asarray(target.weights) @ at_rows), target.norm_squared()
 
 
@@ -263,8 +143,8 @@ def _check_target(target: Mean, kernel: Kernel) -> None:
 # --- ρ by random features ---------------------------------------------------------------------------------
 
 
-def _angles(block: Block, frequencies: np.ndarray) -> np.ndarray:
-    X = np.asarray(block.read(), dtype=np.float64)
+def _angles(block: RowsRef, frequencies: np.ndarray) -> np.ndarray:
+    X = np.asarray(block.read()[0], dtype=np.float64)
     total = np.zeros((2, frequencies.shape[1]))
     for part in row_blocks(len(X), 1024):  # bounded by a slab, whatever the block
         angle = X[part] @ frequencies
@@ -273,16 +153,16 @@ def _angles(block: Block, frequencies: np.ndarray) -> np.ndarray:
 
 
 def feature_moments(
-    kernel: Kernel, sample: Sample, frequencies: np.ndarray, *, executor: Executor, block_rows: int = BLOCK_ROWS
+    kernel: Kernel, rows: RowsRef, frequencies: np.ndarray, *, executor: Executor, block_rows: int = BLOCK_ROWS
 ) -> GramMoments:
     """ρ of a stationary kernel from D frequencies (columns) drawn from its spectrum, with its standard error."""
-    calls = [(block, frequencies) for block in sample.blocks(block_rows)]
+    calls = [(block, frequencies) for block in rows.parts(block_rows)]
     sums = executor.map_reduce(_angles, calls, _add, name="random-features")
-    variance = float(np.mean(_host(kernel.diag(sample.sample(1, 0)))))
-    single = variance * (sums[0] ** 2 + sums[1] ** 2) / sample.count**2
+    variance = float(np.mean(_host(kernel.diag(rows.sample(1, 0)[0]))))
+    single = variance * (sums[0] ** 2 + sums[1] ** 2) / rows.count**2
     count = len(single)
     error = float(single.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
-    return GramMoments(float(single.mean()), variance, sample.count, error)
+    return GramMoments(float(single.mean()), variance, rows.count, error)
 
 
 def spectrum_sample(kernel: Kernel, n_features: int, count: int, seed: int) -> np.ndarray:
@@ -308,7 +188,7 @@ class FittedMean:
     """(1 - α) μ̂ + α f* ("s-kmse": Σ β_i k(x_i, ·) + (1 - Σβ) f*), the rows staying where they are."""
 
     kernel: Kernel
-    sample: Sample
+    rows: RowsRef
     weights: np.ndarray | float  # one number where all rows weigh the same
     alpha: float
     target: Mean | None
@@ -318,16 +198,16 @@ class FittedMean:
     error_bound: float = 0.0  # on the distance to the mean without centres, at the same λ
 
     def evaluate(self, X: Any, *, executor: Executor) -> np.ndarray:
-        found = evaluate_mean(self.kernel, self.sample, self.weights, X, executor=executor)
+        found = evaluate_mean(self.kernel, self.rows, self.weights, X, executor=executor)
         if self.target is not None and self.alpha:
             found = found + self.alpha * np.asarray(self.target.evaluate(X))
         return found
 
     def in_memory(self) -> Mean:
         """Points and weights as one record; reads all rows."""
-        n = self.sample.count
+        n = self.rows.count
         weights = np.full(n, self.weights) if np.ndim(self.weights) == 0 else np.asarray(self.weights)
-        own = Mean(self.kernel, self.sample.read(), weights)
+        own = Mean(self.kernel, self.rows.read()[0], weights)
         if self.target is None or not self.alpha:
             return own
         return joined(own, Mean(self.kernel, self.target.points, np.asarray(self.target.weights) * self.alpha))
@@ -335,7 +215,7 @@ class FittedMean:
 
 def fit_mean(
     kernel: Kernel,
-    sample: Sample,
+    rows: RowsRef,
     estimator: str,
     *,
     executor: Executor,
@@ -349,31 +229,31 @@ def fit_mean(
     """Any of the four estimators. "s-kmse" takes the Gram matrix in memory, or centres; the others sums at most."""
     if estimator not in ESTIMATORS:
         raise ConfigError(f"estimator={estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
-    n = sample.count
+    n = rows.count
     if estimator == "s-kmse":
         if centres is not None or n > SPECTRAL_ROWS or 3 * 8 * n * n > free_bytes("numpy"):
             return spectral_by_centres(
-                kernel, sample, min(centres or SPECTRAL_CENTRES, n), executor=executor, regularization=regularization,
+                kernel, rows, min(centres or SPECTRAL_CENTRES, n), executor=executor, regularization=regularization,
                 target=target, seed=seed,
             )  # fmt: skip
-        X = sample.read()
+        X = rows.read()[0]
         K = _host(kernel.gram(X))
         moments = GramMoments(float(K.mean()), float(np.trace(K)) / n, n)
         if target is not None:
             _check_target(target, kernel)
             K = centred_gram(K, _host(target.evaluate(X)), target.norm_squared())
         found = gram_weights(estimator, K, regularization, positive_part)
-        return FittedMean(kernel, sample, found.weights, found.alpha, target, moments, found.regularization)
+        return FittedMean(kernel, rows, found.weights, found.alpha, target, moments, found.regularization)
     if estimator == "kme":
-        return FittedMean(kernel, sample, 1.0 / n, 0.0, None, None)
+        return FittedMean(kernel, rows, 1.0 / n, 0.0, None, None)
     if frequencies is not None:
-        moments = feature_moments(kernel, sample, frequencies, executor=executor)
+        moments = feature_moments(kernel, rows, frequencies, executor=executor)
     else:
-        moments = gram_moments(kernel, sample, executor=executor)
-    cross, norm = target_moments(target, sample, kernel, executor=executor)
+        moments = gram_moments(kernel, rows, executor=executor)
+    cross, norm = target_moments(target, rows, kernel, executor=executor)
     rho, varrho = centred_moments(moments.rho, moments.varrho, cross, norm)
     alpha = shrinkage(estimator, rho, varrho, n, positive_part)
-    return FittedMean(kernel, sample, (1 - alpha) / n, alpha, target, moments)
+    return FittedMean(kernel, rows, (1 - alpha) / n, alpha, target, moments)
 
 
 # --- spectral shrinkage with centres ------------------------------------------------------------------------
@@ -396,12 +276,12 @@ class _Projection:
         return cls(kernel, points, T, np.zeros(T.shape[1]))
 
     def slabs(self, X: Any) -> Any:
-        for rows in row_blocks(row_count(X), _SLAB_ROWS):
-            yield _host(self.kernel.gram(take(X, rows), self.points)) @ self.T - self.shift
+        for part in row_blocks(row_count(X), _SLAB_ROWS):
+            yield _host(self.kernel.gram(take(X, part), self.points)) @ self.T - self.shift
 
 
-def _thin_moments(projection: _Projection, block: Block) -> tuple[np.ndarray, np.ndarray, float]:
-    X, p = block.read(), projection.T.shape[1]
+def _thin_moments(projection: _Projection, block: RowsRef) -> tuple[np.ndarray, np.ndarray, float]:
+    X, p = block.read()[0], projection.T.shape[1]
     G, total = np.zeros((p, p)), np.zeros(p)
     for Z in projection.slabs(X):
         G += Z.T @ Z
@@ -413,13 +293,13 @@ def _add_three(left: Any, right: Any) -> Any:
     return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
-def _thin_scores(projection: _Projection, spectrum: ThinSpectrum, block: Block, lams: np.ndarray) -> np.ndarray:
-    return np.asarray(sum(spectrum.loo_sums(Z, lams) for Z in projection.slabs(block.read())))
+def _thin_scores(projection: _Projection, spectrum: ThinSpectrum, block: RowsRef, lams: np.ndarray) -> np.ndarray:
+    return np.asarray(sum(spectrum.loo_sums(Z, lams) for Z in projection.slabs(block.read()[0])))
 
 
 def spectral_by_centres(
     kernel: Kernel,
-    sample: Sample,
+    rows: RowsRef,
     centres: int,
     *,
     executor: Executor,
@@ -434,18 +314,18 @@ def spectral_by_centres(
     mean μ' to the exact one is |(C + λ)⁻¹ (C - C') g|, C - C' = QC + CQ - QCQ. With ε = mean |Q k(x, ·)|², which bounds
     |QCQ| and |Qμ̂|², that is at most √ε (1 + (2ε + c)/λ), c² = <g, C' g>; all of these are known after one pass.
     """
-    n = sample.count
+    n = rows.count
     if n < 2 and regularization is None:
         raise DataError("'s-kmse' needs at least two rows to choose its regularization, got one")
-    candidates = sample.sample(_CHOICE_ROWS, seed)
+    candidates = rows.sample(_CHOICE_ROWS, seed)[0]
     chosen = choose_centres(kernel, candidates, min(centres, row_count(candidates)), "rpcholesky", seed)
     points = candidates[chosen] if hasattr(candidates, "shape") else [candidates[i] for i in chosen]
     projection, cross, norm = _Projection.on(kernel, points), 0.0, 0.0
     if target is not None:
-        cross, norm = target_moments(target, sample, kernel, executor=executor)
+        cross, norm = target_moments(target, rows, kernel, executor=executor)
         shift = projection.T.T @ _host(target.evaluate(points))
         projection = _Projection(kernel, points, projection.T, shift)
-    blocks = sample.blocks(block_rows)
+    blocks = rows.parts(block_rows)
     calls = [(projection, block) for block in blocks]
     G, total, trace = executor.map_reduce(_thin_moments, calls, _add_three, name="spectral-moments")
     spectrum = ThinSpectrum.of(G, total, n)
@@ -471,6 +351,6 @@ def spectral_by_centres(
     if target is not None:
         bound += abs(kept) * math.sqrt(max(norm - float(projection.shift @ projection.shift), 0.0))
     return FittedMean(
-        kernel, Sample.of(points, sample.dtype), projection.T @ along, 1.0 - kept, target, None, lam,
+        kernel, rows_of(points, rows.dtype), projection.T @ along, 1.0 - kept, target, None, lam,
         epsilon * n / trace if trace else 0.0, bound,
     )  # fmt: skip

@@ -7,10 +7,10 @@ import pytest
 
 import kme_dist as kme
 from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbiased_of_gram
+from kme_dist.data.rows import rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.mmd import _labels, _relabelled
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.means import Sample
 
 KERNEL = kme.kernels.Gaussian(length_scale=1.1)
 
@@ -39,7 +39,7 @@ def test_every_relabelling_is_the_statistic_of_the_relabelled_samples(samples, m
     monkeypatch.setattr("kme_dist.models.mmd._BLOCK_ROWS", 6)
     X, Y = samples
     bits = _labels(21, 16, 5, np.random.default_rng(0))
-    values = _relabelled(KERNEL, Sample.of(X), Sample.of(Y), bits, SerialExecutor())
+    values = _relabelled(KERNEL, rows_of(X), rows_of(Y), bits, SerialExecutor())
     pooled, labels = np.concatenate([X, Y]), np.unpackbits(bits, axis=1).astype(bool)
     assert len(values) == 6
     for b, value in enumerate(values):

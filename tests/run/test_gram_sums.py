@@ -7,10 +7,10 @@ import pytest
 from distributed import Client, LocalCluster
 
 import kme_dist as kme
+from kme_dist.data.rows import rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.means import (
-    Sample,
     evaluate_mean,
     feature_moments,
     fit_mean,
@@ -38,7 +38,7 @@ def stored(X, tmp_path):
 @pytest.mark.parametrize("block_rows", [1, 13, 64, 500])
 def test_moments_by_blocks_are_those_of_the_gram_matrix(X, block_rows):
     rows = X if block_rows > 1 else X[:9]
-    found = gram_moments(KERNEL, Sample.of(rows), executor=SERIAL, block_rows=block_rows)
+    found = gram_moments(KERNEL, rows_of(rows), executor=SERIAL, block_rows=block_rows)
     n = len(rows)
     total = sum(float(np.exp(-0.5 * np.sum(((a - b) / [1.0, 2.0, 0.7]) ** 2))) for a in rows for b in rows)
     assert found.rho == pytest.approx(total / n**2, rel=1e-10)
@@ -48,9 +48,9 @@ def test_moments_by_blocks_are_those_of_the_gram_matrix(X, block_rows):
 
 def test_a_data_set_on_disk_gives_what_its_rows_give(stored):
     train, _ = stored.read("train")
-    sample = Sample.of(stored)  # its training part
+    sample = rows_of(stored)  # its training part
     assert sample.count == len(train)
-    np.testing.assert_array_equal(np.concatenate([block.read() for block in sample.blocks(17)]), train)
+    np.testing.assert_array_equal(np.concatenate([block.read()[0] for block in sample.parts(17)]), train)
     found = gram_moments(KERNEL, sample, executor=SERIAL, block_rows=31)
     assert found.rho == pytest.approx(KERNEL.gram(train).mean(), rel=1e-10)
     np.testing.assert_allclose(
@@ -58,13 +58,13 @@ def test_a_data_set_on_disk_gives_what_its_rows_give(stored):
         KERNEL.gram(train[:5], train).mean(axis=1),
         rtol=1e-10,
     )
-    other = Sample.of(stored, split="test")
+    other = rows_of(stored, split="test")
     expected = KERNEL.gram(train, stored.read("test")[0]).mean()
     assert mean_inner(KERNEL, sample, other, executor=SERIAL) == pytest.approx(expected, rel=1e-10)
 
 
 def test_workers_give_the_same_bits_as_one_process(stored):
-    sample = Sample.of(stored)
+    sample = rows_of(stored)
     alone = gram_moments(KERNEL, sample, executor=SERIAL, block_rows=40)
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
@@ -81,8 +81,8 @@ def test_workers_give_the_same_bits_as_one_process(stored):
 )
 def test_random_features_estimate_rho_within_their_stated_error(kernel, X):
     frequencies = spectrum_sample(kernel, 3, 4000, seed=1)
-    found = feature_moments(kernel, Sample.of(X), frequencies, executor=SERIAL, block_rows=50)
-    exact = gram_moments(kernel, Sample.of(X), executor=SERIAL)
+    found = feature_moments(kernel, rows_of(X), frequencies, executor=SERIAL, block_rows=50)
+    exact = gram_moments(kernel, rows_of(X), executor=SERIAL)
     assert 0 < found.error < 0.02 * exact.rho * 4
     assert abs(found.rho - exact.rho) < 4 * found.error
     assert found.varrho == pytest.approx(exact.varrho)
@@ -93,7 +93,7 @@ def distance(fitted, exact):
 
 
 def test_spectral_shrinkage_with_every_row_a_centre_is_the_exact_one(stored):
-    sample = Sample.of(stored)
+    sample = rows_of(stored)
     exact = fit_mean(KERNEL, sample, "s-kmse", executor=SERIAL)
     found = spectral_by_centres(KERNEL, sample, sample.count, executor=SERIAL, block_rows=31)
     assert found.regularization == pytest.approx(exact.regularization, rel=0.3)  # grids differ between half decades
@@ -107,7 +107,7 @@ def test_spectral_shrinkage_with_every_row_a_centre_is_the_exact_one(stored):
 
 @pytest.mark.parametrize("with_target", [False, True])
 def test_spectral_shrinkage_with_centres_keeps_its_bound_and_comes_nearer(with_target, stored, rng):
-    sample, smooth = Sample.of(stored), kme.kernels.Gaussian(length_scale=3.0)
+    sample, smooth = rows_of(stored), kme.kernels.Gaussian(length_scale=3.0)
     target = None
     if with_target:
         target = kme.KernelMean("kme", smooth).fit(rng.normal(0.5, 1.0, size=(20, 3))).mean_
@@ -115,7 +115,7 @@ def test_spectral_shrinkage_with_centres_keeps_its_bound_and_comes_nearer(with_t
     distances = []
     for centres in (4, 12, 40):
         found = fit_mean(smooth, sample, "s-kmse", executor=SERIAL, regularization=0.01, target=target, centres=centres)
-        assert found.sample.count <= centres
+        assert found.rows.count <= centres
         distances.append(distance(found, exact))
         assert distances[-1] <= found.error_bound
     assert distances[2] < distances[1] < distances[0]
@@ -123,7 +123,7 @@ def test_spectral_shrinkage_with_centres_keeps_its_bound_and_comes_nearer(with_t
 
 
 def test_spectral_shrinkage_is_the_same_on_workers(stored):
-    sample = Sample.of(stored)
+    sample = rows_of(stored)
     alone = spectral_by_centres(KERNEL, sample, 20, executor=SERIAL, block_rows=40)
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
@@ -135,20 +135,20 @@ def test_spectral_shrinkage_is_the_same_on_workers(stored):
 
 
 def test_samples_are_rows_of_the_table(stored, X):
-    drawn = Sample.of(stored, split=None).sample(40, seed=3)
+    drawn = rows_of(stored, split=None).sample(40, seed=3)[0]
     assert 0 < len(drawn) <= 40
     assert {tuple(row) for row in drawn} <= {tuple(row) for row in X}
-    assert len(Sample.of(["ab", "cd", "ef"]).sample(2, seed=0)) == 2
+    assert len(rows_of(["ab", "cd", "ef"]).sample(2, seed=0)[0]) == 2
 
 
 def test_mistakes_are_named(X):
     with pytest.raises(DataError, match="no rows"):
-        Sample.of(X[:0])
+        rows_of(X[:0])
     with pytest.raises(DataError, match="NaN"):
-        Sample.of(np.array([[np.nan]]))
+        rows_of(np.array([[np.nan]]))
     with pytest.raises(DataError, match="two axes"):
-        Sample.of(np.zeros(3))
+        rows_of(np.zeros(3))
     with pytest.raises(ConfigError, match="no random features"):
         spectrum_sample(kme.kernels.Linear(), 3, 10, 0)
     with pytest.raises(ConfigError, match="estimator='mean'"):
-        fit_mean(KERNEL, Sample.of(X), "mean", executor=SERIAL)
+        fit_mean(KERNEL, rows_of(X), "mean", executor=SERIAL)
