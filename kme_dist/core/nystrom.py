@@ -11,7 +11,7 @@ With z(x) = k(centres, x), or any explicit features φ(x), the model f(x) = Vᵀ
 
 Everything p x p is in double. The rounding errors of the sums, of which `noise` is a bound, are added to the diagonal,
 so that directions which hold nothing else do not enter the fit. Leave-one-out needs the leverage of a row,
-z (G + nλM)⁻¹ z; it is exact for each row and costs p², so with many rows a sample of them is judged.
+z (G + nλM)⁻¹ z; it is exact for each row and costs p², so with many rows a sample of them is evaluated.
 
 G holds squares: of directions in which the kernel is below √u |K|, u = 1.1e-16, sums in double precision know nothing,
 and predictions are off by about u (|K|/nλ)², 1e-8 at nλ = 1e-4 |K| and percents at 1e-8 |K|. No way to solve the p x p
@@ -32,8 +32,8 @@ from kme_dist.backend import Array, cholesky, empty_square, like, namespace_of
 from kme_dist.core.embedding import log_loss
 from kme_dist.errors import NumericalError
 
-SAMPLE_ROWS = 4_000  # kept to be judged by leave-one-out
-_JUDGED = (1_000, 2**34)  # at least so many of them, or as many as this number of products allows
+SAMPLE_ROWS = 4_000  # kept to be evaluated by leave-one-out
+_EVALUATED = (1_000, 2**34)  # at least the first many of them, or as many as the second number of products allows
 
 
 @dataclass
@@ -75,9 +75,9 @@ class Sample:
 # --- the p x p system -------------------------------------------------------------------------------
 
 
-def judged_rows(centres: int) -> int:
+def evaluated_rows(centres: int) -> int:
     """How many rows leave-one-out looks at: each costs p², and all of them no more than a factorisation or two."""
-    least, products = _JUDGED
+    least, products = _EVALUATED
     return int(min(SAMPLE_ROWS, max(least, products // centres**2)))
 
 

@@ -3,7 +3,7 @@
 A kernel learned on batches is right for the full data far more often than the λ learned beside it: the best λ falls as
 rows are added. So λ is chosen again on all rows.
 
-    search_regularization(evaluate, scale=1 / n, start=lam)      # whatever the losses are, and whoever computes them
+    search_regularization(evaluate, scale=1 / n, start=lam)      # for any losses, computed anywhere
     leave_one_out_loss(kernel, X, y, n_classes, ...)             # of the exact fit, at one λ
     retune_regularization(kernel, X, y, n_classes, start=lam)    # both, for rows in memory, on the host or a device
     scale_to_data(kernel, X, y, n_classes, ...)                  # a first λ, and a first length scale
@@ -46,8 +46,8 @@ def retune_regularization(
 ) -> tuple[float, float, dict[float, float]]:
     """The λ with the least leave-one-out log loss, that loss, and everything tried (λ in terms of all rows).
 
-    Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of so many is judged, at the same shift
-    nλ: the shift plays the part of a noise variance, which does not depend on how many rows there are.
+    Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of that size is evaluated, at the same
+    shift nλ: the shift plays the part of a noise variance, which does not depend on how many rows there are.
     """
     space, n = workspace or Workspace(), len(X)
     if n > LOO_ROWS:
@@ -121,11 +121,11 @@ def search_regularization(
     """Minimise a smooth, mostly single-valley function of log λ with few evaluations.
 
     Walks a decade grid downhill from the value nearest to `start`, down and up at once, then refines around the best
-    point. `evaluate` is given all the λ that can be judged side by side.
+    point. `evaluate` is given all the λ that can be evaluated side by side.
     """
     tried: dict[float, float] = {}
 
-    def judge(lams: list[float]) -> None:
+    def extend(lams: list[float]) -> None:
         wanted = [lam for lam in dict.fromkeys(lams) if lam not in tried]
         if wanted:
             tried.update(zip(wanted, evaluate(wanted), strict=True))
@@ -133,13 +133,13 @@ def search_regularization(
     grid = [float(shift * scale) for shift in _SHIFTS]
     here = min(range(len(grid)), key=lambda i: abs(math.log(grid[i] / start)))
     walkers = [_Walker(direction, here) for direction in (-1, 1)]
-    judge([grid[i] for i in range(here - 1, here + 2) if 0 <= i < len(grid)])
+    extend([grid[i] for i in range(here - 1, here + 2) if 0 <= i < len(grid)])
     while walkers:
         walkers = [walker for walker in walkers if walker.step(grid, tried)]
-        judge([grid[walker.at + walker.direction] for walker in walkers])
+        extend([grid[walker.at + walker.direction] for walker in walkers])
     for width in _REFINEMENTS:
         centre = min(tried, key=lambda lam: tried[lam])
-        judge([centre * 10.0 ** (sign * width) for sign in (-1, 1)])
+        extend([centre * 10.0 ** (sign * width) for sign in (-1, 1)])
     if not math.isfinite(min(tried.values())):
         raise NumericalError(
             "no regularisation made the Gram matrix positive definite; look for rows that are not finite"
@@ -156,7 +156,7 @@ class _Walker:
         self.patience = _PATIENCE
 
     def step(self, grid: list[float], tried: dict[float, float]) -> bool:
-        """Take the next point, judged already; whether the one after it is wanted."""
+        """Take the next point, evaluated already; whether the one after it is wanted."""
         self.best = min(self.best, tried[grid[self.at]])
         if not 0 <= self.at + self.direction < len(grid):
             return False

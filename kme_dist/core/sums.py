@@ -1,4 +1,4 @@
-"""Sums over rows: the one place where G = Σ z zᵀ and B = Σ z t(y)ᵀ are taken, whoever asks for them.
+"""Sums over rows: the one place where G = Σ z zᵀ and B = Σ z t(y)ᵀ are computed.
 
     sums = sum_rows(Centres(kernel, C), X, y, OneHot(n_classes))      # G, B, Σ t(y), the number of rows
     sums + others                                                     # of other rows: sums of chunks add up
@@ -42,7 +42,7 @@ _LEADING, _POWER_STEPS = 64, 3
 
 
 class Basis(Protocol):
-    """What a row is turned into, the norm of its weights, and directions that most of it lies in (None: no such)."""
+    """What a row is turned into, the norm of its weights, and the leading directions of it (None: there are none)."""
 
     @property
     def size(self) -> int: ...
@@ -334,7 +334,7 @@ class Accumulator:
         else:
             self._G += astype(Z.T @ Z, "float64")
             typical = float(to_host(namespace_of(Z).sum(Z * Z))) / Z.shape[1]
-        # Each entry is a sum of so many products: its error grows with the root of their number.
+        # Each entry is a sum of many products: its error grows with the root of their number.
         self._variance += (2 * unit * typical) ** 2
 
     def sums(self) -> Sums:

@@ -18,7 +18,7 @@ on the number of workers. Models of sums (nystrom, features) keep their `Statist
 `refit` solves again without a look at old rows.
 
 A walk: `driver.fit_on_dataset` makes a `Problem` of the rows, `choose.choose` names the solver, its `prepare` returns
-what can judge a λ (`leave_one_out`), `solve` for it, and measure the `residual`; the record of it all is a `Fit`.
+what can evaluate a λ (`leave_one_out`), `solve` for it, and measure the `residual`; the record of it all is a `Fit`.
 
 Adding a solver:
 1. a module here with `cost(size) -> Cost` and `prepare(problem) -> Prepared` (`problem.py` has the interface);

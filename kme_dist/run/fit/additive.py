@@ -8,7 +8,7 @@
 
 `Statistics` holds the sums in a few parts (a fit, then one for each update), the digest of every chunk that went in, so
 that no chunk is counted twice, and a sample of rows for leave-one-out. Whatever the order in which chunks came and
-went, the result is that of a fit from scratch on the chunks that are in, up to rounding in double precision.
+went, the result is that of a new fit to the chunks that are in, up to rounding in double precision.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def add_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scrat
     """Take in the chunks that are not in yet; returns how many rows that were.
 
     A chunk that was not full when it went in and has grown since is taken out as it was and put in as it is, so that
-    chunks are summed whole, as a fit from scratch would.
+    chunks are summed whole, as a new fit would.
     """
     before, (spans, grown) = statistics.rows, _unmet(rows, statistics)
     if grown:
@@ -294,7 +294,7 @@ def _take_out(
 ) -> None:
     out, _ = _sum(rows, statistics.basis, spans, executor, scratch)
     gone = Counter(key for key, _ in out.ledger)
-    # Where all of it lies in one part, that part alone is changed, and an emptied one goes without a trace of rounding.
+    # Where all of it is in one part, only that part changes; one that gets empty is dropped, rounding errors included.
     home = next((p for p in statistics.parts if not gone - Counter(k for k, _ in p.ledger)), statistics.parts[0])
     home.sums -= out.sums
     for part in [home, *(p for p in statistics.parts if p is not home)]:
@@ -355,7 +355,7 @@ def _sum(
 
 
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-    """Neighbouring spans, in groups of about as many rows each; whoever works on them, the groups are the same."""
+    """Neighbouring spans, in groups of about as many rows each; the same for any number of workers."""
     ends = np.cumsum([stop - start for start, stop in spans])
     count = min(TASKS * -(-int(ends[-1]) // (TASKS * _TASK_ROWS)), len(spans))
     middles = ends - np.diff(ends, prepend=0) / 2

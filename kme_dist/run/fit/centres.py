@@ -13,7 +13,7 @@ from kme_dist.run.fit.additive import gather
 from kme_dist.run.fit.cholesky import Cholesky
 from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
 
-_SAMPLE = (10_000, 3)  # centres are chosen among at least so many rows, or so many for each centre
+_SAMPLE = (10_000, 3)  # rows that centres are chosen among: at least the first, or the second times the centres
 
 
 def cost(size: Size) -> Cost:

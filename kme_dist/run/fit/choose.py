@@ -45,13 +45,13 @@ def choose(solver: str, n: int, centres: int | None, features: FeatureMap | None
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room:
         raise ConfigError(
-            f"solver='cholesky' needs {held / 1e9:.1f} GB in one worker for {n} rows, {room / 1e9:.1f} GB are there; "
-            "use solver='tiled', 'pcg', or 'nystrom' with `centres`"
+            f"solver='cholesky' needs {held / 1e9:.1f} GB in one worker for {n} rows, {room / 1e9:.1f} GB are "
+            "available; use solver='tiled', 'pcg', or 'nystrom' with `centres`"
         )
     if found.solver == "nystrom" and held > room:
         raise ConfigError(
             f"solver='nystrom' needs {held / 1e9:.1f} GB in one worker for {size.basis} centres, {room / 1e9:.1f} GB "
-            "are there; set `centres` lower"
+            "are available; set `centres` lower"
         )
     return found
 

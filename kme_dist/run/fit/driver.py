@@ -62,7 +62,7 @@ def fit_on_dataset(
     tile_rows, memory : rows of a tile; bytes that one worker may use (None: its share of what is free)
     features : an explicit feature map for solver "features"
     backend : "numpy" or "cupy", where `cholesky` factorises
-    report : told, in a line, what goes on
+    report : called with one line for each stage of the fit
     """
     began, say = time.perf_counter(), report or (lambda line: None)
     split = dataset.training_split(split)
@@ -104,9 +104,9 @@ def _solve(prepared: Prepared, regularization: float, retune: bool, chosen: Choi
     lam, loss, facts = regularization, None, dict(prepared.facts)
     tried: dict[float, float] = {}
     try:
-        if retune and prepared.judged:
+        if retune and prepared.evaluated_rows:
             lam, loss, tried = search_regularization(prepared.leave_one_out, scale=prepared.scale, start=regularization)
-            facts["leave_one_out_rows"] = prepared.judged
+            facts["leave_one_out_rows"] = prepared.evaluated_rows
         solved = prepared.solve(lam)
         residual = prepared.residual(solved, lam)
     finally:
@@ -120,7 +120,7 @@ def _solve(prepared: Prepared, regularization: float, retune: bool, chosen: Choi
         tried=tuple(sorted(tried.items())),
         residual=residual,
         iterations=solved.iterations,
-        seconds=0.0,  # whoever asked has begun before
+        seconds=0.0,  # measured by the caller, who has started the clock
         bytes=solved.bytes,
         rows=rows,
         scaling=scaling,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kme_dist.backend import blas_threads
 from kme_dist.core.embedding import Embedding, FeatureEmbedding
-from kme_dist.core.nystrom import System, judged_rows
+from kme_dist.core.nystrom import System, evaluated_rows
 from kme_dist.core.objective import one_hot
 from kme_dist.core.sums import TILE_ROWS, Centres, Features
 from kme_dist.run.executors import Executor
@@ -36,7 +36,7 @@ class Equations:
     executor: Executor
     scratch: Scratch
     facts: dict[str, Any] = field(default_factory=dict)
-    leverages: dict[float, float] = field(default_factory=dict)  # summed over the rows judged, by λ
+    leverages: dict[float, float] = field(default_factory=dict)  # summed over the evaluated rows, by λ
 
     @functools.cached_property
     def system(self) -> System:
@@ -45,10 +45,10 @@ class Equations:
             return System(total.G, total.B, self.statistics.basis.metric(), total.rows, total.noise)
 
     @property
-    def judged(self) -> int:
+    def evaluated_rows(self) -> int:
         # The sample has no order, so the first of its rows are as good as any.
         sample = self.statistics.sample
-        return 0 if sample is None else min(len(sample.y), judged_rows(self.statistics.basis.size))
+        return 0 if sample is None else min(len(sample.y), evaluated_rows(self.statistics.basis.size))
 
     @property
     def scale(self) -> float:
@@ -71,7 +71,7 @@ class Equations:
         with blas_threads(1):
             V = self.system.solve(lam)
         if lam in self.leverages:
-            facts["effective_dimension"] = self.leverages[lam] / self.judged * self.system.rows
+            facts["effective_dimension"] = self.leverages[lam] / self.evaluated_rows * self.system.rows
         embedding: Any
         if isinstance(basis, Centres):
             embedding = Embedding(basis.kernel, basis.points, V, lam)
@@ -93,8 +93,8 @@ class Equations:
         """Names under which workers find what leave-one-out needs."""
         token, sample, basis = os.urandom(6).hex(), self.statistics.sample, self.statistics.basis
         assert sample is not None
-        Z = np.asarray(basis.wide.rows(sample.X[: self.judged].astype(np.float64)), dtype=np.float64)
-        y = sample.y[: self.judged]
+        Z = np.asarray(basis.wide.rows(sample.X[: self.evaluated_rows].astype(np.float64)), dtype=np.float64)
+        y = sample.y[: self.evaluated_rows]
         arrays = {"G": self.system.G, "B": self.system.B, "M": self.system.M, "Z": Z, "y": y}
         names = {key: f"system-{token}-{key}" for key, array in arrays.items() if array is not None}
         for key, name in names.items():

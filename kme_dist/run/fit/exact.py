@@ -29,7 +29,7 @@ class Exact:
     statistics: Statistics | None = None
 
     @property
-    def judged(self) -> int:
+    def evaluated_rows(self) -> int:
         return min(self.problem.rows.count, LOO_ROWS) if self.problem.rows.count > 1 else 0
 
     @property
@@ -68,6 +68,6 @@ def precision_for(problem: Problem, lam: float) -> tuple[float, Need]:
     few, _ = problem.rows.sample(_SAMPLED, problem.seed)
     diag = kernel.diag(few)
     scale = float(np.mean(diag, dtype=np.float64)) or 1.0
-    # |K| grows with the number of rows: so many times that of the few.
+    # |K| grows with the number of rows: scaled up from that of the sample.
     need = decide(problem.rows.dtype, n, float(np.max(diag)), n * lam, lambda: gram_norm(kernel, few) * n / len(few))
     return scale, need

@@ -1,7 +1,7 @@
 """What a solver is asked, what it costs, and what it brings back: the interface of all solvers.
 
 A solver is a module with two functions, `cost(size)` and `prepare(problem)`. What `prepare` returns knows the rows and
-the kernel but not λ: it judges values of λ by leave-one-out, solves for one of them, and measures what the solution
+the kernel but not λ: it evaluates values of λ by leave-one-out, solves for one of them, and measures what the solution
 leaves of the equations. The driver (`kme_dist.run.fit.driver`) does all five in this order, for whatever solver.
 """
 
@@ -87,7 +87,7 @@ class Prepared(Protocol):
     """A problem made ready to be solved for any λ."""
 
     @property
-    def judged(self) -> int: ...  # rows that leave-one-out looks at; 0 where it cannot
+    def evaluated_rows(self) -> int: ...  # rows that leave-one-out looks at; 0 where it cannot
     @property
     def scale(self) -> float: ...  # of the function values over the rows: what λ is measured against
     @property

@@ -10,7 +10,7 @@
 
 A task holds a handful of tiles whatever the number of rows, and the disk holds half of an n x n matrix: that is the
 plan, not an accident. A tile is written once, whole, under its own name, so a task that a dead worker left behind is
-simply run again, and a fit that was killed finds its tiles and goes on.
+simply run again, and a fit that was killed finds its tiles and resumes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _backward(tiles: Tiles, rest: list[np.ndarray], problem: Problem) -> np.ndar
 
 
 def factor_tile(tiles: Tiles, i: int, j: int) -> None:
-    """L_ij; whoever makes the first tile below the diagonal goes on to the next diagonal tile."""
+    """L_ij; the task of the first tile below the diagonal computes the next diagonal tile, too."""
     if not tiles.scratch.has(f"L-{i}-{j}"):
         A = tiles.kernel.gram(tiles.X(i), tiles.X(j))
         for k in range(j):
