@@ -1,4 +1,4 @@
-"""What lies at a path: `kme-dist inspect PATH [--verify]`, or `python pipelines/describe.py PATH`.
+"""What is at a path: `kme-dist inspect PATH [--verify]`, or `python pipelines/describe.py PATH`.
 
 `describe` returns plain data (for --json and for other programs), `render` prints it for people.
 """

@@ -3,8 +3,8 @@
     measure(y_test, clf.predict_proba(X_test), clf.classes_)["accuracy"]          # rows in memory
     evaluate("scores.zarr", "rows.zarr", executor=executor)                       # stored rows, chunk by chunk
 
-`evaluate` adds up every chunk where it lies and writes the figures (`metrics.json`) and a page with pictures
-(`report.html`) into a folder.
+`evaluate` sums over the chunks on the workers and writes the figures (`metrics.json`) and a page with pictures
+(`report.html`) into a folder. In a run, `STAGE` evaluates the predictions of its test rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.ops.cluster import open_executor
-from kme_dist.pipelines import report
+from kme_dist.pipelines import pages
 from kme_dist.pipelines.folder import Listener, now, to_json
-from kme_dist.pipelines.predict import Job, job_of
+from kme_dist.pipelines.predict import PREDICTIONS, models_of, request_of
+from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.evaluate import tally_predictions
 from kme_dist.run.executors import Executor, SerialExecutor
 
 FEW_ROWS = 2_000_000
+METRICS = "metrics.json"
 HEADLINES = ("accuracy", "balanced_accuracy", "log_loss", "brier", "calibration_error", "top_k_accuracy")
 
 
@@ -42,7 +44,7 @@ def measure(labels: np.ndarray, probabilities: np.ndarray, classes: np.ndarray) 
     probabilities : (n, m) array  non-negative rows in the order of `classes`
     classes : (m,) array          sorted, as in `classes_` of an estimator
     """
-    return Tally.of(np.searchsorted(classes, labels), probabilities).metrics(classes)
+    return Tally.of(np.searchsorted(classes, labels), probabilities).metrics(list(classes))
 
 
 def evaluate(
@@ -69,14 +71,14 @@ def evaluate(
     if folder is not None:
         place = Place.of(folder)
         subtitle = f"{metrics['rows']:,} rows of {labelled.place.name}{f', split {split}' if split else ''}"
-        page = report.evaluation(
+        page = pages.evaluation_page(
             title,
             metrics,
             classes,
             subtitle=f"{subtitle}, {len(classes)} classes",
             footer=f"predictions {found.path} · model {found.state['model']} · {now()}",
         )
-        place.write("metrics.json", to_json(metrics))
+        place.write(METRICS, to_json(metrics))
         place.write("report.html", page.encode())
     return metrics
 
@@ -85,14 +87,24 @@ def run(
     config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
 ) -> dict[str, Any]:
     """Evaluate what `kme-dist predict CONFIG` has written, into the same folder."""
-    return summarise(job_of(config, name), config)
-
-
-def summarise(job: Job, config: Config) -> dict[str, Any]:
-    folder = Path(job.out).with_name("evaluation")
-    with executor_for(open_predictions(job.out), config.cluster) as executor:
-        metrics = evaluate(job.out, job.data, split=job.split, folder=folder, executor=executor, title=job.name)
+    request = request_of(config, name)
+    folder = Path(request.out).with_name("evaluation")
+    with executor_for(open_predictions(request.out), config.cluster) as executor:
+        metrics = evaluate(
+            request.out, request.data, split=request.split, folder=folder, executor=executor, title=request.name
+        )
     return summary_of(metrics, folder)
+
+
+def _work(run: Run) -> dict[str, Any]:
+    measured = {
+        out: evaluate(run.folder.path / out, run.data, split="test", executor=run.executor) for _, out in models_of(run)
+    }
+    run.folder.place.write(METRICS, to_json(measured[PREDICTIONS]))
+    return {"metrics": measured}
+
+
+STAGE = Stage("evaluate", _work, lambda run: {"predictions": run.inputs_digest("predict")}, lambda run: [METRICS])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """`kme-dist fit CONFIG`: the embedding on all rows of a data set, over a cluster. Also `python pipelines/fit.py`.
 
-Kernel (or explicit features) and regularisation are those that `kme-dist learn` left in the run folder (learned.zarr),
-or as the config gives them where it has not run. The run folder gets
+The candidates that `kme-dist learn` left in the run folder (learned.zarr) are fitted and the best is kept; where it has
+not run, kernel and regularisation are as the config gives them. The run folder gets
 
     model.zarr         what `kme_dist.load` opens: an MCEClassifier, of explicit features a CENClassifier
     statistics.zarr    of centres and features: sums over the rows, and the digest of every chunk that is in them
@@ -10,8 +10,8 @@ or as the config gives them where it has not run. The run folder gets
 With the sums the model follows its data without a second look at old rows:
 
     kme-dist fit CONFIG --update                 adds the chunks of data.source that are not in yet
-    kme-dist fit CONFIG --update --remove D      takes the chunks of another data set (last year's, say) out again
-    kme-dist fit CONFIG --update --merge M       takes in what another model with the same centres has seen
+    kme-dist fit CONFIG --update --remove D      removes the chunks of another data set (last year's, say)
+    kme-dist fit CONFIG --update --merge M       adds what another model with the same centres has seen
 
 Kernel, scaling and centres stay as they are; the regularisation is chosen again. A chunk is never counted twice.
 """
@@ -20,92 +20,236 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kme_dist import CENClassifier, MCEClassifier, kernels, load
+from kme_dist import CENClassifier, MCEClassifier, load
 from kme_dist.config import Config
-from kme_dist.core import features
-from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.sums import Centres, Features
 from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
-from kme_dist.data.store import load_arrays
 from kme_dist.errors import ConfigError
-from kme_dist.ops.cluster import in_words, open_executor
-from kme_dist.ops.telemetry import performance_report, telemetry
-from kme_dist.pipelines import learn
-from kme_dist.pipelines.folder import Listener, RunFolder, folder_of
-from kme_dist.run.executors import Executor
+from kme_dist.pipelines import ingest, learn, recipes, tables
+from kme_dist.pipelines.folder import Listener
+from kme_dist.pipelines.learn import Learned
+from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.fit import Fit, Statistics, add_rows, fit_on_dataset, refit, remove_rows
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.train import Candidate, Recipe, Trained
+from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates
 
-MODEL, STATISTICS, SCRATCH = "model.zarr", "statistics.zarr", "scratch"
-
-
-@dataclass(frozen=True)
-class Task:
-    """A configuration turned into what the fit takes."""
-
-    data: Dataset
-    split: str | None
-    settings: dict[str, Any]  # of the estimator
-    recipe: Recipe
-    candidate: Candidate
-    scaling: Scaling
-    features: Any  # an explicit map, or None
-    further: dict[str, Any]
+MODEL, GIVEN, STATISTICS, SCRATCH = "model.zarr", "given.zarr", "statistics.zarr", "scratch"
+FACTS = ("solver", "reason", "regularization", "loss", "residual", "iterations", "seconds", "bytes", "rows")
 
 
-def prepare(config: Config, folder: Path) -> Task:
-    """Open the data set, find what was learned and check that they belong together."""
-    learn.features_of_runs.refuse(config, "fit")
-    data = learn._open(config.data.source)
-    split = "train" if config.data.stored_split and "train" in data.splits else None
-    settings = config.estimator_arguments()
-    if settings.get("kernel") is None:
-        settings.pop("kernel", None)
-    model = MCEClassifier(**settings)
-    start = kernels.from_config(model.kernel, n_features=data.features)
-    candidate = Candidate("given", start, float(model.regularization))
-    scaling = Scaling.of(data.split_statistics(split), model.scaling)
-    recipe, chosen = model.recipe(data), None
-    if config.model.features is not None:
-        chosen = features.from_config(config.model.features, n_features=data.features, seed=recipe.seed)
-    if (folder / "learned.zarr").exists():
-        candidate, scaling, chosen = _learned(folder / "learned.zarr", data, candidate)
-    wanted = {key: getattr(config.fit, key) for key in ("centre_choice", "tolerance", "tile_rows")}
-    further = {key: value for key, value in wanted.items() if value is not None}
-    if config.fit.memory is not None:
-        try:
-            further["memory"] = parse_bytes(config.fit.memory)
-        except ValueError:
-            raise ConfigError(f"fit.memory is {config.fit.memory!r}; give bytes such as 2GiB") from None
-    return Task(data, split, settings, recipe, candidate, scaling, chosen, further)
+def _work(run: Run) -> dict[str, Any]:
+    run.folder.remove(*run.outdated)
+    learned = learn.load_learned(run)
+    if run.config.model.kind != "mce":
+        return _fit_network(run, learned)
+    if run.config.model.features is not None:
+        return _fit_features(run, learned)
+    return _fit_kernels(run, learned)
 
 
-def _learned(path: Path, data: Dataset, given: Candidate) -> tuple[Candidate, Scaling, Any]:
-    arrays, found = load_arrays(path)
-    if found.get("format") != learn.LEARNED_FORMAT:
-        raise ConfigError(f"{path} holds nothing that `kme-dist learn` has learned; learn again with --fresh")
-    if list(found["feature_names"]) != list(data.feature_names):
-        raise ConfigError(
-            f"{path} was learned from other columns than those of {data.path}; choose another output.folder"
-        )
-    kernel, chosen = given.kernel, None
-    if "features" in found:
-        held = {name.removeprefix("features/"): a for name, a in arrays.items() if name.startswith("features/")}
-        chosen = features.from_config(found["features"], arrays=held)
+def _fit_kernels(run: Run, learned: Learned | None) -> dict[str, Any]:
+    """The best candidate of every starting point, and of those the one with the lowest objective."""
+    fitted: list[tuple[Any, Trained]] = []
+    for number, start in enumerate(run.starts):
+        given = _given(_recipe(run, start.settings))
+        found = [given] if learned is None else learned.starts[number]
+        model, trained = _fitted(run, start.settings, found)
+        fitted.append((model, trained))
+        if start.folder:  # several are compared, each with the model without learning
+            model.save(run.folder.path / start.folder / MODEL)
+            _fitted(run, start.as_given, [given])[0].save(run.folder.path / start.folder / GIVEN)
+    best = min(range(len(fitted)), key=lambda i: final_objective(fitted[i][0]))
+    model, trained = fitted[best]
+    facts = [
+        {"objective": t.best.name, "losses": t.losses, **{name: getattr(t.fit, name) for name in FACTS}}
+        for _, t in fitted
+    ]
+    return {**_store(run, model, trained.fit), "best": best, "fits": facts}
+
+
+def _fitted(run: Run, settings: Mapping[str, Any], candidates: list[Candidate]) -> tuple[Any, Trained]:
+    recipe = _recipe(run, settings)
+    scratch = run.folder.path / SCRATCH
+    trained = fit_candidates(run.data, recipe, candidates, executor=run.executor, scratch=scratch, report=run.say)
+    return MCEClassifier(**settings).adopt(run.data, recipe, trained), trained
+
+
+def _recipe(run: Run, settings: Mapping[str, Any]) -> Recipe:
+    return recipes.recipe_of(run.config, settings, run.data, run.executor)
+
+
+def _given(recipe: Recipe) -> Candidate:
+    return Candidate("given", recipe.kernel, recipe.regularization)
+
+
+def final_objective(model: Any) -> float:
+    """What learning has come down to; of several starting points the lowest is kept."""
+    return float(model.history_[-1]["objective"]) if model.history_ else math.inf
+
+
+def _fit_features(run: Run, learned: Learned | None) -> dict[str, Any]:
+    """Weights of the features that `learn.mode: full` has learned, or of those that the config names."""
+    recipe, split = _recipe(run, run.starts[0].settings), run.data.training_split()
+    if learned is None:
+        chosen, lam, scaling = recipes.feature_map_of(run.config, run.data.features), recipe.regularization, None
     else:
-        kernel = kernels.from_config(found["kernel"])
-    candidate = Candidate(found["objective"], kernel, float(found["regularization"]))
-    return candidate, Scaling(arrays["scaling/shift"], arrays["scaling/factor"]), chosen
+        chosen, lam, scaling = learned.features, learned.regularization, learned.scaling
+    fit = fit_on_dataset(
+        run.data,
+        recipe.kernel,
+        lam,
+        executor=run.executor,
+        scratch=run.folder.path / SCRATCH,
+        split=split,
+        scaling=scaling or recipe.scaling_of(run.data, split),
+        dtype=recipe.dtype,
+        solver="features",
+        features=chosen,
+        retune=recipe.refit_regularization,
+        floor=recipe.floor(run.data.split_rows(split), run.data.n_classes),
+        seed=recipe.seed,
+        report=run.say,
+        **recipe.fit,
+    )
+    model = CENClassifier(regularization=lam, dtype=recipe.dtype)
+    model.adopt(run.data, chosen, fit, recipe.floor(fit.rows, run.data.n_classes))
+    return {**_store(run, model, fit), "best": 0, "fits": []}
+
+
+def _fit_network(run: Run, learned: Learned | None) -> dict[str, Any]:
+    """The weights on top of what was learned: the estimator resumes from its last checkpoint, without a step."""
+    if learned is None or not learned.checkpoints:
+        raise ConfigError(
+            f"{run.folder.path} holds nothing learned with model.kind {run.config.model.kind!r}; run `kme-dist learn`"
+        )
+    began = time.monotonic()
+    model = learn.fit_network(run, run.folder.path / learned.checkpoints)
+    model.save(run.folder.path / MODEL)
+    return {
+        "status": "succeeded",
+        "folder": str(run.folder.path),
+        "model": str(run.folder.path / MODEL),
+        "solver": "features",
+        "reason": f"model.kind {run.config.model.kind}",
+        "regularization": learn.regularization_of(model),
+        "loss": None,
+        "residual": 0.0,  # solved in closed form, or learned
+        "iterations": 0,
+        "seconds": round(time.monotonic() - began, 3),
+        "bytes": int(np.asarray(model.weights_).nbytes),
+        "rows": run.data.split_rows(run.data.training_split()),
+        "best": 0,
+        "fits": [{"objective": run.config.model.kind, "steps": len(model.history_)}],
+    }
+
+
+def _store(run: Run, model: Any, fit: Fit) -> dict[str, Any]:
+    """Statistics first: should this be the last thing that happens, the same command puts the model beside them."""
+    if fit.statistics is not None:
+        fit.statistics.save(run.folder.path / STATISTICS)
+    else:
+        run.folder.remove(STATISTICS)
+    model.save(run.folder.path / MODEL)
+    run.folder.remove(SCRATCH)
+    return {
+        "status": "succeeded",
+        "folder": str(run.folder.path),
+        "model": str(run.folder.path / MODEL),
+        **{name: getattr(fit, name) for name in FACTS},
+        **fit.facts,
+    }
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    learned = learn.load_learned(run)
+    return {
+        "data": run.data.digest,
+        "learned": None if learned is None else learned.digest,
+        "model": run.resolved["model"],
+        "seed": run.resolved["learn"]["seed"],
+        "fit": run.resolved["fit"],
+        "starts": [start.name for start in run.starts],
+    }
+
+
+def _outputs(run: Run) -> list[str]:
+    return [MODEL, *(f"{start.folder}/{GIVEN}" for start in run.starts if start.folder)]
+
+
+STAGE = Stage("fit", _work, _inputs, _outputs)
+
+
+# --- updates --------------------------------------------------------------------------------------------------
+
+
+def _update_stage(remove: str | None, merge: str | None) -> Stage:
+    """Bring the model of the run folder up to date. It always looks: what is in is known by chunk."""
+
+    def work(run: Run) -> dict[str, Any]:
+        return _update(run, remove, merge)
+
+    def inputs(run: Run) -> dict[str, Any]:
+        return {"update": run.data.digest, "remove": remove, "merge": merge}
+
+    return Stage("fit", work, inputs, lambda run: [MODEL])
+
+
+def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
+    path, data = run.folder.path, run.data
+    model, statistics = load(path / MODEL), Statistics.load(path / STATISTICS)
+    recipe, basis = _recipe(run, run.starts[0].settings), statistics.basis
+    dtype = str(basis.points.dtype) if isinstance(basis, Centres) else recipe.dtype
+    scratch = Scratch.at(path / SCRATCH)
+
+    def rows_of(part: Dataset, split: str | None) -> RowsRef:
+        if part.classes is None or list(part.classes) != model.classes_.tolist():
+            raise ConfigError(
+                f"{part.path} has the classes {part.classes}, the model {model.classes_.tolist()}; "
+                "only chunks with the same classes can be added or removed"
+            )
+        return RowsRef.of(part, split=split, scaling=model.scaling_, dtype=dtype, classes=True)
+
+    present = rows_of(data, data.training_split())
+    changes = {"added_rows": 0, "removed_rows": 0, "merged_rows": 0}
+    if remove is not None:
+        gone = rows_of(open_dataset(remove), None)
+        changes["removed_rows"] = remove_rows(statistics, gone, executor=run.executor, scratch=scratch)
+    if merge is not None:
+        changes["merged_rows"] = statistics.merge(_statistics_at(merge))
+    if remove is None and merge is None:
+        changes["added_rows"] = add_rows(statistics, present, executor=run.executor, scratch=scratch)
+    run.say(f"fit: {changes['added_rows']} rows added, {changes['removed_rows']} removed, "
+            f"{changes['merged_rows']} merged; {statistics.rows} in all")  # fmt: skip
+    fit = refit(
+        statistics,
+        model.regularization_,
+        executor=run.executor,
+        scratch=path / SCRATCH,
+        scaling=model.scaling_,
+        retune=recipe.refit_regularization,
+        floor=recipe.floor(statistics.rows, data.n_classes),
+    )
+    if isinstance(basis, Features):
+        updated = CENClassifier(regularization=model.regularization, dtype=recipe.dtype)
+        updated.adopt(data, basis.features, fit, recipe.floor(fit.rows, data.n_classes))
+    else:
+        kept = Candidate(model.objective_, model.kernel_, model.regularization_, model.history_)
+        losses = {} if fit.loss is None else {kept.name: fit.loss}
+        updated = MCEClassifier(**run.starts[0].settings).adopt(data, recipe, Trained(kept, fit, losses, [kept]))
+    return {**_store(run, updated, fit), **changes}
+
+
+def _statistics_at(path: str) -> Statistics:
+    place = Path(path) / STATISTICS
+    return Statistics.load(place if place.exists() else path)
 
 
 def run(
@@ -124,150 +268,21 @@ def run(
 
     `performance` is a file for Dask's report of what the cluster did.
     """
-    listener = listener or Listener()
     if (remove is not None or merge is not None) and not update:
         raise ConfigError("--remove and --merge change a model that is there: give --update, too")
-    path = folder_of(config, name)
-    task = prepare(config, path)
-    opened = RunFolder.open(config, name=name, command=command, fresh=fresh, listener=listener)
-    with (
-        opened as folder,
-        open_executor(config.cluster) as executor,
-        telemetry(executor, run=name, stage="fit", pipeline=name) as told,
-        performance_report(executor, performance),
-    ):
-        folder.listener.say(f"{task.data}: {in_words(executor)}")
-
-        def say(line: str) -> None:
-            listener.say(line)
-            told.say(line)
-
-        folder.listener = replace(listener, say=say)
-        if update:
-            return _updated(task, folder, executor, remove, merge)
-        inputs = {
-            "data": task.data.digest,
-            "split": task.split,
-            "kernel": task.candidate.kernel.to_config() if task.features is None else repr(task.features),
-            "regularization": task.candidate.regularization,
-            "settings": {key: str(value) for key, value in task.settings.items()},
-            "fit": config.fit.model_dump(mode="json"),
-        }
-        return folder.stage("fit", inputs=inputs, outputs=[MODEL], work=lambda: _fitted(task, folder, executor))
-
-
-def _fitted(task: Task, folder: RunFolder, executor: Executor) -> dict[str, Any]:
-    recipe, rows = task.recipe, task.data.split_rows(task.split)
-    assert task.data.classes is not None
-    fit = fit_on_dataset(
-        task.data,
-        task.candidate.kernel,
-        task.candidate.regularization,
-        executor=executor,
-        scratch=folder.path / SCRATCH,
-        split=task.split,
-        scaling=task.scaling,
-        dtype=recipe.dtype,
-        solver=recipe.solver if task.features is None else "features",
-        features=task.features,
-        centres=recipe.centres,
-        retune=recipe.refit_regularization,
-        floor=recipe.floor(rows, len(task.data.classes)),
-        seed=recipe.seed,
-        report=folder.listener.say,
-        **task.further,
-    )
-    return _stored(task, folder, fit)
-
-
-def _updated(
-    task: Task, folder: RunFolder, executor: Executor, remove: str | None, merge: str | None
-) -> dict[str, Any]:
-    if not (folder.path / STATISTICS).exists() or not (folder.path / MODEL).exists():
-        raise ConfigError(
-            f"{folder.path} holds no model of sums that could be updated; fit one with fit.solver nystrom first"
-        )
-    model, statistics = load(folder.path / MODEL), Statistics.load(folder.path / STATISTICS)
-    basis = statistics.basis
-    if isinstance(basis, Centres):
-        task = replace(task, candidate=Candidate(model.objective_, model.kernel_, model.regularization_), features=None)
-    elif isinstance(basis, Features):
-        task = replace(task, features=basis.features)
-    dtype = str(basis.points.dtype) if isinstance(basis, Centres) else task.recipe.dtype
-    scratch = Scratch.at(folder.path / SCRATCH)
-
-    def rows_of(data: Dataset, split: str | None) -> RowsRef:
-        if data.classes is None or list(data.classes) != model.classes_.tolist():
+    if update and tables.dataset_at(config.data.source) is None:
+        raise ConfigError(f"data.source {config.data.source} is not a data set; --update adds chunks of one")
+    again = (STAGE.name,) if fresh or update else ()
+    with Run.open(
+        config, name=name, fresh=again, listener=listener, command=command, performance=performance
+    ) as current:
+        folder = current.folder
+        if update and not all((folder.path / output).exists() for output in (MODEL, STATISTICS)):
             raise ConfigError(
-                f"{data.path} has the classes {data.classes}, the model {model.classes_.tolist()}; "
-                "only chunks with the same classes can be added or removed"
+                f"{folder.path} holds no model of sums that could be updated; fit one with fit.solver nystrom first"
             )
-        return RowsRef.of(data, split=split, scaling=model.scaling_, dtype=dtype, classes=True)
-
-    changes = {"removed_rows": 0, "merged_rows": 0}
-    if remove is not None:
-        gone = rows_of(open_dataset(remove), None)
-        changes["removed_rows"] = remove_rows(statistics, gone, executor=executor, scratch=scratch)
-    if merge is not None:
-        changes["merged_rows"] = statistics.merge(_other(merge))
-    present = rows_of(task.data, task.split)
-    changes["added_rows"] = 0 if remove or merge else add_rows(statistics, present, executor=executor, scratch=scratch)
-    folder.listener.say(f"fit: {changes['added_rows']} rows added, {changes['removed_rows']} removed, "
-                        f"{changes['merged_rows']} merged; {statistics.rows} in all")  # fmt: skip
-    assert task.data.classes is not None
-    fit = refit(
-        statistics,
-        model.regularization_,
-        executor=executor,
-        scratch=folder.path / SCRATCH,
-        scaling=model.scaling_,
-        retune=task.recipe.refit_regularization,
-        floor=task.recipe.floor(statistics.rows, len(task.data.classes)),
-    )
-    inputs = {"update": sorted(statistics.ledger.elements())}
-    work = lambda: {**_stored(task, folder, fit), **changes}  # noqa: E731
-    folder.earlier.pop("fit", None)
-    return folder.stage("fit", inputs=inputs, outputs=[MODEL], work=work)
-
-
-def _other(path: str) -> Statistics:
-    place = Path(path) / STATISTICS
-    return Statistics.load(place if place.exists() else path)
-
-
-def _stored(task: Task, folder: RunFolder, fit: Fit) -> dict[str, Any]:
-    """Statistics first: should this be the last thing that happens, the same command puts the model beside them."""
-    if fit.statistics is not None:
-        fit.statistics.save(folder.path / STATISTICS)
-    else:
-        folder.remove(STATISTICS)
-    _model(task, fit).save(folder.path / MODEL)
-    folder.remove(SCRATCH)
-    names = ("solver", "reason", "regularization", "loss", "residual", "iterations", "seconds", "bytes", "rows")
-    return {
-        "status": "succeeded",
-        "folder": str(folder.path),
-        "model": str(folder.path / MODEL),
-        **{name: getattr(fit, name) for name in names},
-        **fit.facts,
-    }
-
-
-def _model(task: Task, fit: Fit) -> Any:
-    """The estimator that the fit stands for."""
-    if task.features is None:
-        losses = {} if fit.loss is None else {task.candidate.name: fit.loss}
-        trained = Trained(task.candidate, fit, losses, [task.candidate])
-        return MCEClassifier(**task.settings).adopt(task.data, task.recipe, trained, split=task.split)
-    assert task.data.classes is not None
-    model = CENClassifier(regularization=task.candidate.regularization, dtype=task.recipe.dtype)
-    model.features_, model.weights_ = task.features, fit.embedding.weights
-    model.embedding_ = FeatureEmbedding(task.features, fit.embedding.weights)
-    model.scaling_, model.regularization_ = fit.scaling, fit.regularization
-    model.classes_, model.n_features_in_ = np.asarray(task.data.classes), task.data.features
-    model.probability_floor_ = task.recipe.floor(fit.rows, len(task.data.classes))
-    model.bound_, model.history_, model.curve_, model.softmax_curve_ = math.nan, [], [], []
-    return model
+        current.do(ingest.STAGE)
+        return current.do(_update_stage(remove, merge) if update else STAGE)
 
 
 if __name__ == "__main__":

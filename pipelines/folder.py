@@ -40,7 +40,7 @@ PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed",
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told how a run goes on: the name of each starting point, each learning step, chunks, lines for people."""
+    """Callbacks for the progress of a run: name of a starting point, learning step, chunks done, line for people."""
 
     start: Callable[[str], None] = lambda name: None
     step: Callable[[dict[str, Any]], None] = lambda record: None
@@ -129,6 +129,13 @@ class RunFolder:
             return False
         return all((self.path / output).exists() for output in outputs)
 
+    def reuse(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
+        """Take over what an earlier call has done, where it is current."""
+        if not self.is_current(name, inputs, outputs):
+            return False
+        self.stages[name] = self.earlier[name]
+        return True
+
     def stage(
         self,
         name: str,
@@ -138,11 +145,11 @@ class RunFolder:
         work: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
         """What `work` returned, now or when an earlier call did the same stage with the same inputs."""
-        before = self.earlier.get(name)
-        if before is not None and self.is_current(name, inputs, outputs):
-            self.stages[name] = before
-            result: dict[str, Any] = before["result"]
+        result: dict[str, Any]
+        if self.reuse(name, inputs, outputs):
+            result = self.stages[name]["result"]
             return result
+        before = self.earlier.get(name)
         other = before is not None and before["inputs"] != digest(inputs)
         if other and not self.replace and not self.fresh:
             raise ConfigError(
@@ -169,35 +176,27 @@ class RunFolder:
 
 
 class MetricsFile:
-    """metrics.jsonl: grows by a line a step; a resumed run first drops the lines of steps that it makes again."""
+    """metrics.jsonl: one line per step; a resumed run first drops the lines of steps that it repeats."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._resumed: set[tuple[Any, Any]] = set()
         self.written = 0
-        self.last_step = max((line["step"] for line in self.read()), default=0)
 
     def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._close()
 
     def write(self, record: Mapping[str, Any]) -> None:
+        if _curve(record) not in self._resumed:
+            self._resumed.add(_curve(record))
+            self._drop_repeated(record)
         if self._file is None:
-            same = (record.get("start"), record.get("phase"))
-            kept = [
-                line
-                for line in self.read()
-                if (line.get("start"), line.get("phase")) != same or line["step"] < record["step"]
-            ]
-            aside = self._path.with_suffix(".partial")
-            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(aside, self._path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         self._file.write(json.dumps(record, default=_plain) + "\n")
-        self.last_step = record["step"]
         self.written += 1
 
     def read(self) -> list[dict[str, Any]]:
@@ -211,10 +210,35 @@ class MetricsFile:
                 found.append({**record, "step": int(record["step"])})
         return found
 
+    @property
+    def steps(self) -> int:
+        """How many steps all starting points and objectives have made together."""
+        last: dict[tuple[Any, Any], int] = {}
+        for line in self.read():
+            last[_curve(line)] = max(line["step"], last.get(_curve(line), 0))
+        return sum(last.values())
+
+    def _drop_repeated(self, record: Mapping[str, Any]) -> None:
+        self._close()
+        kept = [line for line in self.read() if _curve(line) != _curve(record) or line["step"] < record["step"]]
+        aside = self._path.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(aside, self._path)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _curve(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The learning curve that a step belongs to: its starting point and its objective."""
+    return record.get("start"), record.get("phase")
+
 
 def folder_of(config: Config, name: str) -> Path:
     if "://" in str(config.output.folder):
-        raise ConfigError(f"output.folder {config.output.folder} is not local; a run folder lies on a local disk")
+        raise ConfigError(f"output.folder {config.output.folder} is not local; a run folder must be on a local disk")
     return Path(config.output.folder or f"runs/{name}")
 
 

@@ -1,6 +1,7 @@
 """Any table into a data set: `kme-dist ingest SOURCE DEST`, or `python pipelines/ingest.py SOURCE DEST --label COL`.
 
 `run` takes plain values (what a command line or a config file can say), shows progress, and returns the data set.
+`STAGE` is the same as the first stage of a run: rows of `data.source`, divided into `train` and `test`, in data.zarr.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from kme_dist.data.append import append
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import KMEError
+from kme_dist.pipelines import tables
+from kme_dist.pipelines.stages import Run, Stage
 
 LINE_EVERY_S = 5.0
+DATA = "data.zarr"
 
 
 def run(
@@ -29,6 +33,7 @@ def run(
     dest: str | Path,
     *,
     label: str | int | None = None,
+    like: str | None = None,
     features: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     task: str = "auto",
@@ -66,6 +71,7 @@ def run(
             source,
             dest,
             label=label,
+            like=like,
             features=None if features is None else tuple(features),
             exclude=tuple(exclude),
             task=task,
@@ -92,6 +98,42 @@ def _number_or_word(value: str | float) -> str | float:
         return float(value)
     except ValueError:
         return value
+
+
+def _work(run: Run) -> dict[str, Any]:
+    client = getattr(run.executor, "client", None) if run.source is None else None
+    dest = run.folder.path / DATA
+    data = tables.stored(run.config.data, dest, run.source, client=client, progress=run.listener.progress)
+    assert data.classes is not None
+    divided = tables.is_divided(data)
+    facts = {
+        "path": data.path,
+        "digest": data.digest,
+        "train_rows": data.split_rows("train" if divided else None),
+        "test_rows": data.split_rows("test") if divided else 0,
+        "features": data.features,
+        "classes": len(data.classes),
+    }
+    run.listener.say(
+        f"{run.name}: {facts['train_rows']:,} training rows, {facts['test_rows']:,} test rows, "
+        f"{facts['features']} features, {facts['classes']} classes"
+    )
+    return facts
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    divided = {"data": tables.fingerprint(run.config.data)}
+    if not isinstance(run.source, Dataset) or tables.is_divided(run.source):
+        return divided
+    # A data set without parts is learned from as a whole, unless `kme-dist run` has divided it here before.
+    return divided if run.folder.is_current("ingest", divided, [DATA]) else {**divided, "whole": True}
+
+
+def _outputs(run: Run) -> list[str]:
+    return [] if isinstance(run.source, Dataset) else [DATA]
+
+
+STAGE = Stage("ingest", _work, _inputs, _outputs, over_workers=False)
 
 
 class ShownProgress:
@@ -141,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source")
     parser.add_argument("dest")
     parser.add_argument("--label", help="column of the classes or targets, by name or position")
+    parser.add_argument("--like", metavar="DATA", help="data set whose encoding is reused")
     parser.add_argument("--missing", default="error", help="error, drop, mean, median, or a number")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="store the rows in a random order")
     parser.add_argument("--split", help="for example train=0.8,test=0.2")

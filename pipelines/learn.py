@@ -1,163 +1,346 @@
-"""`kme-dist learn CONFIG`: the kernel and the regularisation from a stored data set, over a cluster.
+"""`kme-dist learn CONFIG`: the kernel and the regularisation, over a cluster. Also `python pipelines/learn.py CONFIG`.
 
 The run folder holds
 
     config.yaml     the configuration with every default spelled out
     run.json        status (running, succeeded, failed, interrupted), timings, versions
-    metrics.jsonl   one line per step, written while learning goes on
-    checkpoints/    where the run stands; the same command goes on from there
-    learned.zarr    what was learned: kernel, regularisation, scaling
+    metrics.jsonl   one line per step, written during learning
+    checkpoints/    state of the learning; the same command resumes from there
+    learned.zarr    every candidate for the fit: kernels (or features) and regularisations
+    data.zarr       the rows, where `data.source` is not a data set yet
 
 What is learned depends on data and settings, never on the cluster: a run may be killed, resumed elsewhere and resumed
-again. Checkpoints of other settings or data are refused; `--fresh` starts over.
+again. What was learned with other settings or data is replaced by `--fresh` only (`kme-dist run` replaces it without);
+`learn.steps` alone may grow, unless the learning rate has a schedule.
 
 `learn.mode` says how: `sync` averages gradients in every step, `local` averages replicas after `learn.local_steps`
-steps of their own, `full` learns the explicit features of `model.features` by the exact gradient of all rows.
+steps of their own, `full` learns the explicit features of `model.features` by the exact gradient of all rows. With
+`model.kind` cen or askl the estimator itself learns over the workers; its last checkpoint is what `fit` starts from.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kme_dist import MCEClassifier, kernels
-from kme_dist.config import Config
-from kme_dist.core import features
-from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.optim import cosine_decay
-from kme_dist.data.chunks import read_attributes
-from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
-from kme_dist.data.ingest import parse_bytes
-from kme_dist.data.places import Place
-from kme_dist.data.scaling import Scaling
-from kme_dist.data.store import save_arrays
-from kme_dist.errors import ConfigError, DataError
-from kme_dist.ops.cluster import backend_of, in_words, open_executor
-from kme_dist.ops.telemetry import performance_report, telemetry
-from kme_dist.pipelines import features as features_of_runs
-from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, to_yaml
-from kme_dist.run.checkpoints import Checkpoints
-from kme_dist.run.executors import Executor
-from kme_dist.run.full import LearnedFeatures, learn_features
-from kme_dist.run.learn import Learned, learn_on_dataset
-from kme_dist.run.trainer import OBJECTIVES, LearnSettings
+import numpy as np
 
-LEARNED_FORMAT = "kme-dist/learned"
+from kme_dist import CENClassifier, kernels
+from kme_dist.config import Config
+from kme_dist.core import features as maps
+from kme_dist.data.dataset import Dataset
+from kme_dist.data.scaling import Scaling
+from kme_dist.data.store import load_arrays, save_arrays
+from kme_dist.errors import ConfigError
+from kme_dist.pipelines import ingest, recipes, tables
+from kme_dist.pipelines.folder import Listener, MetricsFile, digest, to_json, to_yaml
+from kme_dist.pipelines.stages import Run, Stage
+from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.full import learn_features
+from kme_dist.run.train import Candidate, learn_candidates
+
+LEARNED, LEARNED_FORMAT, METRICS = "learned.zarr", "kme-dist/learned", "metrics.jsonl"
+CHECKPOINTS, SETTINGS = "checkpoints", "settings.json"
+FIT_KEYS = ("calibration",)  # of the section `model` that learning does not depend on
+COST_KEYS = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept", "feature_cache")  # nor on these
+StepCallback = Callable[[dict[str, Any]], None]
+
+
+# --- what is learned ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Task:
-    """A configuration turned into what the loop takes."""
+class Learned:
+    """What learned.zarr holds: candidates of every starting point, or features, or where the checkpoints are."""
 
-    data: Dataset
-    split: str | None
-    mode: str
-    kernel: Kernel
-    features: features.Features | None  # in mode "full", instead of the kernel
-    regularization: float
-    settings: LearnSettings
-    batches_per_step: int
-    local_steps: int | None  # in mode "local"
-    scaling: str | None
-    dtype: str
-    backend: str
-    cache_bytes: int
+    starts: list[list[Candidate]] = field(default_factory=list)
+    features: Any = None
+    regularization: float = 1.0  # that was learned with the features, or the network
+    scaling: Scaling | None = None  # that the features are of
+    checkpoints: str = ""  # of model.kind cen and askl, in the run folder
 
     @property
-    def common(self) -> dict[str, Any]:
-        """What every mode is told."""
-        return {"split": self.split, "scaling": self.scaling, "dtype": self.dtype}
+    def digest(self) -> str:
+        """Changes with what was learned."""
+        arrays = {} if self.features is None else {name: np.asarray(a).tolist() for name, a in _arrays(self).items()}
+        found = [[_plain(candidate) for candidate in start] for start in self.starts]
+        return digest([found, arrays, self.regularization, self.checkpoints])
 
 
-def prepare(config: Config) -> Task:
-    """Open the data set and check the settings; whatever is wrong with either is said here."""
-    features_of_runs.refuse(config, "learn")
-    data = _open(config.data.source)
-    given = {**MCEClassifier().get_params(), **config.estimator_arguments()}
-    objective = given["objective"] if "objective" in config.model.model_fields_set else "rcb"
-    if objective not in OBJECTIVES:
+def load_learned(run: Run) -> Learned | None:
+    """What the stage has left in the run folder, with the records of its steps; None where it was not done."""
+    path = run.folder.path / LEARNED
+    if not path.exists():
+        return None
+    arrays, found = load_arrays(path)
+    if found.get("format") != LEARNED_FORMAT:
+        raise ConfigError(f"{path} was not written by `kme-dist learn`; learn again with --fresh")
+    if list(found["feature_names"]) != list(run.data.feature_names):
         raise ConfigError(
-            f"model.objective is {objective!r}; `kme-dist learn` makes gradient steps and takes {', '.join(OBJECTIVES)}"
+            f"{path} was learned from other columns than those of {run.data.path}; choose another output.folder"
         )
-    mode = config.learn.mode
-    if mode == "full" and objective not in ("rcb", "erm"):
-        raise ConfigError(f"learn.mode is full: model.objective is {objective!r}, full gradients are of rcb and erm")
-    if mode == "full" and config.model.features is None:
-        raise ConfigError(
-            "learn.mode is full: model.features is missing, e.g. {name: random_fourier, features: 512}; it learns "
-            "explicit features, kernels are learned with sync and local"
-        )
-    if mode != "full" and config.model.features is not None:
-        raise ConfigError(f"model.features is set and learn.mode is {mode}; explicit features are learned with full")
-    if mode == "local" and given["steps"] % config.learn.local_steps:
-        raise ConfigError(
-            f"learn.steps is {given['steps']}, which is no multiple of learn.local_steps {config.learn.local_steps}: "
-            "averages are taken after whole rounds"
-        )
-    settings = LearnSettings(
-        objective=objective,
-        risk=given["risk"],
-        complexity_weight=given["complexity_weight"],
-        steps=given["steps"],
-        batch_size=given["batch_size"],
-        learning_rate=given["learning_rate"],
-        schedule=cosine_decay if config.learn.schedule == "cosine" else None,
-        train_share=0.5 if config.learn.train_share is None else config.learn.train_share,
-        optimizer=given["optimizer"],
-        seed=given["random_state"] or 0,
+    if "checkpoints" in found:
+        return Learned(checkpoints=found["checkpoints"], regularization=float(found["regularization"]))
+    if "features" in found:
+        held = {name.removeprefix("features/"): a for name, a in arrays.items() if name.startswith("features/")}
+        scaling = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
+        learned = maps.from_config(found["features"], arrays=held)
+        return Learned(features=learned, regularization=float(found["regularization"]), scaling=scaling)
+    only = {"name": found["objective"], **{key: found[key] for key in ("kernel", "regularization")}}
+    stored = found.get("starts") or [{"name": "", "candidates": [only]}]  # there was one candidate in older files
+    lines = MetricsFile(run.folder.path / METRICS).read()
+    return Learned([[_candidate(c, start["name"], lines) for c in start["candidates"]] for start in stored])
+
+
+def _candidate(stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]]) -> Candidate:
+    own = [line for line in lines if line.get("phase") == stored["name"] and line.get("start", "") == start]
+    return Candidate(stored["name"], kernels.from_config(stored["kernel"]), float(stored["regularization"]), own)
+
+
+def _plain(candidate: Candidate) -> dict[str, Any]:
+    kernel = candidate.kernel.to_config()
+    return {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
+
+
+def _arrays(learned: Learned) -> dict[str, np.ndarray]:
+    return {} if learned.features is None else dict(learned.features.arrays)
+
+
+def _summary(learned: Learned) -> dict[str, Any]:
+    """Kernel or features and regularisation; of several candidates, those of the first."""
+    if learned.checkpoints:
+        return {"regularization": learned.regularization}
+    if learned.features is not None:
+        return {"features": learned.features.to_config(), "regularization": learned.regularization}
+    first = learned.starts[0][0]
+    return {"kernel": first.kernel.to_config(), "regularization": first.regularization}
+
+
+def _save(run: Run, learned: Learned, steps: int) -> None:
+    """As arrays and JSON; kernels and features are of rows scaled by `(x - shift) * factor`."""
+    settings, data = run.resolved, run.data
+    scaling = Scaling.of(data.split_statistics(data.training_split()), settings["model"]["scaling"])
+    arrays = {"scaling/shift": scaling.shift, "scaling/factor": scaling.factor}
+    arrays |= {f"features/{name}": value for name, value in _arrays(learned).items()}
+    attributes = {
+        "format": LEARNED_FORMAT,
+        **_summary(learned),
+        "objective": settings["model"]["objective"],
+        "mode": settings["learn"]["mode"],
+        "local_steps": settings["learn"]["local_steps"] if settings["learn"]["mode"] == "local" else None,
+        "batch_size": settings["learn"]["batch_size"],
+        "batches_per_step": settings["learn"]["batches_per_step"],
+        "steps": steps,
+        "data": data.path,
+        "feature_names": data.feature_names,
+        "classes": data.class_names,
+    }
+    if learned.starts:
+        attributes["starts"] = [
+            {"name": start.name, "candidates": [_plain(candidate) for candidate in found]}
+            for start, found in zip(run.starts, learned.starts, strict=True)
+        ]
+    if learned.checkpoints:
+        attributes |= {"kind": run.config.model.kind, "checkpoints": learned.checkpoints}
+    save_arrays(run.folder.path / LEARNED, arrays, attributes)
+
+
+# --- the stage ------------------------------------------------------------------------------------------------
+
+
+def _work(run: Run) -> dict[str, Any]:
+    run.folder.remove(*run.outdated)
+    run.folder.place.write("config.yaml", to_yaml(run.resolved).encode())
+    saved, began = CheckpointFolder.of(run).open(), time.monotonic()
+    with MetricsFile(run.folder.path / METRICS) as lines:
+        if run.config.model.kind != "mce":
+            learned = _learn_network(run, saved, lines)
+        elif run.config.model.features is not None:
+            learned = _learn_features(run, saved, lines)
+        else:
+            learned = _learn_kernels(run, saved, lines)
+        steps, history = lines.steps, lines.read()
+        steps_now = lines.written * (run.config.learn.local_steps if run.config.learn.mode == "local" else 1)
+    (run.folder.path / METRICS).touch()
+    _save(run, learned, steps)
+    saved.close()
+    last = history[-1] if history else {}
+    wanted = ("objective", "risk", "complexity", "accuracy", "rows_per_second", "waiting_share", "workers")
+    return {
+        "status": "succeeded",
+        "folder": str(run.folder.path),
+        "learned": str(run.folder.path / LEARNED),
+        "steps": steps,
+        "steps_now": steps_now,
+        "seconds": round(time.monotonic() - began, 3),
+        **_summary(learned),
+        **{key: last[key] for key in wanted if key in last},
+    }
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """Where checkpoints of one kind of settings and data are, in the run folder."""
+
+    run: Run
+    path: Path
+    opened: list[Checkpoints] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run) -> CheckpointFolder:
+        return cls(run, run.folder.path / CHECKPOINTS / digest(_lasting_inputs(run))[:16])
+
+    def open(self) -> CheckpointFolder:
+        """Begin, or resume what is there."""
+        if self.run.folder.fresh:
+            self.run.folder.remove(f"{CHECKPOINTS}/{self.path.name}")
+        if not self.path.exists():
+            self.run.folder.remove(METRICS)
+            self.run.folder.place.write(
+                f"{CHECKPOINTS}/{self.path.name}/{SETTINGS}", to_json(_lasting_inputs(self.run))
+            )
+        return self
+
+    def refuse_others(self) -> None:
+        """ConfigError where the run folder holds what was learned with other settings or from other data."""
+        for path in self.path.parent.glob(f"*/{SETTINGS}"):
+            if path.parent == self.path:
+                continue
+            before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(to_json(_lasting_inputs(self.run)))
+            key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
+            section = next((name for name in ("learn", "model") if key in self.run.resolved[name]), "")
+            changed = f"{section}.{key}" if section else key
+            raise ConfigError(
+                f"{self.run.folder.path} holds what was learned with other settings or data: {changed} was "
+                f"{before.get(key)!r}, now it is {now.get(key)!r}. Choose another output.folder, start over with "
+                "--fresh, or go back to those settings and data."
+            )
+
+    def watched(self, name: str) -> Any:
+        """Checkpoints called `name`, which tell the dashboard when one is written."""
+        self.opened.append(checkpoints_at(self.run, self.path / name))
+        return self.run.telemetry.watching(self.opened[-1], self.run.image_shape)
+
+    def close(self) -> None:
+        """Once learning has ended: those of other settings, which it replaces, are removed."""
+        for damaged in (line for checkpoints in self.opened for line in checkpoints.passed_over):
+            self.run.say(f"skipped a damaged checkpoint: {damaged}")
+        for other in self.path.parent.iterdir() if self.path.parent.exists() else ():
+            if other != self.path:
+                self.run.folder.remove(f"{CHECKPOINTS}/{other.name}")
+
+
+def regularization_of(model: Any) -> float:
+    return float(model.regularization_ if hasattr(model, "regularization_") else model.weight_penalty)
+
+
+def checkpoints_at(run: Run, folder: Path) -> Checkpoints:
+    settings = run.config.learn
+    return Checkpoints(
+        folder,
+        every_steps=settings.checkpoint_steps,
+        every_s=settings.checkpoint_seconds,
+        keep=settings.checkpoints_kept,
     )
-    return Task(
-        data=data,
-        split="train" if config.data.stored_split and "train" in data.splits else None,
-        mode=mode,
-        kernel=kernels.from_config(given["kernel"] or "gaussian", n_features=data.features),
-        features=_features(config, data, settings) if mode == "full" else None,
-        regularization=float(given["regularization"]),
-        settings=settings,
-        batches_per_step=config.learn.batches_per_step,
-        local_steps=config.learn.local_steps if mode == "local" else None,
-        scaling=given["scaling"],
-        dtype=given["dtype"],
-        backend=given["backend"],
-        cache_bytes=_bytes(config.learn.feature_cache),
-    )
 
 
-def _features(config: Config, data: Dataset, settings: LearnSettings) -> Any:
-    chosen = features.from_config(config.model.features or "", n_features=data.features, seed=settings.seed)
-    if not chosen.parameters:
-        raise ConfigError(f"model.features {config.model.features!r} have no parameters: there is nothing to learn")
-    return chosen
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        raise ConfigError(f"learn.feature_cache is {text!r}; give bytes such as 256MiB") from None
-
-
-def _open(source: str) -> Dataset:
-    place = None if source.startswith("sklearn:") else Place.of(source)
-    try:
-        found = None if place is None else read_attributes(place).get("format")
-    except (FileNotFoundError, DataError, NotADirectoryError):
-        found = None
-    if found != DATASET_FORMAT:
-        raise ConfigError(
-            f"data.source {source} is not a data set; make one first: "
-            f"kme-dist ingest {source} DEST.zarr --label COLUMN --shuffle 0 --split train=0.8,test=0.2"
+def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Learned:
+    """Candidates under every objective that is compared, from every starting point."""
+    found = []
+    for number, start in enumerate(run.starts):
+        run.listener.start(start.name)
+        found.append(
+            learn_candidates(
+                run.data,
+                recipes.recipe_of(run.config, start.settings, run.data, run.executor),
+                executor=run.executor,
+                checkpoints=lambda objective, number=number: saved.watched(f"{number}-{objective}"),  # type: ignore[misc]
+                callback=_step(run, lines, start.name),
+            )
         )
-    return open_dataset(source)
+    return Learned(found)
 
 
-def image_shape(data: Dataset, config: Config) -> tuple[int, ...] | None:
-    """Of one row, where rows are images: as the data set says, else as the config does."""
-    return data.sample_shape if len(data.sample_shape) > 1 else config.data.image_shape
+def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Learned:
+    """Explicit features, by exact gradients."""
+    data, split = run.data, run.data.training_split()
+    recipe = recipes.recipe_of(run.config, run.starts[0].settings, data, run.executor)
+    found = learn_features(
+        data,
+        recipes.feature_map_of(run.config, data.features),
+        recipe.regularization,
+        recipe.settings(recipe.objective, data.split_rows(split)),
+        executor=run.executor,
+        checkpoints=saved.watched("features"),
+        callback=_step(run, lines, ""),
+        split=split,
+        scaling=recipe.scaling,
+        dtype=recipe.dtype,
+        cache_bytes=recipes.cache_bytes_of(run.config),
+    )
+    return Learned(features=found.features, regularization=found.regularization)
+
+
+def _learn_network(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Learned:
+    """The estimator of model.kind learns over the workers; its last checkpoint is what the fit starts from."""
+    place = saved.path / run.config.model.kind
+    watched = (run.sample.X_test, run.sample.y_test) if len(run.sample.y_test) else None
+    run.listener.start("")
+    model = fit_network(run, place, _step(run, lines, ""), watched)
+    return Learned(checkpoints=str(place.relative_to(run.folder.path)), regularization=regularization_of(model))
+
+
+def fit_network(run: Run, place: Path, step: StepCallback | None = None, watched: Any = None) -> Any:
+    """The estimator, fitted over the workers from its last checkpoint; `watched` are rows for a curve."""
+    model = recipes.estimator_of(run.config, run.starts[0].settings, client=getattr(run.executor, "client", None))
+    further = {"watch": watched} if isinstance(model, CENClassifier) else {}
+    return model.fit(run.data, callback=step, checkpoints=checkpoints_at(run, place), **further)
+
+
+def _step(run: Run, lines: MetricsFile, start: str) -> StepCallback:
+    """Tells everyone of a step; that of a model which ours is compared with only the listener."""
+
+    def step(record: dict[str, Any]) -> None:
+        own = record.get("phase") != "softmax"
+        if own:
+            lines.write({"start": start, **record} if start else record)
+        run.listener.step(record)
+        if own:
+            run.telemetry.step(record)
+
+    return step
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    settings = {**run.resolved["model"], **run.resolved["learn"]}
+    return {
+        **{key: value for key, value in settings.items() if key not in (*FIT_KEYS, *COST_KEYS)},
+        "data": run.data.digest,
+    }
+
+
+def _lasting_inputs(run: Run) -> dict[str, Any]:
+    """Those that a checkpoint belongs to. More steps resume where fewer ended, unless a schedule ends there."""
+    inputs = _inputs(run)
+    if run.config.learn.schedule == "constant":
+        inputs.pop("steps", None)
+    return inputs
+
+
+STAGE = Stage("learn", _work, _inputs, lambda run: [LEARNED, METRICS])
+
+
+def rehearse(run: Run) -> None:
+    """Try the settings on a few rows, unless learning is done: before anything stored is touched."""
+    if run.source is None or run.is_current(ingest.STAGE, STAGE):
+        return
+    rows = tables.sample(run.source, 1000) if isinstance(run.source, Dataset) else run.source
+    recipes.rehearse(run.config, rows.X_train, rows.y_train)
 
 
 def run(
@@ -173,120 +356,19 @@ def run(
 
     `performance` is a file for Dask's report of what the cluster did.
     """
-    listener = listener or Listener()
-    task = prepare(config)
-    with RunFolder.open(config, name=name, command=command, fresh=fresh, listener=listener) as folder:
-        checkpoints = Checkpoints(
-            folder.path / "checkpoints",
-            every_steps=config.learn.checkpoint_steps,
-            every_s=config.learn.checkpoint_seconds,
-            keep=config.learn.checkpoints_kept,
-        )
-        if fresh:
-            checkpoints.clear()
-        folder.write(stage="learn")
-        folder.place.write("config.yaml", to_yaml(config.resolved(MCEClassifier().get_params())).encode())
-        began = time.monotonic()
-        learned, steps, now = _learn(task, config, name, folder.path, checkpoints, listener, performance)
-        summary = _summary(learned, steps, now, folder.path, time.monotonic() - began)
-        save_learned(folder.path / "learned.zarr", task, learned, steps)
-        folder.write(summary=summary)
-    return summary
-
-
-def _learn(
-    task: Task,
-    config: Config,
-    name: str,
-    folder: Path,
-    checkpoints: Checkpoints,
-    listener: Listener,
-    performance: Path | None,
-) -> tuple[Learned | LearnedFeatures, int, int]:
-    """What was learned, after how many steps, and how many of them were made now."""
-    with (
-        open_executor(config.cluster) as executor,
-        telemetry(executor, run=name, stage="learn", pipeline=name, log=folder / "log.jsonl") as told,
-        performance_report(executor, performance),
-        MetricsFile(folder / "metrics.jsonl") as lines,
-    ):
-        listener.say(f"{task.data}: {in_words(executor)}")
-
-        def step(record: dict[str, Any]) -> None:
-            lines.write(record)
-            listener.step(record)
-            told.step(record)
-
-        learned = learn(task, executor, told.watching(checkpoints, image_shape(task.data, config)), step)
-        for damaged in checkpoints.passed_over:
-            listener.say(f"passed over a damaged checkpoint: {damaged}")
-        return learned, lines.last_step, lines.written * (task.local_steps or 1)
-
-
-def learn(
-    task: Task, executor: Executor, checkpoints: Checkpoints | None, step: Callable[[dict[str, Any]], None]
-) -> Learned | LearnedFeatures:
-    """In the mode that the task names."""
-    start: tuple[Any, ...] = (task.regularization, task.settings)
-    common: dict[str, Any] = {**task.common, "executor": executor, "checkpoints": checkpoints, "callback": step}
-    if task.features is not None:
-        return learn_features(task.data, task.features, *start, **common, cache_bytes=task.cache_bytes)
-    return learn_on_dataset(
-        task.data,
-        task.kernel,
-        *start,
-        **common,
-        batches_per_step=task.batches_per_step,
-        local_steps=task.local_steps,
-        backend=backend_of(executor, task.backend),
-    )
-
-
-def save_learned(path: Path, task: Task, learned: Learned | LearnedFeatures, steps: int) -> None:
-    """Kernel or features, and regularisation, for rows scaled by `(x - shift) * factor`, as arrays and JSON."""
-    scale = Scaling.of(task.data.split_statistics(task.split), task.scaling)
-    arrays = {"scaling/shift": scale.shift, "scaling/factor": scale.factor}
-    attributes = {
-        "format": LEARNED_FORMAT,
-        **_what(learned),
-        "regularization": learned.regularization,
-        "objective": task.settings.objective,
-        "mode": task.mode,
-        "local_steps": task.local_steps,
-        "batch_size": task.settings.batch_size,
-        "batches_per_step": task.batches_per_step,
-        "steps": steps,
-        "data": task.data.path,
-        "feature_names": task.data.feature_names,
-        "classes": task.data.class_names,
-    }
-    if isinstance(learned, LearnedFeatures):
-        arrays |= {f"features/{name}": value for name, value in learned.features.arrays.items()}  # type: ignore[attr-defined]
-    save_arrays(path, arrays, attributes)
-
-
-def _what(learned: Learned | LearnedFeatures) -> dict[str, Any]:
-    if isinstance(learned, LearnedFeatures):
-        return {"features": learned.features.to_config()}  # type: ignore[attr-defined]
-    return {"kernel": learned.kernel.to_config()}
-
-
-def _summary(
-    learned: Learned | LearnedFeatures, steps: int, steps_now: int, folder: Path, seconds: float
-) -> dict[str, Any]:
-    last = learned.history[-1] if learned.history else {}
-    wanted = ("objective", "risk", "complexity", "accuracy", "rows_per_second", "waiting_share", "workers")
-    return {
-        "status": "succeeded",
-        "folder": str(folder),
-        "learned": str(folder / "learned.zarr"),
-        "steps": steps,
-        "steps_now": steps_now,
-        "seconds": round(seconds, 3),
-        **_what(learned),
-        "regularization": learned.regularization,
-        **{key: last[key] for key in wanted if key in last},
-    }
+    again = (STAGE.name,) if fresh else ()
+    with Run.open(
+        config, name=name, fresh=again, listener=listener, command=command, performance=performance
+    ) as current:
+        rehearse(current)
+        current.do(ingest.STAGE)
+        if not fresh:
+            CheckpointFolder.of(current).refuse_others()  # hours of learning are not thrown away by a slip
+        summary = current.do(STAGE)
+        if STAGE.name not in current.folder.done_now:
+            return {**summary, "steps_now": 0}
+        current.folder.write(summary=summary)
+        return summary
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class PendulumFile(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     pendulum: PendulumConfig
-    output: dict[str, str] = Field(default_factory=dict, description="folder: where the run folder lies")
+    output: dict[str, str] = Field(default_factory=dict, description="folder: path of the run folder")
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> PendulumFile:
@@ -380,7 +380,7 @@ def _report(name: str, c: PendulumConfig, result: dict[str, Any], trial: Trial, 
             "Distance to the dense embedding, and error, against sparsity",
             sparsity_figure(levels),
             "Left: how far a sparse embedding is from the dense one, as a share of its norm, before and after the kept "
-            "entries are solved for anew; incomplete Cholesky gets as many entries or more. Right: error on "
+            "entries are solved for again; incomplete Cholesky gets as many entries or more. Right: error on "
             "held-out transitions as a multiple of the dense embedding's; filled "
             "marks swing the pendulum up and hold it.",
             wide=True,

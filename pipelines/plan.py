@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kme_dist.backend import free_bytes
 from kme_dist.config import ClusterConfig, Config
-from kme_dist.core import optim
-from kme_dist.data.dataset import CACHE_BYTES
+from kme_dist.data.dataset import CACHE_BYTES, Dataset
 from kme_dist.data.ingest import parse_bytes
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.ops.cluster import worker_count
-from kme_dist.pipelines.learn import Task, prepare
+from kme_dist.pipelines import recipes, tables
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
-from kme_dist.run.learners import KernelLearner
+from kme_dist.run.learners import KernelLearner, log_parameters
+from kme_dist.run.train import Recipe
 
 PROCESS_BYTES = 260 << 20  # a worker with NumPy, SciPy, Zarr and Dask loaded, before it has any work
 ROUND_S = 0.02  # what a round costs beyond its batches, on a local cluster
@@ -30,42 +31,81 @@ MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4}  # n x n at a time, b
 CALIBRATION_BATCHES = 3
 
 
+@dataclass(frozen=True)
+class LearnPlan:
+    """What `kme-dist learn` would learn from what."""
+
+    data: Dataset
+    split: str | None
+    mode: str
+    recipe: Recipe
+    features: Any = None  # the explicit map that is learned in mode "full"
+    cache_bytes: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> LearnPlan:
+        """Open the data set and check the settings."""
+        recipes.check(config)
+        data = _opened(config.data.source)
+        recipe = recipes.recipe_of(config, recipes.starts_of(config, data.features)[0].settings, data)
+        if not recipe.objectives:
+            raise ConfigError(f"model.objective is {recipe.objective!r}, which makes no gradient steps to plan")
+        features = recipes.feature_map_of(config, data.features)
+        split, mode = data.training_split(), config.learn.mode
+        return cls(data, split, mode, recipe, features, recipes.cache_bytes_of(config))
+
+    def work(self, objective: str) -> tuple[KernelLearner, Batches]:
+        """What a worker is sent under this objective."""
+        recipe = self.recipe
+        settings = recipe.settings(objective, self.data.split_rows(self.split))
+        form = {"split": self.split, "scaling": recipe.scaling, "dtype": recipe.dtype}
+        learner = KernelLearner(recipe.kernel, settings, self.data.n_classes)
+        return learner, kernel_batches(self.data, settings, **form)
+
+
 def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     """The plan as plain facts. ConfigError where one batch does not fit a worker."""
-    task = prepare(config)
+    if config.model.kind != "mce":
+        raise ConfigError(f"model.kind is {config.model.kind!r}: `kme-dist plan` counts the batches of mce")
+    plan = LearnPlan.of(config)
     workers, limit = _workers(config.cluster)
-    if task.features is not None:
-        return _full(task, workers, limit, calibrate)
-    job = kernel_batches(task.data, task.settings, **task.common)
-    needed = worker_bytes(job, task)
+    if plan.features is not None:
+        return _full(plan, workers, limit, calibrate)
+    objectives, recipe, data = plan.recipe.objectives, plan.recipe, plan.data
+    hardest = max(objectives, key=lambda objective: MATRICES[objective])
+    _, batches = plan.work(hardest)
+    needed = worker_bytes(batches, hardest)
     if limit is not None and needed > limit:
         raise ConfigError(
-            f"learn.batch_size {job.plan.batch_size} needs {needed / 1e9:.2f} GB on a worker, which has "
-            f"{limit / 1e9:.2f} GB: take batches of {_largest_batch(limit, job, task)} rows or fewer, or fewer workers "
-            "with more memory (cluster.workers, cluster.memory)"
+            f"learn.batch_size {batches.plan.batch_size} needs {needed / 1e9:.2f} GB on a worker, which has "
+            f"{limit / 1e9:.2f} GB: take batches of {_largest_batch(limit, batches, hardest)} rows or fewer, or fewer "
+            "workers with more memory (cluster.workers, cluster.memory)"
         )
-    steps, per_step = task.settings.steps, task.batches_per_step
+    steps, per_step = recipe.steps * len(objectives), recipe.batches_per_step
     facts: dict[str, Any] = {
-        "data": task.data.path,
-        "rows": job.plan.rows,
-        "features": task.data.features,
-        "classes": task.data.n_classes,
-        "batch_size": job.plan.rows_per_batch,
-        "reading": job.plan.mode,
-        "batches_per_epoch": job.plan.steps_per_epoch,
-        "mode": task.mode,
+        "data": data.path,
+        "rows": batches.plan.rows,
+        "features": data.features,
+        "classes": data.n_classes,
+        "objectives": list(objectives),
+        "batch_size": batches.plan.rows_per_batch,
+        "reading": batches.plan.mode,
+        "batches_per_epoch": batches.plan.steps_per_epoch,
+        "mode": plan.mode,
         "steps": steps,
         "batches_per_step": per_step,
-        "rounds": steps // (task.local_steps or 1),
+        "rounds": steps // (recipe.local_steps or 1),
         "tasks": steps * per_step,
-        "epochs": round(steps * per_step / job.plan.steps_per_epoch, 2),
+        "epochs": round(steps * per_step / batches.plan.steps_per_epoch, 2),
         "workers": workers,
         "worker_bytes": needed,
         "worker_limit_bytes": limit,
-        "bytes_read": steps * per_step * job.plan.rows_per_batch * task.data.features * task.data.dtype.itemsize,
+        "bytes_read": steps * per_step * batches.plan.rows_per_batch * data.features * data.dtype.itemsize,
     }
     if calibrate and steps:
-        batch_s = _calibrated(job, task)
+        batch_s = float(
+            np.mean([_calibrated(*plan.work(objective), recipe.regularization) for objective in objectives])
+        )
         turns = -(-per_step // workers)  # batches that one worker goes through in a step
         round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
         rounds_s = steps * turns * batch_s + facts["rounds"] * round_s
@@ -73,25 +113,38 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     return facts
 
 
-def worker_bytes(job: Batches, task: Task) -> int:
+def _opened(source: str) -> Dataset:
+    try:
+        data = tables.dataset_at(source)
+    except (DataError, NotADirectoryError, FileNotFoundError):
+        data = None
+    if data is None:
+        raise ConfigError(
+            f"data.source {source} is not a data set; make one first: "
+            f"kme-dist ingest {source} DEST.zarr --label COLUMN --shuffle 0 --split train=0.8,test=0.2"
+        )
+    return data
+
+
+def worker_bytes(batches: Batches, objective: str) -> int:
     """The most that one worker holds: itself, its chunk caches, and one batch with its Gram matrices.
 
-    A batch that fails in single precision is done again in double, which is the worst case counted here.
+    A batch that fails in single precision is repeated in double, which is the worst case counted here.
     """
-    return PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(job.plan.rows_per_batch, job, task)
+    return PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(batches.plan.rows_per_batch, batches, objective)
 
 
-def _batch_bytes(rows: int, job: Batches, task: Task) -> int:
-    size = np.dtype(job.rows.dtype).itemsize
-    square = size * MATRICES[task.settings.objective] + (8 if size < 8 else 0)
-    return int(rows * rows * square + rows * task.data.features * 4 * 8 + rows * task.data.n_classes * 8 * 8)
+def _batch_bytes(rows: int, batches: Batches, objective: str) -> int:
+    size, features = np.dtype(batches.rows.dtype).itemsize, batches.rows.source.features
+    square = size * MATRICES[objective] + (8 if size < 8 else 0)
+    return int(rows * rows * square + rows * features * 4 * 8 + rows * batches.rows.n_classes * 8 * 8)
 
 
-def _largest_batch(limit: int, job: Batches, task: Task) -> int:
-    low, high = 1, job.plan.rows_per_batch
+def _largest_batch(limit: int, batches: Batches, objective: str) -> int:
+    low, high = 1, batches.plan.rows_per_batch
     while low < high:
         middle = (low + high + 1) // 2
-        fits = PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(middle, job, task) <= limit
+        fits = PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(middle, batches, objective) <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -107,37 +160,36 @@ def _workers(settings: ClusterConfig) -> tuple[int, int | None]:
     return workers, free_bytes("numpy") // workers if settings.kind in ("serial", "local") else None
 
 
-def _full(task: Task, workers: int, limit: int | None, calibrate: bool) -> dict[str, Any]:
+def _full(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> dict[str, Any]:
     """Of exact gradients: three passes over all rows in every step."""
-    assert task.features is not None  # what the mode is about
-    rows, chunk = task.data.split_rows(task.split), task.data.chunk_rows
+    rows, chunk = plan.data.split_rows(plan.split), plan.data.chunk_rows
     began = time.perf_counter()
-    X = np.zeros((min(chunk, rows), task.data.features), task.dtype)
-    Z = np.asarray(task.features.forward(X), np.float64)
+    X = np.zeros((min(chunk, rows), plan.data.features), plan.recipe.dtype)
+    Z = np.asarray(plan.features.forward(X), np.float64)
     Z.T @ Z
     chunk_s = 6 * (time.perf_counter() - began)  # three passes, the last of them about as long as the others together
     width, chunks = Z.shape[1], -(-rows // chunk)
-    needed = PROCESS_BYTES + 2 * CACHE_BYTES + task.cache_bytes + 4 * Z.nbytes + 4 * 8 * width * width
+    needed = PROCESS_BYTES + 2 * CACHE_BYTES + plan.cache_bytes + 4 * Z.nbytes + 4 * 8 * width * width
     if limit is not None and needed > limit:
         raise ConfigError(
             f"{width} features need {needed / 1e9:.2f} GB on a worker, which has {limit / 1e9:.2f} GB: take fewer, "
             "lower learn.feature_cache, or give workers more memory (cluster.memory)"
         )
     facts = {
-        "data": task.data.path,
+        "data": plan.data.path,
         "rows": rows,
         "features": width,
-        "classes": task.data.n_classes,
-        "mode": task.mode,
-        "steps": task.settings.steps,
-        "tasks": 3 * chunks * task.settings.steps,
+        "classes": plan.data.n_classes,
+        "mode": plan.mode,
+        "steps": plan.recipe.steps,
+        "tasks": 3 * chunks * plan.recipe.steps,
         "workers": workers,
         "worker_bytes": needed,
         "worker_limit_bytes": limit,
-        "features_cached": bool(task.cache_bytes >= rows * width * 8 / workers),
+        "features_cached": bool(plan.cache_bytes >= rows * width * 8 / workers),
     }
     if calibrate:
-        facts["estimated_seconds"] = _two_digits(task.settings.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S))
+        facts["estimated_seconds"] = _two_digits(plan.recipe.steps * (-(-chunks // workers) * chunk_s + 3 * ROUND_S))
     return facts
 
 
@@ -146,14 +198,12 @@ def _two_digits(seconds: float) -> float:
     return float(f"{seconds:.2g}")
 
 
-def _calibrated(job: Batches, task: Task) -> float:
+def _calibrated(learner: KernelLearner, batches: Batches, regularization: float) -> float:
     """Seconds of one batch, read and computed: the median of a few, after one to warm up."""
-    start = {**task.kernel.parameters, "regularization": np.asarray(task.regularization)}
-    parameters = optim.to_log(start)
-    learner, times = KernelLearner(task.kernel, task.settings, task.data.n_classes), []
+    parameters, times = log_parameters(learner.kernel, regularization), []
     for number in range(1 + CALIBRATION_BATCHES):
         began = time.perf_counter()
-        SerialExecutor().map(batch_gradient, [(learner, job, number, parameters)], name="calibration")
+        SerialExecutor().map(batch_gradient, [(learner, batches, number, parameters)], name="calibration")
         times.append(time.perf_counter() - began)
     return float(np.median(times[1:]))
 

@@ -2,14 +2,14 @@
 
 The section `predict` of the config names model, data and output; what it leaves out is that of the run folder: the
 model that `kme-dist run` or `fit` has put there, the test rows of its data, and `predictions.zarr` beside them. Run it
-again after a kill, or after rows were appended, and it does what is missing.
+again after a kill, or after rows were appended, and it does what is missing. In a run, `STAGE` predicts the test rows,
+and the data that the section names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import sys
 import time
@@ -20,25 +20,28 @@ from typing import Any, TypeVar
 
 from kme_dist import predict
 from kme_dist.config import ClusterConfig, Config, PredictConfig
-from kme_dist.data.chunks import read_attributes
-from kme_dist.data.dataset import DATASET_FORMAT, open_dataset
-from kme_dist.data.places import Place
+from kme_dist.data.dataset import Dataset
 from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
+from kme_dist.pipelines import tables
+from kme_dist.pipelines.fit import MODEL
 from kme_dist.pipelines.folder import Listener, folder_of
+from kme_dist.pipelines.ingest import DATA
+from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.predict import Outcome
 
 T = TypeVar("T")
 EXIT_QUARANTINED = 65
+PREDICTIONS = "predictions.zarr"
 FEW_CHUNKS = 4
 SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
-    """Which model over which rows, and where the answers go."""
+class PredictRequest:
+    """Which model over which rows, and where the predictions go."""
 
     name: str
     model: str
@@ -48,31 +51,35 @@ class Job:
     settings: PredictConfig
 
 
-def job_of(config: Config, name: str) -> Job:
-    """What the config says, its gaps filled from the run folder."""
+def request_of(config: Config, name: str) -> PredictRequest:
+    """What the config asks for, its gaps filled from the run folder."""
     settings, folder = config.predict, folder_of(config, name)
+    own = _rows_of_run(config, folder)
     data, split = settings.data, settings.split
     if data is None:
-        data = str(folder / "data.zarr")
-        if not Place.of(data).exists():
-            data = config.data.source
-            if not _is_dataset(data):
-                raise ConfigError(
-                    f"predict.data is missing, and there is no data set at {folder / 'data.zarr'}; name one, or run "
-                    f"`kme-dist run` first"
-                )
-        if split is None and "test" in open_dataset(data).splits:
+        if own is None:
+            raise ConfigError(
+                f"predict.data is missing, and there is no data set at {folder / DATA}; name one, or run "
+                f"`kme-dist run` first"
+            )
+        data = own.path
+        if split is None and "test" in own.splits:
             split = "test"
-    model = settings.model or str(folder / "model.zarr")
-    default = "predictions" if settings.format == "parquet" else "predictions.zarr"
-    return Job(name, model, data, settings.out or str(folder / default), split, settings)
+    elif settings.like is None and own is not None:
+        settings = settings.model_copy(update={"like": own.path})  # Parquet is encoded as the rows of the run are
+    model = settings.model or str(folder / MODEL)
+    default = "predictions" if settings.format == "parquet" else PREDICTIONS
+    return PredictRequest(name, model, data, settings.out or str(folder / default), split, settings)
 
 
-def _is_dataset(source: str) -> bool:
-    if source.startswith("sklearn:"):
-        return False
-    place = Place.of(source)
-    return place.exists() and read_attributes(place).get("format") == DATASET_FORMAT
+def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
+    """The data set that a run has learned from: a copy in its folder, or data.source itself."""
+    return tables.dataset_at(str(folder / DATA)) or tables.dataset_at(config.data.source)
+
+
+def standalone_request(model: str, data: str, out: str, settings: PredictConfig) -> PredictRequest:
+    """Without a config: `kme-dist predict --model M --data D --out O`."""
+    return PredictRequest(Path(out).stem, model, data, out, settings.split, settings)
 
 
 def run(
@@ -85,9 +92,9 @@ def run(
     command: str = "",
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Predict as the config says; `fresh` computes every chunk anew, `overwrite` replaces what another model said."""
-    return run_job(
-        job_of(config, name),
+    """Predict as the config says; `fresh` recomputes every chunk, `overwrite` replaces those of another model."""
+    return run_request(
+        request_of(config, name),
         config.cluster,
         fresh=fresh,
         overwrite=overwrite,
@@ -96,69 +103,112 @@ def run(
     )
 
 
-def run_job(
-    job: Job,
+def run_request(
+    request: PredictRequest,
     cluster: ClusterConfig,
     *,
     fresh: bool = False,
     overwrite: bool = False,
     listener: Listener | None = None,
-    executor: Executor | None = None,
-    told: Telemetry | None = None,
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """One job over a cluster that is opened for it, or over an executor that is there already.
+    """One request over a cluster that is opened for it when there are chunks to compute.
 
-    Parameters
-    ----------
-    told : a stage that this job is part of; without one it is a stage of its own
-    performance : a file for Dask's report of what a cluster did that was opened here
+    `performance` is a file for Dask's report of what the cluster did.
     """
     listener = listener or Listener()
-    again = functools.partial(run_job, job, cluster, fresh=fresh, overwrite=overwrite, listener=listener)
-    if executor is None:
-        with WhenNeeded(cluster, listener.say, performance) as waiting:
-            return again(executor=waiting)
-    if told is None:
-        with telemetry(executor, run=job.name, stage="predict", pipeline=job.name) as own:
-            return again(executor=executor, told=own)
-    settings = job.settings
+    with (
+        LazyExecutor(cluster, listener.say, performance) as executor,
+        telemetry(executor, run=request.name, stage="predict", pipeline=request.name) as stage,
+    ):
+        return predict_rows(request, executor, stage, listener, fresh=fresh, overwrite=overwrite)
+
+
+def predict_rows(
+    request: PredictRequest,
+    executor: Executor,
+    reported_to: Telemetry,
+    listener: Listener,
+    *,
+    fresh: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """What a request asks for, chunk by chunk; returns what `kme-dist predict --json` prints."""
+    settings = request.settings
     outcome = predict(
-        job.model,
-        job.data,
-        job.out,
+        request.model,
+        request.data,
+        request.out,
         executor=executor,
         outputs=settings.outputs,
         expectations=settings.expectations,
         top_k=settings.top_k,
         format=settings.format,
-        split=job.split,
+        split=request.split,
         like=settings.like,
         id_column=settings.id_column,
         overwrite=overwrite,
         from_scratch=fresh,
         progress=RowProgress(listener),
-        watch=told.chunks,
+        watch=reported_to.chunks,
     )
-    return summary_of(outcome, job)
+    return _summary(outcome, request)
 
 
-def summary_of(outcome: Outcome, job: Job) -> dict[str, Any]:
-    """What `kme-dist predict --json` prints."""
+# --- the stage of a run ---------------------------------------------------------------------------------------
+
+
+def models_of(run: Run) -> list[tuple[str, str]]:
+    """Every stored model and where its predictions of the test rows go; the one that was kept comes first."""
+    compared = [
+        (f"{start.folder}/{which}.zarr", f"{start.folder}/{which}-predictions.zarr")
+        for start in run.starts
+        if start.folder
+        for which in ("given", "model")
+    ]
+    return [(MODEL, PREDICTIONS), *compared]
+
+
+def _work(run: Run) -> dict[str, Any]:
+    settings, place = run.config.predict, run.folder.path
+    needed = [*settings.outputs, *(o for o in ("label", "probability") if o not in settings.outputs)]
+    own = settings.model_copy(update={"outputs": needed, "format": "zarr", "id_column": None})
+    found = {}
+    for model, out in models_of(run):
+        found[out] = _predicted(
+            run, PredictRequest(run.name, str(place / model), run.data.path, str(place / out), "test", own)
+        )
+    if settings.data is not None:
+        found["data"] = _predicted(run, request_of(run.config, run.name))
+    return found
+
+
+def _predicted(run: Run, request: PredictRequest) -> dict[str, Any]:
+    return predict_rows(request, run.executor, run.telemetry, run.listener, fresh=run.folder.fresh, overwrite=True)
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    return {"predict": run.resolved["predict"], "data": run.data.digest, "model": run.inputs_digest("fit")}
+
+
+STAGE = Stage("predict", _work, _inputs, lambda run: [out for _, out in models_of(run)])
+
+
+def _summary(outcome: Outcome, request: PredictRequest) -> dict[str, Any]:
     facts = dataclasses.asdict(outcome)
     return {
         "status": "incomplete" if outcome.quarantined else "succeeded",
         "predictions": facts.pop("path"),
-        "model": job.model,
-        "data": job.data,
-        "split": job.split,
+        "model": request.model,
+        "data": request.data,
+        "split": request.split,
         **facts,
     }
 
 
-class WhenNeeded(SerialExecutor):
-    """The cluster of a config, opened when there are chunks for it: not before the input was checked, and not at all
-    where a local one would take longer to start than the few chunks take here."""
+class LazyExecutor(SerialExecutor):
+    """The cluster of a config, opened when there are chunks for it: after the input was checked, and not at all where
+    starting a local one would take longer than computing the few chunks here."""
 
     def __init__(
         self, settings: ClusterConfig, say: Callable[[str], None] = lambda line: None, performance: Path | None = None
@@ -167,7 +217,7 @@ class WhenNeeded(SerialExecutor):
         self._stack = contextlib.ExitStack()
         self._opened: Executor | None = None
 
-    def __enter__(self) -> WhenNeeded:
+    def __enter__(self) -> LazyExecutor:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -227,11 +277,6 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def standalone(model: str, data: str, out: str, settings: PredictConfig) -> Job:
-    """Without a config: `kme-dist predict --model M --data D --out O`."""
-    return Job(Path(out).stem, model, data, out, settings.split, settings)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 
 A table of three well-separated clouds is stored as a data set; the workers learn a few steps, fit the model and predict
 rows that it has not seen. Three things are checked: the workers' parameters are those of a single process, the
-probabilities are probabilities, and nearly all unseen rows are told right. The folder that it makes is removed at the
-end.
+probabilities are probabilities, and nearly all unseen rows are classified correctly. The folder is removed at the end.
 
 With workers on other machines, `--folder` names a place that all of them can reach.
 """
@@ -78,18 +77,18 @@ def _try_all(place: Place, executor: Executor) -> dict[str, Any]:
     out = str(place.child("predictions.zarr"))
     predict(str(place.child("model.zarr")), data, out, executor=executor, split="test")
     _, y = data.read("test")
-    accuracy = _judge(open_predictions(out).read("probability"), y)
+    accuracy = _check_predictions(open_predictions(out).read("probability"), y)
     return {"rows": len(data), "steps": SETTINGS.steps, "accuracy": accuracy, "regularization": learned.regularization}
 
 
-def _judge(probabilities: np.ndarray, y: Any) -> float:
+def _check_predictions(probabilities: np.ndarray, y: Any) -> float:
     if not (np.isfinite(probabilities).all() and np.allclose(probabilities.sum(axis=1), 1.0, atol=1e-4)):
         raise NumericalError("smoke: the probabilities of some rows do not add up to 1; `kme-dist doctor` may say why")
     accuracy = float(np.mean(np.argmax(probabilities, axis=1) == y))
     if accuracy < ENOUGH:
         raise NumericalError(
-            f"smoke: {100 * accuracy:.1f} % of the unseen rows are told right, {100 * ENOUGH:.0f} % are needed; "
-            "`kme-dist doctor` may say why"
+            f"smoke: {100 * accuracy:.1f} % of the unseen rows are classified correctly, {100 * ENOUGH:.0f} % are "
+            "needed; `kme-dist doctor` may say why"
         )
     return accuracy
 

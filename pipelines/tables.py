@@ -4,7 +4,10 @@
     tables = load(config.data)                            # the same rows in memory
     tables.X_train, tables.y_train, tables.X_test, tables.y_test, tables.feature_names
 
-A data set that comes with both parts is used where it lies. Everything that is wrong with the data is said here, before
+The data set keeps how columns became features (categories of text columns, values for missing numbers), as one that
+`kme-dist ingest` makes, so that new rows can be encoded in the same way.
+
+A data set that comes with both parts is used in place. Everything that is wrong with the data is said here, before
 any computing starts: which row and column holds a missing value, which label the training rows do not have, which
 column does not exist.
 """
@@ -13,19 +16,19 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from sklearn.model_selection import train_test_split
 
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
-from kme_dist.data.ingest import ingest, read_table
+from kme_dist.data.ingest import Table, ingest, read_table
 from kme_dist.data.places import Place
+from kme_dist.data.schema import Schema
 from kme_dist.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ PARTS = frozenset({"train", "test"})
 
 
 def fingerprint(settings: DataConfig) -> str:
-    """Changes when the settings change, or what lies at the sources."""
+    """Changes with the settings and with the content of the sources."""
     sha = hashlib.sha256(settings.model_dump_json().encode())
     for source in filter(None, (settings.source, settings.test_source)):
         if not source.startswith("sklearn:"):
@@ -47,7 +50,7 @@ def fingerprint(settings: DataConfig) -> str:
 
 
 def _fingerprint(source: str) -> str:
-    if (data := _dataset(source)) is not None:
+    if (data := dataset_at(source)) is not None:
         return hashlib.sha256(str(data.attributes["digests"]).encode()).hexdigest()
     place = Place.of(source)
     if not place.is_local:
@@ -65,13 +68,14 @@ def _fingerprint(source: str) -> str:
     return sha.hexdigest()
 
 
-def checked(settings: DataConfig) -> Dataset | Tables | None:
-    """What can be known before anything is stored: the data set that is used where it lies, or the rows of a table.
+def checked(settings: DataConfig, *, test_rows: bool = True) -> Dataset | Tables | None:
+    """What can be known before anything is stored: the data set that is used in place, or the rows of a table.
 
-    None stands for a source that is too large to look at beforehand.
+    None for a source that is too large to read beforehand. Without `test_rows` a data set need not have the
+    parts `train` and `test`.
     """
-    data = _dataset(settings.source)
-    if data is not None and in_place(settings, data):
+    data = dataset_at(settings.source)
+    if data is not None and in_place(settings, data, test_rows=test_rows):
         return data
     return None if _bytes(settings.source, data) > IN_MEMORY_BYTES else load(settings)
 
@@ -92,18 +96,15 @@ def stored(
         return found
     if found is None:
         return _streamed(settings, dest, client, progress)
-    rows = found
-    label = "target" if "target" not in rows.feature_names else "target of the run"
-    columns = dict(zip(rows.feature_names, np.concatenate([rows.X_train, rows.X_test]).T, strict=True))
-    table = pa.table({**columns, label: np.concatenate([rows.y_train, rows.y_test]).tolist()})
-    train = len(rows.y_train)
+    train, total = len(found.y_train), len(found.y_train) + len(found.y_test)
+    classes, codes = np.unique(np.concatenate([found.y_train, found.y_test]), return_inverse=True)
+    X = np.concatenate([found.X_train, found.X_test])
     return ingest(
-        table,
+        Table(X, codes, found.feature_names, classes.tolist(), schema=found.schema),
         dest,
-        label=label,
-        split=f"train=0:{train},test={train}:{table.num_rows}",
+        label=found.label,
+        split=f"train=0:{train},test={train}:{total}",
         task="classification",
-        one_hot=(),
         dtype="float64",
         overwrite=True,
         progress=progress,
@@ -112,25 +113,31 @@ def stored(
 
 def sample(data: Dataset, limit: int) -> Tables:
     """At most `limit` rows of either part, the first ones, to look at and to draw."""
-    assert data.classes is not None
-    labels = np.asarray(data.classes)
-    parts = []
-    for part in ("train", "test"):
-        spans, room = [], limit
-        for start, stop in data.ranges(part):
-            stop = min(stop, start + room)
-            spans.append(data.read_rows(start, stop))
-            room -= stop - start
-        X = np.concatenate([X.reshape(len(X), -1) for X, _ in spans]).astype(np.float64)
-        parts += [X, labels[np.concatenate([y for _, y in spans if y is not None])]]
-    return Tables(*parts, feature_names=list(data.feature_names))
+    train = "train" if "train" in data.splits else None
+    X_test, y_test = _first_rows(data, data.splits.get("test", ()), limit)
+    return Tables(*_first_rows(data, data.ranges(train), limit), X_test, y_test, list(data.feature_names))
 
 
-def in_place(settings: DataConfig, data: Dataset) -> bool:
-    """Whether a data set is used where it lies: it has both parts, and nothing else is asked for."""
+def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) -> tuple[np.ndarray, np.ndarray]:
+    X, codes = [np.zeros((0, data.features))], [np.zeros(0, np.int64)]
+    for start, stop in ranges:
+        rows, y = data.read_rows(start, min(stop, start + limit))
+        limit -= len(rows)
+        X.append(rows.reshape(len(rows), -1).astype(np.float64))
+        codes.append(np.asarray(y))
+    return np.concatenate(X), np.asarray(data.classes)[np.concatenate(codes)]
+
+
+def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
+    """Whether a data set is used as it is: it has the parts that are needed, and nothing else is asked for."""
     own_label = settings.label is None or settings.label == data.label
     plain = settings.test_source is None and settings.features is None and settings.missing is None
-    return settings.stored_split and set(data.splits) >= PARTS and plain and own_label and data.classes is not None
+    parts = is_divided(data) or not test_rows
+    return settings.stored_split and parts and plain and own_label and data.classes is not None
+
+
+def is_divided(data: Dataset) -> bool:
+    return set(data.splits) >= PARTS
 
 
 def _bytes(source: str, data: Dataset | None) -> int:
@@ -147,14 +154,9 @@ def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> D
     """Larger than memory: read, shuffled, divided and stored in one go."""
     if settings.test_source is not None:
         raise ConfigError(
-            f"data.test_source goes with tables that fit in memory, and {settings.source} is larger than "
+            f"data.test_source is for tables that fit in memory, and {settings.source} is larger than "
             f"{IN_MEMORY_BYTES >> 20} MiB; put both into one data set with `kme-dist ingest --split-column`"
         )
-    options: dict[str, Any] = {"label": settings.label, "task": "classification", "client": client}
-    if settings.features is not None:
-        options["features"] = tuple(settings.features)
-    if settings.missing is not None:
-        options["missing"] = settings.missing
     share = settings.test_fraction
     data = ingest(
         settings.source,
@@ -164,7 +166,8 @@ def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> D
         stratify=settings.stratify,
         overwrite=True,
         progress=progress,
-        **options,
+        client=client,
+        **_reading(settings),
     )
     if data.classes is None:
         raise ConfigError(f"data.label is missing: name the column of {settings.source} that holds the classes")
@@ -180,6 +183,8 @@ class Tables:
     X_test: np.ndarray
     y_test: np.ndarray
     feature_names: list[str]
+    label: str = "target"
+    schema: Schema | None = None  # how columns of the source became features, where they are not numbers as they are
 
     @property
     def digest(self) -> str:
@@ -192,12 +197,24 @@ class Tables:
         return sha.hexdigest()
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Rows of one source: features as numbers, labels as they are."""
+
+    X: np.ndarray
+    y: np.ndarray
+    feature_names: list[str]
+    label: str = "target"
+    schema: Schema | None = None
+
+
 def load(settings: DataConfig) -> Tables:
     """Read the source (and the test source, when there is one) and split."""
-    data = _dataset(settings.source)
-    parts_known = data is not None and settings.stored_split and {"train", "test"} <= set(data.splits)
+    data = dataset_at(settings.source)
+    parts_known = data is not None and settings.stored_split and set(data.splits) >= PARTS
     part = "train" if parts_known and settings.test_source is None else None
-    X, y, names = _read(settings, settings.source, part)
+    rows = _read(settings, settings.source, part)
+    X, y = rows.X, rows.y
     if settings.image_shape is not None:
         height, width = settings.image_shape
         if height * width != X.shape[1]:
@@ -206,16 +223,16 @@ def load(settings: DataConfig) -> Tables:
                 f"{settings.source} has {X.shape[1]} features; make the two agree"
             )
     if settings.test_source is not None:
-        X_test, y_test, test_names = _read(settings, settings.test_source)
-        if test_names != names:
+        test = _read(settings, settings.test_source, like=rows.schema)
+        if test.feature_names != rows.feature_names:
             raise DataError(
                 f"{settings.test_source} has other columns than {settings.source}: "
-                f"{_first_difference(test_names, names)}"
+                f"{_first_difference(test.feature_names, rows.feature_names)}"
             )
-        X_train, y_train = X, y
+        X_train, X_test, y_train, y_test = X, test.X, y, test.y
     elif part is not None:
-        X_train, y_train = X, y
-        X_test, y_test, _ = _read(settings, settings.source, "test")
+        test = _read(settings, settings.source, "test")
+        X_train, X_test, y_train, y_test = X, test.X, y, test.y
     else:
         X_train, X_test, y_train, y_test = _split(settings, X, y)
     if len(np.unique(y_train)) < 2:
@@ -230,33 +247,34 @@ def load(settings: DataConfig) -> Tables:
             f"test row {row} has the label {str(unknown[0])!r}, which no training row has; "
             f"correct the label, or give the class training rows"
         )
-    return Tables(X_train, y_train, X_test, y_test, names)
+    return Tables(X_train, y_train, X_test, y_test, rows.feature_names, rows.label, rows.schema)
 
 
-def _read(settings: DataConfig, source: str, part: str | None = None) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """X, labels and feature names of a source, or of one part of a data set that was stored in parts."""
-    data = _dataset(source)
+def _read(settings: DataConfig, source: str, part: str | None = None, like: Schema | None = None) -> _Source:
+    """The rows of a source, or of one part of a data set; those of a file encoded by the schema `like`."""
+    data = dataset_at(source)
     if data is None and not source.startswith("sklearn:"):
-        X, y, names = _from_file(settings, source)
+        rows = _from_file(settings, source, like)
     else:
-        X, y, names = _built_in(source) if data is None else _from_dataset(data, part)
-        if settings.label is not None and settings.label != ("target" if data is None else data.label):
+        rows = _Source(*_built_in(source)) if data is None else _from_dataset(data, part)
+        if settings.label is not None and settings.label != rows.label:
             raise ConfigError(
                 f"data.label is {settings.label!r}, but {source} comes with its own labels; leave data.label out"
             )
         if settings.features is not None:
+            names = rows.feature_names
             columns = [_position(column, names, source) for column in settings.features]
-            X, names = X[:, columns], [names[column] for column in columns]
-    X = np.ascontiguousarray(X, dtype=np.float64)
+            rows = replace(rows, X=rows.X[:, columns], feature_names=[names[i] for i in columns], schema=None)
+    X = np.ascontiguousarray(rows.X, dtype=np.float64)
     bad = np.argwhere(~np.isfinite(X))
     if len(bad):
         row, column = (int(index) for index in bad[0])
         raise DataError(
-            f"{source} row {row}, column {names[column]!r}: value is {X[row, column]}, "
+            f"{source} row {row}, column {rows.feature_names[column]!r}: value is {X[row, column]}, "
             f"a finite number is needed; drop or fill such rows "
             f"({len(np.unique(bad[:, 0]))} of {len(X)} rows are concerned)"
         )
-    return X, y, names
+    return replace(rows, X=X)
 
 
 def _built_in(source: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -268,28 +286,26 @@ def _built_in(source: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     return table.data, classes[table.target], [str(column) for column in table.feature_names]
 
 
-def _dataset(source: str) -> Dataset | None:
+def dataset_at(source: str) -> Dataset | None:
     """The data set at a path or address; None for everything else, other Zarr groups included."""
+    if source.startswith("sklearn:"):
+        return None
     place = Place.of(source)
     if not place.exists() or read_attributes(place).get("format") != DATASET_FORMAT:
         return None
     return open_dataset(place)
 
 
-def _from_dataset(data: Dataset, part: str | None) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def _from_dataset(data: Dataset, part: str | None) -> _Source:
     X, codes = data.read(part)
     if codes is None or data.classes is None:
         raise DataError(f"{data.path} holds no classes; ingest it with the column of the classes as label")
-    return X, np.asarray(data.classes)[codes], data.feature_names
+    labels = np.asarray(data.classes)[codes]
+    return _Source(X.reshape(len(X), -1), labels, data.feature_names, data.label or "target", data.schema)
 
 
-def _from_file(settings: DataConfig, source: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    options: dict[str, Any] = {"label": settings.label, "task": "classification", "dtype": "float64"}
-    if settings.features is not None:
-        options["features"] = tuple(settings.features)
-    if settings.missing is not None:
-        options["missing"] = settings.missing
-    table = read_table(source, **options)
+def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Source:
+    table = read_table(source, schema=like, dtype="float64", **_reading(settings))
     if table.y is None or table.class_names is None:
         columns = dict.fromkeys(name.partition("=")[0] for name in table.feature_names)
         raise ConfigError(
@@ -303,7 +319,18 @@ def _from_file(settings: DataConfig, source: str) -> tuple[np.ndarray, np.ndarra
             f"{source}: the label column {table.label!r} holds {len(table.class_names)} different values in "
             f"{len(table.y)} rows; classes are needed, each with several rows, check data.label"
         )
-    return table.X, np.asarray(table.class_names)[table.y], list(table.feature_names)
+    labels = np.asarray(table.class_names)[table.y]
+    return _Source(table.X, labels, list(table.feature_names), table.label or "target", table.schema)
+
+
+def _reading(settings: DataConfig) -> dict[str, Any]:
+    """The options of `ingest` that a config sets."""
+    options: dict[str, Any] = {"label": settings.label, "task": "classification"}
+    if settings.features is not None:
+        options["features"] = tuple(settings.features)
+    if settings.missing is not None:
+        options["missing"] = settings.missing
+    return options
 
 
 def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:

@@ -81,17 +81,17 @@ def predict(
     given = {key: value for key, value in flags.items() if value is not None}
     cluster, settings = _settings(config, overrides, scheduler, given)
     if settings is not None and config is not None:
-        job = pipeline.job_of(settings, config.stem)
+        request = pipeline.request_of(settings, config.stem)
     else:
         missing = [flag for flag in ("model", "data", "out") if flag not in given]
         if missing:
             raise ConfigError(f"--{missing[0]} is missing; give --model, --data and --out, or a config file")
         wanted = _alone(given, scheduler).predict
-        job = pipeline.standalone(given["model"], given["data"], given["out"], wanted)
+        request = pipeline.standalone_request(given["model"], given["data"], given["out"], wanted)
     listener = _pipeline("folder").Listener(say=_stderr_printer(quiet))
     with reporting(performance, _stderr_printer(quiet)):
-        result = pipeline.run_job(
-            job, cluster, fresh=from_scratch, overwrite=overwrite, listener=listener, performance=performance
+        result = pipeline.run_request(
+            request, cluster, fresh=from_scratch, overwrite=overwrite, listener=listener, performance=performance
         )
     if as_json:
         _print_json(result)

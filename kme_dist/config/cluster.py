@@ -29,7 +29,7 @@ class TlsConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Who does the work of `kme-dist learn`. It decides how fast, never what is learned."""
+    """Which workers do the work. They decide how fast it is done, never what comes out."""
 
     kind: Literal["serial", "local", "local-cuda", "address", "slurm", "kubernetes", "gateway"] = Field(
         default="local",

@@ -66,13 +66,13 @@ class DataConfig(_Section):
     )
     stored_split: bool = Field(
         default=True,
-        description="use the parts `train` and `test` that a data set was ingested with, where it has them",
+        description="use the parts `train` and `test` that a data set was ingested with; false divides it again",
     )
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.2, description="share of the rows held out for the test"
     )
     split_seed: int = Field(default=0, ge=0, description="seed of the split into training and test rows")
-    stratify: bool = Field(default=True, description="keep the class shares alike in both parts")
+    stratify: bool = Field(default=True, description="keep the same class shares in both parts")
     image_shape: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]] | None = Field(
         default=None,
         strict=False,
@@ -85,7 +85,7 @@ class DataConfig(_Section):
             prefix, colon, name = (getattr(self, key) or "").partition(":")
             if prefix == "sklearn" and colon and name not in BUILT_IN_TABLES:
                 raise ValueError(
-                    f"data.{key}: {name!r} is no table of scikit-learn that is offered here; "
+                    f"data.{key}: {name!r} is not one of the built-in tables; "
                     f"choose {one_of([f'sklearn:{table}' for table in BUILT_IN_TABLES])}"
                 )
         if self.test_source is not None and "test_fraction" in self.model_fields_set:
@@ -104,7 +104,8 @@ class ModelConfig(_Section):
         description="name of a kernel, or a mapping such as {name: gaussian, ard: true, length_scale: 1.0, scale: 1.0}",
     )
     objective: Literal["auto", "rcb", "validation", "loo", "erm", "cv", "median"] | None = Field(
-        default=None, description="what the learning steps make small"
+        default=None,
+        description="the quantity that learning minimises; auto: rcb and validation, the better one is kept",
     )
     risk: Literal["sum", "mean"] | None = Field(
         default=None,
@@ -129,7 +130,7 @@ class ModelConfig(_Section):
     features: str | dict[str, Any] | None = Field(
         default=None,
         description="explicit features that `learn.mode: full` learns instead of a kernel, e.g. "
-        "{name: fourier, features: 512}",
+        "{name: random_fourier, features: 512}",
     )
     kind: Literal["mce", "cen", "askl"] = Field(
         default="mce",
@@ -144,7 +145,7 @@ class ModelConfig(_Section):
 class Start(_Section):
     """One of several starting points of the learning, compared in the report."""
 
-    name: str = Field(min_length=1, max_length=60, description="how the report calls it")
+    name: str = Field(min_length=1, max_length=60, description="its name in the report")
     length_scale: Positive | list[Positive] | None = Field(
         default=None, description="length scale of the kernel at the start"
     )
@@ -154,9 +155,11 @@ class Start(_Section):
 class LearnConfig(_Section):
     """How the gradient steps are taken."""
 
-    steps: int | None = Field(default=None, ge=0, description="number of gradient steps; 0 keeps the start")
+    steps: int | None = Field(
+        default=None, ge=0, description="number of gradient steps; 0 uses the starting point as it is"
+    )
     batch_size: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="rows of one step; null lets the estimator choose"
+        default=None, description="rows of one batch; null lets the estimator choose"
     )
     learning_rate: Positive | None = Field(default=None, description="size of a step in the log of each parameter")
     optimizer: Literal["adam", "sgd", "momentum", "adadelta"] | None = Field(
@@ -165,34 +168,33 @@ class LearnConfig(_Section):
     seed: int | None = Field(default=None, ge=0, description="seed of the batches")
     mode: Literal["sync", "local", "full"] = Field(
         default="sync",
-        description="how `kme-dist learn` uses workers: sync (the mean gradient of some batches makes one step), local "
-        "(replicas make some steps of their own, then the mean of them is taken) or full (explicit features: the exact "
+        description="how learning uses workers: sync (one step with the mean gradient of several batches), local "
+        "(replicas make several steps each, then their parameters are averaged) or full (explicit features: the exact "
         "gradient of all rows in every step)",
     )
     local_steps: int = Field(
-        default=10, ge=1, description="steps that a replica makes on its own in `mode: local` before the mean is taken"
+        default=10, ge=1, description="steps of a replica in `mode: local` before parameters are averaged"
     )
     feature_cache: str = Field(
         default="256MiB",
         min_length=1,
-        description="memory of a worker for features that `mode: full` needs again; what does not fit is computed anew",
+        description="memory of a worker for features that `mode: full` reuses; what does not fit is recomputed",
     )
     batches_per_step: int = Field(
         default=1,
         ge=1,
-        description="gradients averaged in one step of `kme-dist learn` (`mode: local`: replicas), whatever the number "
-        "of workers",
+        description="gradients averaged in one step (`mode: local`: replicas), whatever the number of workers",
     )
     schedule: Literal["constant", "cosine"] = Field(
         default="constant",
-        description="how the learning rate of `kme-dist learn` goes: constant, or down to 0 at the end",
+        description="learning rate: constant, or cosine decay to 0 at the last step",
     )
     train_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="share of a batch that `objective: validation` trains on (0.5; under `auto` 0.8)"
     )
-    checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints of `kme-dist learn`")
+    checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints")
     checkpoint_seconds: Positive = Field(default=60.0, description="seconds between checkpoints, where steps are slow")
-    checkpoints_kept: int = Field(default=3, ge=1, description="how many checkpoints stay on disk")
+    checkpoints_kept: int = Field(default=3, ge=1, description="number of checkpoints kept on disk")
     starts: list[Start] | None = Field(
         default=None,
         min_length=1,
@@ -248,8 +250,10 @@ class PredictConfig(_Section):
         default={},
         description="names, each with values of the classes, or a file that holds them or an expression in y",
     )
-    top_k: Annotated[int, Field(gt=0)] | None = Field(default=None, description="so many most probable classes")
-    like: str | None = Field(default=None, min_length=1, description="data set whose columns Parquet is read by")
+    top_k: Annotated[int, Field(gt=0)] | None = Field(default=None, description="number of top classes to store")
+    like: str | None = Field(
+        default=None, min_length=1, description="data set whose encoding Parquet is read by; absent: that of the run"
+    )
     id_column: str | None = Field(default=None, min_length=1, description="column of Parquet to carry through")
 
 

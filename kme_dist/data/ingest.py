@@ -31,14 +31,14 @@ from kme_dist.data.encode import Encoded, Encoder
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.prefetch import Prefetched
-from kme_dist.data.readers import FileOptions, Source, open_source
+from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
 from kme_dist.data.schema import Schema, TableOptions
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_replaceable, publish, sealed, sweep
 from kme_dist.data.survey import plan_schema
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, ShardWriter, Spool, declare_arrays, write_shard
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, DataError
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, rows in all where known)
 DEFAULT_MEMORY = 512 << 20
@@ -57,6 +57,7 @@ class Table:
     label: str | None = None
     ids: list[str | None] | None = None
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # positions in the source
+    schema: Schema | None = None  # how columns became features; `ingest` of a table stores it with the rows
 
     @property
     def n_classes(self) -> int:
@@ -84,8 +85,10 @@ def sort_options(source: Any, given: dict[str, Any]) -> tuple[FileOptions, Table
     return files, table
 
 
-def read_table(source: Any, *, id: str | int | None = None, **options: Any) -> Table:
+def read_table(source: Any, *, id: str | int | None = None, schema: Schema | None = None, **options: Any) -> Table:
     """Read a source into memory: the options of `ingest` that concern files, columns and missing values.
+
+    With the `schema` of another table the rows are encoded as those of that table were.
 
     >>> read_table((np.eye(2), np.array(["a", "b"]))).class_names
     ['a', 'b']
@@ -93,7 +96,10 @@ def read_table(source: Any, *, id: str | int | None = None, **options: Any) -> T
     files, table = sort_options(source, options)
     opened = open_source(source, files)
     extras = [] if id is None else [id]
-    schema = plan_schema(opened, table, reserved=extras)
+    if schema is None:
+        schema = plan_schema(opened, table, reserved=extras)
+    else:
+        _check_width(opened, schema, table)
     encoder = Encoder(opened, schema, extras, table.max_classes)
     blocks = list(encoder.encoded())
     X = np.concatenate([b.X for b in blocks]) if blocks else np.zeros((0, len(schema.feature_names)), schema.dtype)
@@ -105,7 +111,40 @@ def read_table(source: Any, *, id: str | int | None = None, **options: Any) -> T
         y = places[y] if len(places) else y
     ids = [value for b in blocks for value in b.extras[encoder.extras[0]].to_pylist()] if extras else None
     rows = np.concatenate([b.rows for b in blocks]) if blocks else np.zeros(0, np.int64)
-    return Table(X, y, schema.feature_names, classes, schema.label, ids, rows)
+    return Table(X, y, schema.feature_names, classes, schema.label, ids, rows, schema)
+
+
+def _check_width(source: Source, schema: Schema, options: TableOptions) -> None:
+    """Columns of a matrix are known by their position: another number of them is another table."""
+    if not isinstance(source, MatrixSource):
+        return
+    known = 1 + max([column.position for column in schema.columns] + [schema.label_position or 0])
+    found = len(source.feature_names)
+    if found < known or (found > known and options.features is None):
+        raise DataError(f"{source.name}: {found} columns instead of {known}.")
+
+
+def _table_source(table: Table, options: FileOptions) -> MatrixSource:
+    """Encoded rows as a source of numbers."""
+    from kme_dist.data.matrix_readers import numpy_source
+
+    source = numpy_source(table.X, table.y, "table", options)
+    names = None if table.class_names is None else tuple(table.class_names)
+    shape = source.sample_shape if table.schema is None else table.schema.sample_shape
+    return replace(source, feature_names=list(table.feature_names), class_names=names, sample_shape=shape)
+
+
+def _schema_like(example: Dataset, source: Source, options: TableOptions) -> Schema:
+    """The encoding of another data set, for rows that may come without labels."""
+    if options.label is not None or options.features is not None:
+        raise ConfigError(f"like: label and features are those of {example.path}; leave them out.")
+    schema = example.schema
+    if isinstance(source, MatrixSource):
+        _check_width(source, schema, options)
+        labelled = source.target_dtype is not None or schema.label_position is not None
+    else:
+        labelled = schema.label in source.kinds
+    return schema if labelled else replace(schema, label=None, label_kind="none", task="none", classes=None)
 
 
 def parse_bytes(value: int | str) -> int:
@@ -130,6 +169,7 @@ def ingest(
     dest: str | Path,
     *,
     label: str | int | None = None,
+    like: str | Path | Dataset | None = None,
     shuffle: int | None = None,
     split: Any = None,
     split_key: str | int | None = None,
@@ -150,9 +190,10 @@ def ingest(
     Parameters
     ----------
     source : path of csv/tsv (also .gz, .zst), Parquet (file or folder), npy, npz, LIBSVM, IDX or Zarr; an Arrow table,
-        a pandas or Dask data frame, a NumPy or Dask array, or a pair of arrays (X, y)
+        a pandas or Dask data frame, a NumPy or Dask array, a pair of arrays (X, y), or a `Table` of `read_table`
     dest : folder or s3://, gs:// address of the new data set
     label : column of the classes or targets, by name or position; None: no labels (npz, IDX and LIBSVM bring their own)
+    like : a data set whose encoding is reused: columns, categories, fill values, classes; labels may be absent
     shuffle : seed of a global random order, so that later a batch is one contiguous read; None keeps the order
     split : "train=0.8,test=0.2", or row ranges "train=0:60000,test=60000:70000", or a mapping of the same; with
         `split_key` rows with equal keys stay together, with `stratify` class shares are kept; `split_column` names
@@ -178,9 +219,12 @@ def ingest(
             raise ConfigError(
                 f"{place}: a data set is already there. Pass overwrite to replace it, or append to add rows."
             )
-        opened = open_source(source, files)
+        opened = _table_source(source, files) if isinstance(source, Table) else open_source(source, files)
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
-        schema = plan_schema(opened, table, reserved=extras)
+        if like is None:
+            schema = plan_schema(opened, table, reserved=extras)
+        else:
+            schema = _schema_like(like if isinstance(like, Dataset) else open_dataset(like), opened, table)
         if division is not None and division.stratify and schema.task != "classification":
             raise ConfigError("stratify needs classes; this data set has none.")
         job = Job(
@@ -192,6 +236,7 @@ def ingest(
             budget,
             progress or silent,
             (str(source), files) if isinstance(source, (str, Path)) else None,
+            encoding=source.schema if isinstance(source, Table) else None,
         )
         row_bytes = len(schema.feature_names) * np.dtype(schema.dtype).itemsize
         shard_limit = min(parse_bytes(shard_bytes), max(1 << 20, budget // 8))
@@ -264,6 +309,7 @@ class Job:
     progress: Progress
     origin: tuple[str, FileOptions] | None = None  # how a worker would open the source
     part: str = "all"  # what rows belong to where no rule divides them
+    encoding: Schema | None = None  # of rows that come encoded: how that was done
     seen: int = 0  # rows of the source
     kept: int = 0
 
@@ -475,7 +521,7 @@ def dataset_attributes(job: Job, writer: ShardWriter, classes: Sequence[Any] | N
         "task": schema.task,
         "classes": classes,
         "class_counts": None if classes is None else counts.tolist(),
-        "schema": schema.to_json(),
+        "schema": (job.encoding or schema).to_json(),
         "statistics": whole.to_json(),
         "target_statistics": target.to_json() if schema.task == "regression" else None,
         "splits": splits,

@@ -39,7 +39,7 @@ from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
-from kme_dist.run.fit import fit_on_dataset
+from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import Batches, learn, learn_softmax
 from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, assemble, start_of, with_parameters
 from kme_dist.run.maps import as_features, restore_features
@@ -207,6 +207,22 @@ class CENClassifier(EmbeddingClassifier):
         else:
             self._learn(source, report, watch, saved)
 
+    def adopt(self, data: RowSource, features: Any, fit: Fit, floor: float) -> Self:
+        """Become the model of explicit features that was fitted to `data`."""
+        self.features_, self.weights_ = features, fit.embedding.weights
+        self.embedding_ = mce.FeatureEmbedding(features, self.weights_)
+        self.scaling_, self.regularization_, self.probability_floor_ = fit.scaling, fit.regularization, floor
+        self.classes_ = np.asarray(data.classes)
+        self._remember_names(data.feature_names)
+        self.bound_ = math.nan
+        self._forget_curves()
+        return self
+
+    def _forget_curves(self) -> None:
+        self.curve_: list[Record] = []
+        self.softmax_curve_: list[Record] = []
+        self.history_: list[Record] = []
+
     def _learn(
         self,
         source: Batches,
@@ -216,9 +232,7 @@ class CENClassifier(EmbeddingClassifier):
     ) -> None:
         features, settings = self._start(), self._settings(source.count)
         head = self._kernel_head()
-        self.curve_: list[Record] = []
-        self.softmax_curve_: list[Record] = []
-        self.history_: list[Record] = []
+        self._forget_curves()
         if head is not None:
             self._learn_kernel(OnFeatures(head, features), source, settings, report, saved)
             return

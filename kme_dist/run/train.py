@@ -36,6 +36,7 @@ from kme_dist.run.means import random_features
 from kme_dist.run.trainer import LearnSettings, Record
 
 SELECTED = ("rcb", "validation")  # what objective "auto" chooses between
+SEARCHED = ("median", "cv")  # objectives that are searches on a sample
 WHOLE_BATCH_ROWS = 1_000  # with more rows than this a step sees a batch of so many
 SAMPLE_ROWS = 1_500  # what the search for a starting point looks at
 
@@ -68,6 +69,13 @@ class Recipe:
     train_share: float | None = None
     backend: str = "numpy"
     fit: dict[str, Any] = field(default_factory=dict)  # further arguments of `fit_on_dataset`
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """What gradient steps are made under, one after the other; "median" and "cv" make none."""
+        if self.objective in SEARCHED:
+            return ()
+        return SELECTED if self.objective == "auto" else (self.objective,)
 
     def settings(self, objective: str, rows: int) -> LearnSettings:
         """Of one objective. Under "auto" steps are smaller, length scales are held near their start, and a plateau ends
@@ -150,15 +158,15 @@ def learn_candidates(
     split = _resolved(dataset, split)
     rows = dataset.split_rows(split)
     kernel, lam = recipe.kernel, float(recipe.regularization)
-    if recipe.steps == 0 and recipe.objective not in ("median", "cv"):
+    if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
-    if recipe.objective in ("auto", "median", "cv"):
+    if recipe.objective in ("auto", *SEARCHED):
         kernel, lam = _start(dataset, recipe, split, rows, executor)
-    if recipe.objective in ("median", "cv"):
+    if recipe.objective in SEARCHED:
         return [Candidate(recipe.objective, kernel, lam)]
     found = []
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
-    for name in SELECTED if recipe.objective == "auto" else (recipe.objective,):
+    for name in recipe.objectives:
         learned = learn_on_dataset(
             dataset,
             kernel,

@@ -435,6 +435,7 @@ def operator(cluster, capsys, tmp_path):
         config = tmp_path / "small.yaml"
         config.write_text(
             "data: {source: table.zarr}\n"
+            "model: {objective: rcb}\n"
             f"learn: {{steps: {steps}, batch_size: 50, checkpoint_steps: 5}}\n"
             "cluster: {patience_s: 60}\n"
         )

@@ -11,7 +11,7 @@ import pytest
 import kme_dist
 from kme_dist.config import load_config, parse_config
 from kme_dist.errors import ConfigError
-from kme_dist.pipelines import features, fit, learn
+from kme_dist.pipelines import fit, learn, plan, recipes
 from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.run import run
 
@@ -34,7 +34,7 @@ def tree(folder, kind, options=None, **changes):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Drawing takes a second; these tests are about something else."""
-    monkeypatch.setattr("kme_dist.pipelines.report.build", lambda *arguments, **settings: "<html></html>")
+    monkeypatch.setattr("kme_dist.pipelines.pages.run_page", lambda *arguments, **settings: "<html></html>")
 
 
 def test_the_shipped_config_goes_from_the_table_to_the_report(tmp_path):
@@ -97,11 +97,11 @@ def test_a_second_run_has_nothing_to_do_and_a_killed_one_goes_on(tmp_path, no_pi
 def test_the_written_config_says_the_same_again(tmp_path):
     for kind, options in (("cen", {"hidden": [8], "dropout": 0.1}), ("askl", {"features": 30})):
         config = parse_config(tree(tmp_path, kind, options, learn={"seed": 3}))
-        full = features.resolved(config)
+        full = recipes.resolved(config)
         again = parse_config(json.loads(json.dumps(full)))
-        ours, theirs = (features.estimator(c, features.settings_of(c)).get_params() for c in (config, again))
-        assert ours == theirs
-        assert features.resolved(again) == full
+        ours, theirs = (recipes.starts_of(c, 4)[0].settings for c in (config, again))
+        assert recipes.estimator_of(config, ours).get_params() == recipes.estimator_of(again, theirs).get_params()
+        assert recipes.resolved(again) == full
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,15 @@ def test_what_does_not_go_together_is_refused_before_anything_is_written(kind, o
     assert not (tmp_path / "run").exists()
 
 
-def test_commands_for_kernels_refuse_other_kinds(tmp_path):
-    config = parse_config(tree(tmp_path, "cen"))
-    for prepare in (learn.prepare, lambda config: fit.prepare(config, tmp_path)):
-        with pytest.raises(ConfigError, match="use `kme-dist run`"):
-            prepare(config)
+def test_a_network_is_fitted_after_it_was_learned(tmp_path):
+    config = parse_config(tree(tmp_path / "run", "cen", {"hidden": [8]}, learn={"steps": 5}))
+    with pytest.raises(ConfigError, match=r"holds nothing learned with .* 'cen'; run `kme-dist learn`"):
+        fit.run(config, name="iris")
+    assert learn.run(config, name="iris")["steps"] == 5
+    assert fit.run(config, name="iris")["solver"] == "features"
+    assert kme_dist.load(tmp_path / "run" / "model.zarr").feature_names_in_[0] == "sepal length (cm)"
+    with pytest.raises(ConfigError, match="counts the batches of mce"):
+        plan.run(config)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from kme_dist.pipelines.progress import StepProgress, rate_in_words
 
 CONFIG = """
 data: {{source: {source}}}
-model: {{kernel: {{name: gaussian, ard: true}}, regularization: 0.1}}
+model: {{kernel: {{name: gaussian, ard: true}}, objective: rcb, regularization: 0.1}}
 learn: {{steps: 5, batch_size: 80, batches_per_step: 2, seed: 1}}
 cluster: {{kind: serial}}
 output: {{folder: {folder}}}
@@ -176,7 +176,7 @@ def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path)
         (["learn.mode=full", "model.features=identity"], "have no parameters"),
         (["learn.mode=full", "model.features=fourrier"], "feature map 'fourrier' is unknown"),
         (["learn.mode=full", "model.objective=validation"], "full gradients are of rcb and erm"),
-        (["learn.mode=local", "learn.local_steps=2"], r"learn\.steps is 5, which is no multiple"),
+        (["learn.mode=local", "learn.local_steps=2"], r"learn\.steps is 5, which is not a multiple"),
         (["learn.feature_cache=lots"], r"learn\.feature_cache is 'lots'"),
         (["model.backend=cupy"], "no usable CUDA device"),
     ],

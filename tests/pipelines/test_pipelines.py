@@ -50,7 +50,7 @@ def quick(folder, **changes):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Drawing takes a second; these tests are about something else."""
-    monkeypatch.setattr("kme_dist.pipelines.report.build", lambda *arguments, **settings: "<html></html>")
+    monkeypatch.setattr("kme_dist.pipelines.pages.run_page", lambda *arguments, **settings: "<html></html>")
 
 
 def status(folder):
@@ -189,7 +189,7 @@ def test_a_second_table_is_tested_on_and_must_match(tmp_path):
     rows = tables.load(DataConfig(source=train, label="kind", test_source=test))
     assert (len(rows.y_train), len(rows.y_test)) == (20, 4)
     other = write_csv(tmp_path / "other.csv", GOOD[:4], header="height,depth,kind")
-    with pytest.raises(DataError, match="column 1 is 'depth' instead of 'width'"):
+    with pytest.raises(DataError, match="the column 'width' is missing; found height, depth, kind"):
         tables.load(DataConfig(source=train, label="kind", test_source=other))
     strange = write_csv(tmp_path / "strange.csv", [*GOOD[:4], "1,2,z"])
     with pytest.raises(DataError, match="test row 4 has the label 'z'"):

@@ -90,7 +90,7 @@ def answer(monkeypatch):
 
 def test_a_model_that_guesses_is_reported(answer):
     answer(lambda rows: np.full((rows, 3), 1 / 3))
-    with pytest.raises(NumericalError, match="told right"):
+    with pytest.raises(NumericalError, match="classified correctly"):
         smoke.run(HERE)
 
 

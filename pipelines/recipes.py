@@ -1,0 +1,263 @@
+"""From a config to what learning and fitting take: the one place where its sections become settings.
+
+    check(config)                                             # keys that do not go together are refused
+    for start in starts_of(config, n_features):               # one, or those of `learn.starts`
+        recipe = recipe_of(config, start.settings, data)      # of model.kind mce: see `kme_dist.run.train`
+        model = estimator_of(config, start.settings)          # of any kind
+
+    model:
+      kind: cen
+      options: {hidden: [64, 32]}       # whatever CENClassifier takes beyond the keys of the sections
+
+The sections mean the same for every kind of model (`learn.steps`, `model.scaling`, ...); `options` holds the other
+parameters of the estimator. A key that is absent has the default of the estimator.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kme_dist import ASKLClassifier, CENClassifier, MCEClassifier, kernels
+from kme_dist.config import Config, FitConfig, LearnConfig, ModelConfig, Start
+from kme_dist.core import features as maps
+from kme_dist.core.optim import cosine_decay
+from kme_dist.data.dataset import RowSource
+from kme_dist.data.ingest import parse_bytes
+from kme_dist.errors import ConfigError
+from kme_dist.ops.cluster import backend_of
+from kme_dist.run.executors import Executor
+from kme_dist.run.train import Recipe
+
+KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASKLClassifier}
+SECTIONS: dict[str, Any] = {"model": ModelConfig, "learn": LearnConfig, "fit": FitConfig}
+NOT_OPTIONS = ("client", "verbose")
+FULL_OBJECTIVES = ("rcb", "erm")  # that have exact gradients over all rows
+ROWS_TO_REHEARSE = 20  # of each class
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where learning starts: the parameters of the estimator; of several, each has a folder in that of the run."""
+
+    name: str
+    settings: dict[str, Any]
+    folder: str = ""
+
+    @property
+    def as_given(self) -> dict[str, Any]:
+        """The same without learning, to compare with."""
+        return {**self.settings, "steps": 0, "refit_regularization": False}
+
+
+# --- checks ---------------------------------------------------------------------------------------------------
+
+
+def check(config: Config) -> None:
+    """Refuse keys that do not go together, before anything is read or written."""
+    if config.model.kind == "mce":
+        _check_kernel(config)
+    else:
+        _check_network(config)
+    _bytes("learn.feature_cache", config.learn.feature_cache)
+    if config.fit.memory is not None:
+        _bytes("fit.memory", config.fit.memory)
+
+
+def _check_kernel(config: Config) -> None:
+    learn, objective = config.learn, config.model.objective
+    if config.model.options:
+        raise ConfigError("model.options go with model.kind cen or askl; mce takes the keys of the sections")
+    if learn.mode == "full":
+        if objective is not None and objective not in FULL_OBJECTIVES:
+            raise ConfigError(
+                f"learn.mode is full: model.objective is {objective!r}, full gradients are of rcb and erm"
+            )
+        if config.model.features is None:
+            raise ConfigError(
+                "learn.mode is full: model.features is missing, e.g. {name: random_fourier, features: 512}; it learns "
+                "explicit features, kernels are learned with sync and local"
+            )
+        if learn.starts:
+            raise ConfigError("learn.starts are of kernels; learn.mode is full, leave them out")
+    elif config.model.features is not None:
+        raise ConfigError(
+            f"model.features is set and learn.mode is {learn.mode}; explicit features are learned with full, or as "
+            "the network of model.kind cen, options: {network: ...}"
+        )
+    steps = MCEClassifier().steps if learn.steps is None else learn.steps
+    if learn.mode == "local" and steps % learn.local_steps:
+        raise ConfigError(
+            f"learn.steps is {steps}, which is not a multiple of learn.local_steps {learn.local_steps}: "
+            "parameters are averaged after whole rounds"
+        )
+
+
+def _check_network(config: Config) -> None:
+    kind = config.model.kind
+    if config.model.features is not None:
+        instead = "options: {network: ...}" if kind == "cen" else "options: {features: 500}"
+        raise ConfigError(f"model.features goes with model.kind mce; for {kind} write {instead}")
+    if config.learn.starts:
+        raise ConfigError(f"learn.starts are of kernels; model.kind is {kind!r}, leave them out")
+    if config.learn.mode != "sync":
+        raise ConfigError(
+            f"learn.mode is {config.learn.mode!r}: with model.kind {kind!r} leave it out; without "
+            "learn.batch_size a network takes the exact gradient of all rows"
+        )
+    _network_settings(config)
+
+
+def _bytes(key: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise ConfigError(f"{key} is {text!r}; give bytes such as 256MiB") from None
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+def starts_of(config: Config, n_features: int) -> list[StartingPoint]:
+    """The parameters of the estimator for every starting point."""
+    if config.model.kind != "mce":
+        return [StartingPoint("", _network_settings(config))]
+    settings = config.estimator_arguments()
+    if config.learn.mode == "full":
+        settings.setdefault("objective", FULL_OBJECTIVES[0])
+    if settings.get("kernel") is not None:
+        settings["kernel"] = kernels.from_config(settings["kernel"], n_features=n_features)
+    if not config.learn.starts:
+        return [StartingPoint("", settings)]
+    return [
+        StartingPoint(start.name, {**settings, **_changes(config, start, n_features)}, f"starts/{number}")
+        for number, start in enumerate(config.learn.starts)
+    ]
+
+
+def _changes(config: Config, start: Start, n_features: int) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if start.regularization is not None:
+        changes["regularization"] = start.regularization
+    if start.length_scale is not None:
+        kernel: Any = config.model.kernel or MCEClassifier().kernel
+        settings = {"name": kernel, "ard": True} if isinstance(kernel, str) else kernel
+        changes["kernel"] = kernels.from_config({**settings, "length_scale": start.length_scale}, n_features=n_features)
+    return changes
+
+
+def _network_settings(config: Config) -> dict[str, Any]:
+    """The parameters of a CENClassifier or ASKLClassifier that the config sets."""
+    kind, options = config.model.kind, dict(config.model.options or {})
+    known = set(KINDS[kind]().get_params()) - set(NOT_OPTIONS)
+    owners = {key: f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields}
+    del owners["features"]  # of askl it is how many
+    owners["random_state"] = "learn.seed"
+    free = sorted(known - set(owners))
+    for key in options:
+        if key in owners:
+            raise ConfigError(f"model.options.{key}: write {owners[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, free, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(free)}"
+            raise ConfigError(f"model.options.{key} is unknown with model.kind {kind!r}; {hint}")
+    given = config.estimator_arguments()
+    given |= {k: getattr(config.learn, k) for k in ("schedule", "batches_per_step") if k in config.learn.given()}
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{owners[key]} does not go with model.kind {kind!r}; options: {', '.join(free)}")
+    if kind == "askl" and options.setdefault("loss", "cross_entropy") != "cross_entropy":
+        raise ConfigError(
+            f"model.options.loss is {options['loss']!r}: a run reports probabilities, which come with cross_entropy"
+        )
+    if "hidden" in options:
+        options["hidden"] = tuple(options["hidden"])
+    return {**given, **options}
+
+
+def estimator_of(config: Config, settings: Mapping[str, Any], **further: Any) -> Any:
+    """An estimator of the kind that the config names, not fitted yet."""
+    return KINDS[config.model.kind](**{**settings, **further})
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The config with every default spelled out."""
+    if config.model.kind == "mce":
+        full = config.resolved(MCEClassifier().get_params())
+        if config.learn.mode == "full":
+            full["model"]["objective"] = config.model.objective or FULL_OBJECTIVES[0]
+        return full
+    model = estimator_of(config, _network_settings(config))
+    full = config.resolved(model.get_params())
+    full["learn"] |= {key: getattr(model, key) for key in ("schedule", "batches_per_step")}
+    return full
+
+
+# --- recipes --------------------------------------------------------------------------------------------------
+
+
+def recipe_of(config: Config, settings: Mapping[str, Any], data: RowSource, executor: Executor | None = None) -> Recipe:
+    """What the estimator would do with these settings, and what a config adds to them.
+
+    The workers of `executor` decide whether arrays are on the CPU or the GPU; without one, the CPU.
+    """
+    model = MCEClassifier(**{**settings, "backend": "numpy"})
+    learn, fit = config.learn, config.fit
+    further = {key: getattr(fit, key) for key in ("centre_choice", "tolerance", "tile_rows")}
+    if fit.memory is not None:
+        further["memory"] = _bytes("fit.memory", fit.memory)
+    return replace(
+        model.recipe(data),
+        batches_per_step=learn.batches_per_step,
+        local_steps=learn.local_steps if learn.mode == "local" else None,
+        schedule=cosine_decay if learn.schedule == "cosine" else None,
+        train_share=learn.train_share,
+        backend="numpy" if executor is None else backend_of(executor, settings.get("backend", "auto")),
+        fit={key: value for key, value in further.items() if value is not None},
+    )
+
+
+def feature_map_of(config: Config, n_features: int) -> Any:
+    """The explicit features that `learn.mode: full` starts from; None where a kernel is learned."""
+    if config.model.features is None:
+        return None
+    seed = 0 if config.learn.seed is None else config.learn.seed
+    found = maps.from_config(config.model.features, n_features=n_features, seed=seed)
+    if not found.parameters:
+        raise ConfigError(f"model.features {config.model.features!r} have no parameters: there is nothing to learn")
+    return found
+
+
+def cache_bytes_of(config: Config) -> int:
+    return _bytes("learn.feature_cache", config.learn.feature_cache)
+
+
+def rehearse(config: Config, X: np.ndarray, y: np.ndarray) -> None:
+    """One step on a few rows: a setting that cannot work is found before anything stored is touched."""
+    if config.model.features is not None:
+        return
+    few = np.concatenate([np.flatnonzero(y == label)[:ROWS_TO_REHEARSE] for label in np.unique(y)])
+    if len(np.unique(y[few])) < 2:
+        return
+    for start in starts_of(config, X.shape[1]):
+        model = estimator_of(config, start.settings, backend="auto")  # this machine may lack the GPUs of the workers
+        if config.model.kind == "mce":
+            model.set_params(steps=min(model.steps, 1), solver="auto", centres=None)
+        elif config.model.kind == "cen":
+            model.set_params(steps=min(model.steps, 1))
+        else:
+            model.set_params(epochs=1)
+        model.fit(X[few], y[few])
+
+
+def initial_features(config: Config, settings: Mapping[str, Any], n_features: int) -> Any:
+    """The map that learning began with, for pictures of what has moved; None where a kernel is learned."""
+    if config.model.kind == "mce":
+        return None
+    model = estimator_of(config, settings)
+    model.n_features_in_ = n_features
+    return model._start()

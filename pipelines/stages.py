@@ -1,0 +1,179 @@
+"""What the stages of a run have in common: a config, a run folder, workers, and who is told of the progress.
+
+    with Run.open(config, name="digits") as run:
+        for stage in (ingest.STAGE, learn.STAGE, fit.STAGE):
+            run.do(stage)
+
+A stage is a function of the run that returns plain data, the inputs it depends on and the outputs it leaves. It is
+skipped when an earlier call has done it with the same inputs. Workers are started when the first stage needs them and
+serve all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kme_dist.backend import blas_threads
+from kme_dist.config import ClusterConfig, Config
+from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.ops.cluster import in_words, open_executor
+from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
+from kme_dist.pipelines import recipes, tables
+from kme_dist.pipelines.folder import Listener, RunFolder, digest
+from kme_dist.run.executors import Executor
+
+ROWS_TO_DRAW = 20_000  # of either part, for pictures and for curves over test rows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a run. `inputs` are what it depends on, `outputs` what it leaves in the run folder."""
+
+    name: str
+    work: Callable[[Run], dict[str, Any]]
+    inputs: Callable[[Run], Mapping[str, Any]]
+    outputs: Callable[[Run], Sequence[str]]
+    over_workers: bool = True
+
+
+class Workers:
+    """The cluster of a run: started when the first stage needs it, closed when the run ends."""
+
+    def __init__(self, settings: ClusterConfig, listener: Listener, performance: Path | None) -> None:
+        self._settings, self._listener, self._performance = settings, listener, performance
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @cached_property
+    def executor(self) -> Executor:
+        executor = self._stack.enter_context(open_executor(self._settings))
+        self._stack.enter_context(performance_report(executor, self._performance))
+        self._listener.say(in_words(executor))
+        return executor
+
+
+@dataclass
+class Run:
+    """What every stage is given.
+
+    `source` is what is known of the rows before they are stored, see `tables.checked`; `fresh` names stages to do even
+    if they are current; `outdated` are results of later stages, removed once something new is learned or fitted.
+    """
+
+    config: Config
+    name: str
+    resolved: dict[str, Any]  # the config with every default
+    source: Dataset | tables.Tables | None
+    folder: RunFolder
+    listener: Listener
+    workers: Workers
+    fresh: Collection[str] = ()
+    outdated: Sequence[str] = ()
+    telemetry: Telemetry = field(init=False)  # of the stage that is being done
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        config: Config,
+        *,
+        name: str,
+        test_rows: bool = False,
+        fresh: Collection[str] = (),
+        outdated: Sequence[str] = (),
+        listener: Listener | None = None,
+        command: str = "",
+        performance: Path | None = None,
+    ) -> Iterator[Run]:
+        """Check settings and data, then take the run folder for as long as the block lasts.
+
+        Whatever is wrong with either is said before anything is written. With `test_rows` a data set without the parts
+        `train` and `test` is divided; otherwise it is learned from as a whole.
+        """
+        listener = listener or Listener()
+        recipes.check(config)
+        resolved = recipes.resolved(config)
+        source = tables.checked(config.data, test_rows=test_rows)
+        if source is not None:
+            recipes.starts_of(config, len(source.feature_names))
+            recipes.feature_map_of(config, len(source.feature_names))
+        opened = RunFolder.open(config, name=name, command=command, fresh=False, listener=listener)
+        with blas_threads(config.model.threads), opened as folder:
+            folder.facts |= {
+                "seeds": {"split": resolved["data"]["split_seed"], "learn": resolved["learn"]["seed"]},
+                "digests": {"config": config_digest(resolved)},
+            }
+            with Workers(config.cluster, listener, performance) as workers:
+                yield cls(config, name, resolved, source, folder, listener, workers, fresh, outdated)
+
+    def do(self, stage: Stage) -> dict[str, Any]:
+        """Do a stage, or return at once what it has returned when it was done before."""
+        self.folder.fresh = stage.name in self.fresh
+        inputs, outputs = stage.inputs(self), stage.outputs(self)
+        return self.folder.stage(stage.name, inputs=inputs, outputs=outputs, work=lambda: self._work(stage))
+
+    def is_current(self, *stages: Stage) -> bool:
+        """Whether these stages, in their order, were done before with the same inputs."""
+        for stage in stages:
+            self.folder.fresh = stage.name in self.fresh
+            if not self.folder.reuse(stage.name, stage.inputs(self), stage.outputs(self)):
+                return False
+        return True
+
+    def _work(self, stage: Stage) -> dict[str, Any]:
+        """The work of a stage, reported to the dashboard and to log.jsonl."""
+        cluster = self.executor if stage.over_workers else None
+        log = self.folder.path / "log.jsonl"
+        with telemetry(cluster, run=self.name, stage=stage.name, pipeline=self.name, log=log) as self.telemetry:
+            return stage.work(self)
+
+    def result(self, stage: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.folder.stages[stage]["result"]
+        return found
+
+    def inputs_digest(self, stage: str) -> str:
+        """Stands for what a stage has left: the next one depends on it."""
+        return str(self.folder.stages[stage]["inputs"])
+
+    def say(self, line: str) -> None:
+        """A line for people, here and on the dashboard."""
+        self.listener.say(line)
+        self.telemetry.say(line)
+
+    @property
+    def executor(self) -> Executor:
+        return self.workers.executor
+
+    @cached_property
+    def data(self) -> Dataset:
+        """The rows, once the stage `ingest` is done."""
+        return open_dataset(self.result("ingest")["path"])
+
+    @cached_property
+    def starts(self) -> list[recipes.StartingPoint]:
+        return recipes.starts_of(self.config, self.data.features)
+
+    @cached_property
+    def sample(self) -> tables.Tables:
+        """Rows to draw, and to watch during learning."""
+        return tables.sample(self.data, ROWS_TO_DRAW)
+
+    @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """Of one row, where rows are images: as the data set says, else as the config does."""
+        return self.data.sample_shape if len(self.data.sample_shape) > 1 else self.config.data.image_shape
+
+
+def config_digest(resolved: Mapping[str, Any]) -> str:
+    """Of everything that results depend on."""
+    return digest({**resolved, "output": None, "cluster": None})

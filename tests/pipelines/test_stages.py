@@ -1,0 +1,238 @@
+"""`kme-dist run` is learn, fit, predict and evaluate in order: the same files, to the last bit, whichever way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kme_dist
+from kme_dist.cli.app import execute
+from kme_dist.config import parse_config
+from kme_dist.data.ingest import ingest
+from kme_dist.data.store import load_arrays
+from kme_dist.errors import ConfigError
+from kme_dist.pipelines import evaluate, fit, learn, predict, run
+from kme_dist.pipelines.folder import Listener
+
+COMMANDS = ("learn", "fit", "predict", "evaluate")
+PICTURES = "kme_dist.pipelines.pages.run_page"
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Drawing takes a second; these tests are about something else."""
+    monkeypatch.setattr(PICTURES, lambda *arguments, **settings: "<html></html>")
+
+
+def csv(folder, rows=90):
+    rng = np.random.default_rng(3)
+    colours, heights = rng.choice(["blue", "green", "red"], rows), rng.random(rows).round(3)
+    kinds = np.where((colours == "red") | (heights > 0.6), "tall", "small")
+    lines = [f"{h},{c},{k}" for h, c, k in zip(heights, colours, kinds, strict=True)]
+    path = folder / "table.csv"
+    path.write_text("\n".join(["height,colour,kind", *lines]) + "\n")
+    return {"source": str(path), "label": "kind"}
+
+
+def stored(folder, split="train=0.7,test=0.3"):
+    X = np.random.default_rng(4).random((150, 3)).astype(np.float32)
+    place = folder / "stored.zarr"
+    ingest((X, (3 * X[:, 0]).astype(int)), place, shuffle=0, split=split, chunk_bytes=600, shard_bytes=2400)
+    return {"source": str(place)}
+
+
+CASES = {
+    "a table with a text column": (csv, {}, {"steps": 12}),
+    "a stored data set": (stored, {}, {"steps": 12, "batches_per_step": 2}),
+    "replicas": (stored, {"objective": "validation"}, {"steps": 6, "mode": "local", "local_steps": 3}),
+    "a network": (csv, {"kind": "cen", "options": {"hidden": [6]}}, {"steps": 8, "batch_size": 40}),
+    "frequencies": (csv, {"kind": "askl", "options": {"features": 10, "epochs": 2}}, {"batch_size": 40}),
+    "explicit features": (
+        stored,
+        {"features": {"name": "random_fourier", "features": 8}, "dtype": "float64"},
+        {"steps": 5, "mode": "full"},
+    ),
+    "several starts": (
+        csv,
+        {"objective": "rcb"},
+        {"steps": 4, "starts": [{"name": "far", "length_scale": 20.0}, {"name": "near", "length_scale": 0.5}]},
+    ),
+}
+
+
+def config_of(folder, data, model, learning, **sections):
+    return {
+        "data": data,
+        "model": model,
+        "learn": {"checkpoint_steps": 2, **learning},
+        "cluster": {"kind": "serial"},
+        "output": {"folder": str(folder)},
+        **sections,
+    }
+
+
+def without_times(value):
+    """All but what a clock decides."""
+    if isinstance(value, dict):
+        timed = ("second", "share", "digests", "seal")
+        return {k: without_times(v) for k, v in value.items() if not any(word in k for word in timed)}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def assert_same_model(one, other):
+    (arrays, attributes), (theirs, their_attributes) = (load_arrays(place / "model.zarr") for place in (one, other))
+    assert {name: a.tobytes() for name, a in arrays.items()} == {name: a.tobytes() for name, a in theirs.items()}
+    assert without_times(attributes) == without_times(their_attributes)
+
+
+def assert_same_predictions(one, other):
+    found, theirs = (kme_dist.open_predictions(place / "predictions.zarr") for place in (one, other))
+    assert found.names == theirs.names
+    for name in found.names:
+        assert found.read(name).tobytes() == theirs.read(name).tobytes()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.replace(" ", "-"))
+def test_a_run_is_its_commands_in_order(case, tmp_path, capsys):
+    source, model, learning = CASES[case]
+    data = source(tmp_path)
+    whole = run.run(parse_config(config_of(tmp_path / "whole", data, model, learning)), name="x")
+    path = tmp_path / "single.yaml"
+    path.write_text(json.dumps(config_of(tmp_path / "single", data, model, learning)))
+    printed = {}
+    for command in COMMANDS:
+        assert execute([command, str(path), "--quiet"]) == 0, command
+        capsys.readouterr()
+        assert execute([command, str(path), "--quiet", "--json"]) == 0, "again there is nothing to do"
+        printed[command] = json.loads(capsys.readouterr().out)
+    assert printed["learn"]["steps_now"] == 0
+    assert_same_model(tmp_path / "whole", tmp_path / "single")
+    assert_same_predictions(tmp_path / "whole", tmp_path / "single")
+    assert printed["evaluate"]["accuracy"] == whole["accuracy"]
+    assert printed["evaluate"]["log_loss"] == whole["log_loss"]
+
+
+def stages_done(folder, config):
+    before = json.loads((folder / "run.json").read_text())["stages"]
+    run.run(config, name="x")
+    after = json.loads((folder / "run.json").read_text())["stages"]
+    return [name for name in after if after[name] != before.get(name)]
+
+
+def test_a_run_goes_on_where_single_commands_have_ended(tmp_path):
+    config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {"objective": "rcb"}, {"steps": 4}))
+    learn.run(config, name="x")
+    fit.run(config, name="x")
+    assert stages_done(tmp_path / "run", config) == ["predict", "evaluate", "report"]
+    assert learn.run(config, name="x")["steps_now"] == 0
+    seen = []
+    fit.run(config, name="x", listener=Listener(say=seen.append))
+    assert seen == [], "no cluster is started when there is nothing to do"
+    assert run.run(config, name="x")["reused"]
+
+
+def test_learn_keeps_every_candidate_and_fit_the_best(tmp_path):
+    """By default the objective is that of the estimator: two are compared."""
+    config = parse_config(config_of(tmp_path / "run", stored(tmp_path), {}, {"steps": 10}))
+    learn.run(config, name="x")
+    _, found = load_arrays(tmp_path / "run" / "learned.zarr")
+    (start,) = found["starts"]
+    assert [candidate["name"] for candidate in start["candidates"]] == ["rcb", "validation"]
+    result = fit.run(config, name="x")
+    losses = result["fits"][0]["losses"]
+    assert set(losses) == {"rcb", "validation"}
+    model = kme_dist.load(tmp_path / "run" / "model.zarr")
+    assert model.objective_ == min(losses, key=losses.get)
+    alone = kme_dist.MCEClassifier(steps=10).fit(kme_dist.open_dataset(config.data.source))
+    np.testing.assert_array_equal(model.embedding_.weights, alone.embedding_.weights)
+
+
+def test_learn_stops_early_where_the_recipe_says_so(tmp_path):
+    """Under "auto" a plateau ends the learning, in the command as in a run."""
+    steps = 400
+    config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {}, {"steps": steps, "checkpoint_steps": 100}))
+    summary = learn.run(config, name="x")
+    assert summary["steps"] < 2 * steps
+
+
+def test_a_data_set_without_parts_is_learned_from_as_a_whole(tmp_path):
+    """And `kme-dist run`, which needs test rows, divides it; from then on the single commands use that."""
+    config = parse_config(config_of(tmp_path / "run", stored(tmp_path, None), {"objective": "rcb"}, {"steps": 3}))
+    learn.run(config, name="x")
+    assert fit.run(config, name="x")["rows"] == 150
+    assert run.run(config, name="x")["train_rows"] == 120
+    assert fit.run(config, name="x")["rows"] == 120
+    assert learn.run(config, name="x")["steps_now"] == 0
+
+
+def test_columns_that_the_config_chooses_are_those_that_are_learned_from(tmp_path):
+    data = {**stored(tmp_path), "features": ["x0", "x2"]}
+    config = parse_config(config_of(tmp_path / "run", data, {"objective": "rcb"}, {"steps": 3}))
+    learn.run(config, name="x")
+    assert load_arrays(tmp_path / "run" / "learned.zarr")[1]["feature_names"] == ["x0", "x2"]
+
+
+def test_a_killed_learn_resumes_and_a_run_finishes_it(tmp_path):
+    def stop(record):
+        if record["step"] == 7:
+            raise KeyboardInterrupt
+
+    def config(name):
+        return parse_config(config_of(tmp_path / name, data, {}, {"steps": 10}))
+
+    data, seen = csv(tmp_path), []
+    with pytest.raises(KeyboardInterrupt):
+        learn.run(config("cut"), name="x", listener=Listener(step=stop))
+    run.run(config("cut"), name="x", listener=Listener(step=lambda record: seen.append(record["step"])))
+    assert seen[0] > 1
+    run.run(config("whole"), name="x")
+    assert_same_model(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_results_of_other_settings_are_replaced_by_a_run_and_kept_by_learn(tmp_path):
+    def config(rate, **output):
+        tree = config_of(tmp_path / "run", data, {"objective": "rcb"}, {"steps": 3, "learning_rate": rate})
+        tree["output"] |= output
+        return parse_config(tree)
+
+    data = csv(tmp_path)
+    learn.run(config(0.1), name="x")
+    with pytest.raises(ConfigError, match=r"learn\.learning_rate was 0\.1, now it is 0\.2.*--fresh"):
+        learn.run(config(0.2), name="x")
+    with pytest.raises(ConfigError, match=r"output\.overwrite is false"):
+        run.run(config(0.2, overwrite=False), name="x")
+    run.run(config(0.2), name="x")
+    assert learn.run(config(0.2), name="x")["steps_now"] == 0
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1, "those of other settings are gone"
+
+
+def test_new_parquet_rows_are_encoded_as_those_of_the_run(tmp_path):
+    """Without a word on how: the run folder has the encoding."""
+    import pandas as pd
+
+    tree = config_of(tmp_path / "run", csv(tmp_path), {"objective": "rcb"}, {"steps": 3})
+    run.run(parse_config(tree), name="x")
+    new = pd.DataFrame({"colour": ["red", "blue"], "height": [0.2, 0.3]})
+    new.to_parquet(tmp_path / "new.parquet")
+    tree["predict"] = {"data": str(tmp_path / "new.parquet"), "out": str(tmp_path / "new.zarr")}
+    result = predict.run(parse_config(tree), name="x")
+    assert (result["rows"], result["status"]) == (2, "succeeded")
+
+
+def test_an_evaluation_has_the_figures_of_the_run(tmp_path):
+    config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {"objective": "rcb"}, {"steps": 3}))
+    summary = run.run(config, name="x")
+    assert evaluate.run(config, name="x")["accuracy"] == summary["accuracy"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_modules_are_programs(name):
+    script = Path(__file__).parents[2] / "pipelines" / f"{name}.py"
+    done = subprocess.run([sys.executable, str(script), "absent.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "config file absent.yaml does not exist" in done.stderr
