@@ -1,74 +1,250 @@
-"""One writer at a time on one target.
+"""Leases: one writer at a time on one target, one driver at a time of one job.
 
-On local disks the lease is a lock that the kernel gives back when its holder dies, so nothing ever waits for a dead
-process. In object stores it is an object made by create-if-absent, whose counter the holder advances: a second
-writer watches the counter (never a clock) and takes over only when it has stood still for several beats.
+    with writer_lease(place) as check:
+        ...
+        check()                    # right before the step that makes the work visible
+
+    lease = EpochLease.take(place, wait_s=60)
+    with lease:
+        ...
+        lease.check()              # raises LeaseLost when another process took over
+
+A `Lease` is an object in a folder or an object store that its holder rewrites every beat with a counter one higher. A
+contender watches the object (never the clock of another machine) and takes over when it has not changed for several
+beats. There are two kinds:
+
+    WriterLease   `NAME.lease` beside the target, in object stores. On local disks `writer_lease` uses a kernel lock
+                  instead, which is released when its holder dies, so nothing ever waits for a dead process.
+    EpochLease    `lease/000001.json`, `lease/000002.json`, ... in a job's folder: whoever creates the next epoch holds
+                  the lease, and all earlier holders have lost it. Works between hosts that share nothing but the
+                  folder, and for holders that hang.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any, ClassVar, Self
 
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, KMEError, RetryError
 
 Check = Callable[[], None]
-BEAT_S = 5.0
-BEATS_TO_EXPIRE = 4
+_EPOCH_KEY = re.compile(r"lease/(\d{6})\.json")
+
+
+class LeaseLost(BaseException):
+    """Another holder took over. Not an Exception: only the outermost frame may continue after it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a contender sees of a lease: it is alive as long as `state` changes between two observations."""
+
+    state: Any
+    free: bool  # nobody holds it, or the holder is known to be dead
+    beat_s: float  # how often its holder renews it
+
+
+class Lease(abc.ABC):
+    """A right that one process holds by rewriting an object every `beat_s`."""
+
+    role: ClassVar[str]
+    default_beat_s: ClassVar[float]
+    beats_to_expire: ClassVar[int]
+
+    def __init__(self, place: Place, holder: str | None = None, beat_s: float | None = None) -> None:
+        self.place, self.holder, self.beat_s = place, holder or _this_process(), beat_s or self.default_beat_s
+        self._counter = 0
+        self._stop, self._renewal_refused = Event(), Event()
+        self._thread = Thread(target=self._heartbeat, name="kme-lease", daemon=True)
+
+    @abc.abstractmethod
+    def _observe(self) -> Observation: ...
+
+    @abc.abstractmethod
+    def _claim(self, seen: Observation) -> bool:
+        """Take over from what was seen; False when another contender was faster."""
+
+    @abc.abstractmethod
+    def _renew(self) -> bool:
+        """Write the counter; False when the lease belongs to another."""
+
+    @abc.abstractmethod
+    def _release(self) -> None: ...
+
+    @abc.abstractmethod
+    def _current_holder(self) -> str: ...
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise when another process took over because this one had stalled."""
+
+    def acquire(self, wait_s: float, finished: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until nobody alive holds the lease, and claim it; False when `finished()` comes true before.
+
+        RetryError when a living holder keeps it for longer than `wait_s`. A holder is given the time of its beats to
+        prove that it lives, however short `wait_s` is.
+        """
+        began = since = time.monotonic()
+        last: Observation | None = None
+        while not finished():
+            seen = self._observe()
+            changed = last is not None and seen.state != last.state
+            if last is None or changed:
+                since = time.monotonic()
+            last = seen
+            expired = time.monotonic() - since >= self.beats_to_expire * seen.beat_s
+            if seen.free or expired:
+                if self._claim(seen):
+                    return True
+            elif changed and time.monotonic() - began >= wait_s:
+                raise _busy(self.place, self.role, self._current_holder())
+            time.sleep(self._poll_s)
+        return False
+
+    @property
+    def _poll_s(self) -> float:
+        return self.beat_s
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._release()
+
+    def _heartbeat(self) -> None:
+        while not self._stop.wait(self.beat_s):
+            self._counter += 1
+            try:
+                if not self._renew():
+                    self._renewal_refused.set()
+                    return
+            except KMEError:
+                continue  # the store failed for a moment; the next beat tries again, and every commit calls `check`
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _busy(place: Place | Path, role: str, holder: str) -> RetryError:
+    return RetryError(
+        f"{place}: another {role} is at work there ({holder}). Wait until it is done, or stop it; then run this again."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# One writer on one target
 
 
 @contextlib.contextmanager
-def writer_lease(place: Place, *, wait_s: float = 0.0, beat_s: float = BEAT_S) -> Iterator[Check]:
-    """Hold the only right to write at `place`; RetryError when somebody else has it for longer than `wait_s`.
+def writer_lease(place: Place, *, wait_s: float = 0.0, beat_s: float | None = None) -> Iterator[Check]:
+    """Hold the only right to write at `place`; RetryError when another process has it for longer than `wait_s`.
 
     Yields a function to call right before the step that makes the work visible: it raises RetryError when the lease was
-    lost in the meantime, because this process stood still for so long that another took over.
+    lost in the meantime, because this process had stalled for so long that another took over.
     """
-    lease = _local_lease(place.path, wait_s) if place.is_local else _remote_lease(place, wait_s, beat_s)
-    with lease as check:
-        yield check
+    if place.is_local:
+        with _file_lock(place.path, wait_s) as check:
+            yield check
+        return
+    lease = WriterLease(place, beat_s=beat_s)
+    lease.acquire(wait_s)
+    with lease:
+        yield lease.check
 
 
-def _busy(place: Place | Path, holder: str) -> RetryError:
-    return RetryError(
-        f"{place}: another writer is at work there ({holder}). Wait until it is done, or stop it; then run this again."
-    )
+class WriterLease(Lease):
+    """The right to write at one address of an object store."""
+
+    role = "writer"
+    default_beat_s = 5.0
+    beats_to_expire = 4
+
+    def __init__(self, place: Place, holder: str | None = None, beat_s: float | None = None) -> None:
+        if place.address.count("/") < 3:
+            raise ConfigError(
+                f"{place}: a whole bucket cannot be one data set; name a path in it, like {place}/data.zarr."
+            )
+        super().__init__(place, holder, beat_s)
+        # Beside the group, not inside it: deleting the group must not delete the lease.
+        self._home, self._key = Place.of(place.sibling("").address), f"{place.name}.lease"
+        self._token = uuid.uuid4().hex
+        self._version: str | None = None
+
+    def _observe(self) -> Observation:
+        version = self._home.version(self._key)
+        return Observation(version, free=version is None, beat_s=self.beat_s)
+
+    def _claim(self, seen: Observation) -> bool:
+        if seen.state is None:
+            claimed = self._home.write(self._key, self._content(), only_if_absent=True)
+        else:
+            claimed = self._home.write(self._key, self._content(), replacing=seen.state)
+        if claimed:
+            self._version = self._home.version(self._key)
+        return claimed
+
+    def _renew(self) -> bool:
+        if self._version is None or not self._home.write(self._key, self._content(), replacing=self._version):
+            return False
+        self._version = self._home.version(self._key)
+        return True
+
+    def _release(self) -> None:
+        if not self._renewal_refused.is_set():
+            self._home.delete(self._key)
+
+    def _current_holder(self) -> str:
+        try:
+            return str(json.loads(self._home.read(self._key)).get("holder", "unknown"))
+        except (FileNotFoundError, ValueError):
+            return "unknown"
+
+    def check(self) -> None:
+        if self._renewal_refused.is_set() or self._token not in self._home.read(self._key).decode():
+            raise _busy(self.place, self.role, "it took over because this process had stalled")
+
+    def _content(self) -> bytes:
+        return json.dumps({"holder": self.holder, "token": self._token, "counter": self._counter}).encode()
 
 
 def _always_held() -> None:
     """The kernel never takes a lock away from a living process."""
 
 
-def _whoami() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 @contextlib.contextmanager
-def _local_lease(target: Path, wait_s: float) -> Iterator[Check]:
+def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
     path = target.with_name(f".{target.name}.lock")
     deadline = time.monotonic() + wait_s
     while True:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # file systems like /proc, where nobody can make a file
-            raise ConfigError(f"{target}: no file can be made in {target.parent}. Choose another path.") from None
+        except FileNotFoundError:  # file systems like /proc, where nobody can create a file
+            raise ConfigError(f"{target}: cannot create a file in {target.parent}. Choose another path.") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             if time.monotonic() >= deadline:
-                raise _busy(target, holder) from None
+                raise _busy(target, "writer", holder) from None
             time.sleep(0.05)
             continue
         try:
@@ -80,74 +256,132 @@ def _local_lease(target: Path, wait_s: float) -> Iterator[Check]:
         os.close(descriptor)  # the previous holder removed the file between our open and our lock
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _whoami().encode(), 0)
+        os.pwrite(descriptor, _this_process().encode(), 0)
         yield _always_held
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _remote_lease(place: Place, wait_s: float, beat_s: float) -> Iterator[Check]:
-    if place.address.count("/") < 3:
-        raise ConfigError(f"{place}: a whole bucket cannot be one data set; name a path in it, like {place}/data.zarr.")
-    # Beside the group, not inside it: sweeping the group must not sweep the lease.
-    home, key = place.sibling(""), f"{place.name}.lease"
-    home = Place.of(home.address)
-    token = uuid.uuid4().hex
+# -------------------------------------------------------------------------------------------------
+# One driver of one job
 
-    def content(counter: int) -> bytes:
-        return json.dumps({"holder": _whoami(), "token": token, "counter": counter}).encode()
 
-    _acquire(home, key, content(0), place, wait_s, beat_s)
-    stop, lost = Event(), Event()
-
-    def beat() -> None:
-        counter, version = 0, home.version(key)
-        while not stop.wait(beat_s):
-            counter += 1
-            try:
-                if version is None or not home.write(key, content(counter), replacing=version):
-                    lost.set()
-                    return
-                version = home.version(key)
-            except KMEError:
-                continue  # the store stumbled; the next beat tries again, and the commit checks `lost`
-
-    thread = Thread(target=beat, name="kme-lease", daemon=True)
-    thread.start()
-
-    def check() -> None:
-        if lost.is_set() or token not in home.read(key).decode():
-            raise _busy(place, "it took over while this one made no progress")
-
+def latest_epoch(place: Place) -> tuple[int, dict[str, Any] | None]:
+    """The number of the current epoch and what its holder wrote last; (0, None) before the first."""
+    numbers = [int(match[1]) for key in place.sizes("lease") if (match := _EPOCH_KEY.fullmatch(key))]
+    if not numbers:
+        return 0, None
     try:
-        yield check
-    finally:
-        stop.set()
-        thread.join()
-        if not lost.is_set():
-            home.delete(key)
+        record = json.loads(place.read(_epoch_key(max(numbers))))
+    except (FileNotFoundError, ValueError):
+        record = {}
+    return max(numbers), record if isinstance(record, dict) else {}
 
 
-def _acquire(home: Place, key: str, content: bytes, place: Place, wait_s: float, beat_s: float) -> None:
-    deadline = time.monotonic() + wait_s
-    while not home.write(key, content, only_if_absent=True):
-        seen = home.version(key)
-        if seen is None:
-            continue
-        still = True
-        for _ in range(BEATS_TO_EXPIRE):
-            time.sleep(beat_s)
-            now = home.version(key)
-            if now != seen:
-                still = False
-                break
-        if still and home.write(key, content, replacing=seen):
-            return
-        if not still and now is not None and time.monotonic() >= deadline:
-            try:
-                holder = str(json.loads(home.read(key)).get("holder", "unknown"))
-            except (FileNotFoundError, ValueError):
-                holder = "unknown"
-            raise _busy(place, holder)
+def begin_epoch(place: Place, holder: str) -> None:
+    """Take the lease away from its holder, and leave it free."""
+    lease = EpochLease(place, holder)
+    while not lease.begin(latest_epoch(place)[0] + 1, released=True):
+        pass
+
+
+def _epoch_key(epoch: int) -> str:
+    return f"lease/{epoch:06d}.json"
+
+
+class EpochLease(Lease):
+    """One epoch that this process holds; `progress` is written with every beat, for others to see."""
+
+    role = "driver"
+    default_beat_s = 2.0
+    beats_to_expire = 15  # a factorisation may hold the interpreter for a while, and the beats with it
+    poll_s = 0.2
+
+    epoch = 0  # before one is claimed
+    progress: dict[str, Any] | None = None
+
+    @classmethod
+    def take(
+        cls,
+        place: Place,
+        *,
+        holder: str | None = None,
+        wait_s: float = 0.0,
+        beat_s: float | None = None,
+        finished: Callable[[], bool] = lambda: False,
+    ) -> EpochLease | None:
+        """The next epoch, see `acquire`; None when `finished()` comes true before."""
+        lease = cls(place, holder, beat_s)
+        return lease if lease.acquire(wait_s, finished) else None
+
+    @property
+    def _poll_s(self) -> float:
+        return self.poll_s
+
+    def _observe(self) -> Observation:
+        epoch, record = latest_epoch(self.place)
+        free = record is None or bool(record.get("released")) or _died_here(record)
+        return Observation((epoch, record), free, float((record or {}).get("beat_s", self.beat_s)))
+
+    def _claim(self, seen: Observation) -> bool:
+        epoch, _ = seen.state
+        return self.begin(epoch + 1)
+
+    def begin(self, epoch: int, released: bool = False) -> bool:
+        """Create an epoch; False when another process has created it."""
+        if not self.place.write(_epoch_key(epoch), self._content(released), only_if_absent=True):
+            return False
+        self.epoch = epoch
+        return True
+
+    def _renew(self) -> bool:
+        return self.place.write(_epoch_key(self.epoch), self._content(), sync=False)
+
+    def _release(self) -> None:
+        self.place.write(_epoch_key(self.epoch), self._content(released=True), sync=False)
+
+    def _current_holder(self) -> str:
+        return str((latest_epoch(self.place)[1] or {}).get("holder", "unknown"))
+
+    @property
+    def lost(self) -> bool:
+        return self.place.exists(_epoch_key(self.epoch + 1))
+
+    def check(self) -> None:
+        if self.lost:
+            raise LeaseLost(f"{self.place}: epoch {self.epoch + 1} has begun; {self.holder} has lost the lease")
+
+    def _content(self, released: bool = False) -> bytes:
+        record = {
+            "holder": self.holder,
+            "machine": _machine(),
+            "process": os.getpid(),
+            "counter": self._counter,
+            "beat_s": self.beat_s,
+            "progress": self.progress,
+            **({"released": True} if released else {}),
+        }
+        return json.dumps(record, default=str).encode()
+
+
+def _machine() -> str:
+    """Identifies one space of process ids; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _died_here(record: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine that no longer exists."""
+    machine, process = record.get("machine"), record.get("process")
+    if not machine or machine != _machine() or not isinstance(process, int) or process <= 0:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

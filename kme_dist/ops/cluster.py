@@ -1,22 +1,22 @@
-"""Clusters: started for one command and closed after it, or found at an address.
+"""Clusters: started for one command and closed after it, or running at an address.
 
     with open_executor(config.cluster) as executor:
         learn_on_dataset(..., executor=executor)
 
-    kind         what it is
-    serial       no cluster: this process does everything
+    kind         meaning
+    serial       no cluster: everything runs in this process
     local        worker processes on this machine, one thread and one BLAS thread each (the default)
     local-cuda   one worker for each GPU of this machine, by dask-cuda
-    address      a scheduler that is running already, with TLS where its files are given
+    address      a running scheduler, with TLS if its files are given
     slurm        workers as jobs of a Slurm queue, by dask-jobqueue
     kubernetes   a cluster of the Dask operator, by dask-kubernetes
     gateway      a cluster of a Dask gateway, by dask-gateway
 
 Workers never use more threads than there are cores: every worker has one thread, and a local cluster at most one worker
-for each core. Client and workers at an address must have the same versions of what the results depend on.
+per core. Client and workers at an address must have the same versions of the packages that results depend on.
 
-Workers with a device carry the resource `GPU` (`dask worker --resources GPU=1`). Where there are any, the tasks that
-compute ask for it; workers without one then read for the others.
+Workers with a GPU have the resource `GPU` (`dask worker --resources GPU=1`). If there are any, compute tasks require
+it; workers without one then read data for the others.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from kme_dist.ops.certs import tls_files
 from kme_dist.run.executors import GPU, DaskExecutor, Executor, SerialExecutor
 
 PACKAGES = ("kme-dist", "dask", "distributed", "numpy", "scipy", "zarr")
-DRIVER = "kme_driver"  # the resource of workers that may run the driver of a submitted job
+DRIVER = "kme_driver"  # resource of the workers that may run drivers of submitted jobs
 DASHBOARD_PORT = 8787
 CONNECT_S = 20.0
-START_S = 600.0  # until the first worker of a queue or an orchestrator is there
-# Dask has its workers give every freed array back to the system, which then clears each page again before the next one
-# gets it. Arrays of tiles and batches are kept instead, up to the first of these in a worker.
+START_S = 600.0  # timeout for the first worker of a queue or an orchestrator
+# By default Dask's workers return every freed array to the system, which clears each page before its next use. Arrays
+# of tiles and batches are kept in the process instead, up to the first of these sizes per worker.
 _WORKER_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 64 << 20}
-# Long loops: short logs, patience with workers that die, and hung ones noticed within a minute.
+# Long loops: short logs, tolerance of workers that die, and hung workers detected within a minute.
 DASK_SETTINGS = {
     "distributed.admin.log-length": 100,
     "distributed.admin.low-level-log-length": 100,
@@ -62,7 +62,7 @@ DASK_SETTINGS = {
 
 @contextlib.contextmanager
 def open_executor(settings: ClusterConfig) -> Iterator[Executor]:
-    """Whoever does the work, for as long as the block lasts."""
+    """The executor of the settings, open for the duration of the block."""
     if settings.kind == "serial":
         yield SerialExecutor()
         return
@@ -73,14 +73,14 @@ def open_executor(settings: ClusterConfig) -> Iterator[Executor]:
 
 
 def backend_of(executor: Executor, wanted: str) -> str:
-    """Where the workers of an executor compute, when "auto" | "numpy" | "cupy" is wanted."""
+    """The backend of an executor's workers for the setting "auto" | "numpy" | "cupy"."""
     if isinstance(executor, SerialExecutor):
         return resolve(wanted)
     gpus = executor.gpus if isinstance(executor, DaskExecutor) else 0
     if wanted == "cupy" and not gpus:
         raise ConfigError(
-            "model.backend is cupy, but no worker carries the resource GPU; start workers with `--resources GPU=1` on "
-            "machines that have one, use cluster.kind: local-cuda, or choose backend: numpy"
+            "model.backend is cupy, but no worker has the resource GPU; start workers with `--resources GPU=1` on "
+            "machines with a GPU, use cluster.kind: local-cuda, or choose backend: numpy"
         )
     return "cupy" if wanted in ("auto", "cupy") and gpus else "numpy"
 
@@ -91,7 +91,7 @@ def open_client(settings: ClusterConfig) -> Iterator[Any]:
     if settings.kind == "address":
         with open_unchecked(settings) as client:
             check_versions(client)
-            _show_runs(client)
+            _install_dashboard(client)
             yield client
         return
     import dask
@@ -99,18 +99,18 @@ def open_client(settings: ClusterConfig) -> Iterator[Any]:
 
     with (
         dask.config.set(DASK_SETTINGS),
-        _closed_in_any_case(_start(settings)) as cluster,
+        _always_closed(_start(settings)) as cluster,
         Client(cluster, timeout=CONNECT_S) as client,
     ):
         if settings.kind not in ("local", "local-cuda"):
             check_versions(client, timeout_s=START_S)
-        _show_runs(client)
+        _install_dashboard(client)
         yield client
 
 
 @contextlib.contextmanager
-def _closed_in_any_case(cluster: Any) -> Iterator[Any]:
-    """A cluster whose workers do not end in time fails no command: local ones end with this process."""
+def _always_closed(cluster: Any) -> Iterator[Any]:
+    """A cluster that does not close in time must not fail the command: local workers end with this process."""
     opened = cluster.__enter__()
     try:
         yield opened
@@ -121,17 +121,17 @@ def _closed_in_any_case(cluster: Any) -> Iterator[Any]:
             logging.getLogger("kme_dist").warning(f"the cluster did not close in time ({type(error).__name__})")
 
 
-def _show_runs(client: Any) -> None:
-    """The page `/kme` on the dashboard, and meters on the workers; a cluster that cannot show a run can still do it."""
+def _install_dashboard(client: Any) -> None:
+    """Install the page `/kme` and the meters; a cluster without them can still run everything."""
     from kme_dist.ops.dashboard import install
 
-    trouble = install(client)
-    if trouble is not None:
-        logging.getLogger("kme_dist").warning(trouble)
+    problem = install(client)
+    if problem is not None:
+        logging.getLogger("kme_dist").warning(problem)
 
 
 def dashboard_of(client: Any) -> str | None:
-    """Where to watch: the page of runs, or Dask's own where a cluster does not have it."""
+    """Address of the page `/kme`, or of Dask's own dashboard if the cluster does not have that page."""
     link: str | None = client.dashboard_link
     if not link or not link.endswith("/status"):
         return link or None
@@ -139,30 +139,30 @@ def dashboard_of(client: Any) -> str | None:
 
     try:
         there = client.run_on_scheduler(has_page)
-    except Exception as error:  # as raised by a scheduler that does not know kme-dist
+    except Exception as error:  # as raised by a scheduler without kme-dist
         logging.getLogger("kme_dist").debug(f"{link}: {error}")
         return link
     return link.removesuffix("/status") + "/kme" if there else link
 
 
 def in_words(executor: Executor) -> str:
-    """Who does the work, and where to watch it."""
+    """The executor for people: number of workers, address, dashboard."""
     client = getattr(executor, "client", None)
     if client is None:
-        return "this process alone"
+        return "this process only"
     link = dashboard_of(client)
     return f"{executor.workers} workers at {client.scheduler.address}" + (f", dashboard {link}" if link else "")
 
 
 def worker_count(settings: ClusterConfig) -> int:
-    """How many workers a local cluster has: as asked for, never more than there are cores."""
+    """Number of workers of a local cluster: as configured, never more than there are cores."""
     cores = available_cores()
     if settings.kind == "serial":
         return 1
     if settings.workers is not None and settings.workers > cores and settings.kind == "local":
         raise ConfigError(
-            f"cluster.workers is {settings.workers}, but there are {cores} cores; every worker computes on one core, "
-            f"so set it to {cores} or less"
+            f"cluster.workers is {settings.workers}, but there are {cores} cores; every worker uses one core: "
+            f"set it to {cores} or less"
         )
     return settings.workers or cores
 
@@ -171,7 +171,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# --- clusters that are started ----------------------------------------------------------------------
+# --- clusters that we start -------------------------------------------------------------------------
 
 
 def _start(settings: ClusterConfig) -> Any:
@@ -186,11 +186,11 @@ def _start(settings: ClusterConfig) -> Any:
             return _gateway(settings)
     from distributed import LocalCluster
 
-    # What Dask's own setting left in the environment of a process that had another cluster before would outweigh ours.
+    # What Dask set in the environment of a process that had another cluster before would take precedence over ours.
     if os.environ.get("MALLOC_TRIM_THRESHOLD_") == "65536":
         del os.environ["MALLOC_TRIM_THRESHOLD_"]
     with warnings.catch_warnings():
-        # Another dashboard has the usual port: ours takes a free one, and its address is printed anyway.
+        # If another dashboard uses the default port ours takes a free one; its address is printed anyway.
         warnings.filterwarnings("ignore", message="Port .* is already in use")
         return LocalCluster(
             n_workers=worker_count(settings),
@@ -205,9 +205,9 @@ def _start(settings: ClusterConfig) -> Any:
 
 
 def _dashboard(settings: ClusterConfig) -> str:
-    """On this machine alone; the usual port where it is free, any other where another dashboard has it."""
+    """On this machine only; the default port if it is free, else any other."""
     if not settings.dashboard:
-        return "127.0.0.1:0"  # None would take the usual port too
+        return "127.0.0.1:0"  # None would use the default port too
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -218,31 +218,31 @@ def _dashboard(settings: ClusterConfig) -> str:
 
 
 def _listen(settings: ClusterConfig) -> dict[str, Any]:
-    """Where the scheduler of a local cluster listens: nowhere but on this machine, unless it is told."""
+    """Where the scheduler of a local cluster listens: on this machine only, unless configured otherwise."""
     if settings.address is None:
         return {} if settings.tls is None else {"security": _security(settings), "protocol": "tls://"}
     refuse_plain(settings.address, settings.insecure)
     scheme, _, rest = settings.address.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme not in ("tls", "tcp") or not host or not port.isdecimal():
-        raise ConfigError(f"cluster.address {settings.address}: give where to listen as tls://HOST:PORT")
+        raise ConfigError(f"cluster.address {settings.address}: must be tls://HOST:PORT")
     if (scheme == "tls") != (settings.tls is not None):
-        raise ConfigError(f"cluster.address {settings.address}: tls:// and cluster.tls go together")
+        raise ConfigError(f"cluster.address {settings.address}: tls:// requires cluster.tls and vice versa")
     return {"host": f"{scheme}://{host}", "scheduler_port": int(port), "security": _security(settings)}
 
 
-def _needed(module: str, package: str, extra: str) -> Any:
-    """A library that only one kind of cluster needs."""
+def _optional_import(module: str, package: str, extra: str) -> Any:
+    """A library that only one kind of cluster requires."""
     interrupted = signal.getsignal(signal.SIGINT)
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"this kind of cluster needs {package}, which cannot be imported here ({error}); "
+            f"this kind of cluster requires {package}, which cannot be imported ({error}); "
             f"install it: pip install 'kme-dist[{extra}]'"
         ) from error
     finally:
-        # dask-jobqueue makes ctrl-C a success as soon as it is imported: exit code 0, and no word on how to go on.
+        # dask-jobqueue changes the handler of Ctrl-C when it is imported: exit code 0, and no hint how to resume.
         if interrupted is not None and signal.getsignal(signal.SIGINT) is not interrupted:
             signal.signal(signal.SIGINT, interrupted)
 
@@ -250,10 +250,10 @@ def _needed(module: str, package: str, extra: str) -> Any:
 def _local_cuda(settings: ClusterConfig) -> Any:
     pool = {}
     if settings.memory_pool is not None:
-        # CuPy allocates from the pool too, or the two would compete for the device.
+        # CuPy allocates from the same pool, or the two would compete for the device.
         pool = {"rmm_pool_size": settings.memory_pool, "rmm_allocator_external_lib_list": "cupy"}
     limit = {} if settings.device_memory is None else {"device_memory_limit": settings.device_memory}
-    return _needed("dask_cuda", "dask-cuda", "gpu").LocalCUDACluster(
+    return _optional_import("dask_cuda", "dask-cuda", "gpu").LocalCUDACluster(
         n_workers=settings.workers,
         threads_per_worker=1,
         memory_limit=settings.memory or "auto",
@@ -271,12 +271,12 @@ def _slurm(settings: ClusterConfig) -> Any:
 
 
 def _slurm_cluster(settings: ClusterConfig) -> Any:
-    """A cluster of which no job has been submitted yet."""
+    """A cluster before its first job is submitted."""
     directives, worker_arguments = list(settings.directives), []
     if settings.gpus:
         directives.append(f"--gres=gpu:{settings.gpus}")
         worker_arguments = ["--resources", f"{GPU}=1"]
-    return _needed("dask_jobqueue", "dask-jobqueue", "jobqueue").SLURMCluster(
+    return _optional_import("dask_jobqueue", "dask-jobqueue", "jobqueue").SLURMCluster(
         cores=1,
         processes=1,
         memory=_memory(settings),
@@ -294,17 +294,17 @@ _WORKER = {f"{name}_NUM_THREADS": 1 for name in ("OMP", "OPENBLAS", "MKL")} | _W
 
 
 def _kubernetes(settings: ClusterConfig) -> Any:
-    operator = _needed("dask_kubernetes.operator", "dask-kubernetes", "k8s")
+    operator = _optional_import("dask_kubernetes.operator", "dask-kubernetes", "k8s")
     return operator.KubeCluster(
         namespace=settings.namespace, custom_cluster_spec=kubernetes_resource(settings), resource_timeout=START_S
     )
 
 
 def kubernetes_resource(settings: ClusterConfig) -> dict[str, Any]:
-    """The `DaskCluster` that the operator is asked for."""
+    """The `DaskCluster` resource for the operator."""
     if settings.image is None:
-        raise ConfigError("cluster.kind is kubernetes: cluster.image is missing, the container image with kme-dist")
-    operator = _needed("dask_kubernetes.operator", "dask-kubernetes", "k8s")
+        raise ConfigError("cluster.kind is kubernetes: cluster.image is missing (the container image with kme-dist)")
+    operator = _optional_import("dask_kubernetes.operator", "dask-kubernetes", "k8s")
     limits = {"cpu": "1", "memory": _kubernetes_bytes(_memory(settings))}
     command = ["dask-worker", "--nthreads", "1"]
     if settings.gpus:
@@ -318,7 +318,7 @@ def kubernetes_resource(settings: ClusterConfig) -> dict[str, Any]:
         env={name: str(value) for name, value in _WORKER.items()},
         worker_command=command,
     )
-    # The scheduler computes nothing: it gets no GPU.
+    # The scheduler does not compute: it needs no GPU.
     resource["spec"]["scheduler"]["spec"]["containers"][0]["resources"] = {
         "requests": {"cpu": "1", "memory": "1Gi"},
         "limits": {"memory": "4Gi"},
@@ -328,7 +328,7 @@ def kubernetes_resource(settings: ClusterConfig) -> dict[str, Any]:
 
 def _memory(settings: ClusterConfig) -> str:
     if settings.memory is None:
-        raise ConfigError(f"cluster.kind is {settings.kind}: cluster.memory is missing, that of one worker, e.g. 4GiB")
+        raise ConfigError(f"cluster.kind is {settings.kind}: cluster.memory is missing (of one worker, e.g. 4GiB)")
     return settings.memory
 
 
@@ -338,7 +338,7 @@ def _kubernetes_bytes(text: str) -> str:
     try:
         return str(int(parse_bytes(text)))
     except ValueError:
-        raise ConfigError(f"cluster.memory is {text!r}; give bytes such as 2GiB") from None
+        raise ConfigError(f"cluster.memory is {text!r}; must be a size such as 2GiB") from None
 
 
 def _gateway(settings: ClusterConfig) -> Any:
@@ -346,16 +346,17 @@ def _gateway(settings: ClusterConfig) -> Any:
         raise ConfigError("cluster.kind is gateway: cluster.address is missing, e.g. https://gateway.example.org")
     if not settings.address.startswith("https://"):
         refuse_plain(settings.address, settings.insecure)
-    cluster = _needed("dask_gateway", "dask-gateway", "k8s").Gateway(settings.address).new_cluster(**settings.options)
+    gateway = _optional_import("dask_gateway", "dask-gateway", "k8s").Gateway(settings.address)
+    cluster = gateway.new_cluster(**settings.options)
     cluster.scale(settings.workers or 1)
     return cluster
 
 
-# --- clusters that are found ------------------------------------------------------------------------
+# --- clusters that are running ----------------------------------------------------------------------
 
 
 def refuse_plain(address: str, insecure: bool) -> None:
-    """Whoever reaches the port of a scheduler can run code there, so it is not reached in the clear from afar."""
+    """Refuse an unencrypted connection to another machine: anyone who can reach a scheduler's port can run code."""
     scheme, _, rest = (address if "://" in address else f"tcp://{address}").partition("://")
     if insecure or scheme not in ("tcp", "ws", "ucx", "http"):
         return
@@ -366,13 +367,13 @@ def refuse_plain(address: str, insecure: bool) -> None:
             return
     if host != "localhost":
         raise ConfigError(
-            f"cluster.address {address} is on another machine and not encrypted: anybody who reaches that port can run "
-            "code there. Use tls:// with cluster.tls, or, on a network that only friends can reach, set "
-            "cluster.insecure: true"
+            f"cluster.address {address} is on another machine and not encrypted: anyone who can reach that port can "
+            "run code there. Use tls:// with cluster.tls, or, on a trusted network, set cluster.insecure: true"
         )
 
 
 def open_unchecked(settings: ClusterConfig) -> Any:
+    """A client of a running scheduler, whose workers have not been checked."""
     from distributed import Client
 
     if settings.address is None:
@@ -381,24 +382,24 @@ def open_unchecked(settings: ClusterConfig) -> Any:
     security = _security(settings)
     if settings.address.startswith("tls://") and security is None:
         raise ConfigError(
-            f"cluster.address {settings.address}: set cluster.tls for a tls:// address, or KME_TLS to a folder that "
-            "`kme-dist certs` made"
+            f"cluster.address {settings.address}: a tls:// address requires cluster.tls, or KME_TLS set to a folder "
+            "created by `kme-dist certs`"
         )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Mismatched versions found")  # told in our own words
+            warnings.filterwarnings("ignore", message="(?s).*Mismatched versions found")  # reported by check_versions
             return Client(settings.address, security=security, timeout=CONNECT_S, set_as_default=False)
     except ValueError as error:
-        raise ConfigError(f"cluster.address {settings.address!r} is no address of a scheduler: {error}") from error
+        raise ConfigError(f"cluster.address {settings.address!r} is not the address of a scheduler: {error}") from error
     except (OSError, TimeoutError) as error:
         raise RetryError(
-            f"no scheduler answers at {settings.address} ({type(error).__name__}); is it running, and does it speak "
-            f"{'TLS' if security else 'without TLS'}?"
+            f"no scheduler answers at {settings.address} ({type(error).__name__}); is it running, "
+            f"{'with' if security else 'without'} TLS?"
         ) from error
 
 
 def _security(settings: ClusterConfig) -> Any:
-    """Certificates from the settings, else from the folder that KME_TLS names; None where there are neither."""
+    """Certificates from the settings, else from the folder in KME_TLS; None if there are neither."""
     from distributed.security import Security
 
     tls = settings.tls
@@ -409,7 +410,7 @@ def _security(settings: ClusterConfig) -> Any:
     for key in ("authority", "certificate", "key"):
         path = getattr(tls, key)
         if not os.path.isfile(path):
-            raise ConfigError(f"cluster.tls.{key}: there is no file {path}")
+            raise ConfigError(f"cluster.tls.{key}: {path} does not exist")
     sides = ("client", "scheduler", "worker")
     certificates = {f"tls_{side}_cert": tls.certificate for side in sides}
     keys = {f"tls_{side}_key": tls.key for side in sides}
@@ -417,43 +418,43 @@ def _security(settings: ClusterConfig) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of what results depend on; called here and on every worker."""
+    """Versions of the packages that results depend on; called here and on every worker."""
     found = {name: metadata.version(name) for name in PACKAGES}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
 
 
 def check_versions(client: Any, timeout_s: float | None = None) -> None:
-    """Refuse a cluster without workers, or whose workers have other versions than this process."""
+    """Refuse a cluster without workers, or with workers whose versions differ from this process."""
     for worker, difference in worker_differences(client, timeout_s):
         raise ConfigError(f"worker {worker} {difference}")
 
 
 def _versions_of_workers(client: Any) -> dict[str, Any]:
-    """What each worker says, or the error it raised; one that ended while it was asked is no answer."""
+    """The versions of each worker, or the error it raised; repeated if a worker disappears meanwhile."""
     found: dict[str, Any] = {}
-    trouble: OSError | TimeoutError | None = None
+    failure: OSError | TimeoutError | None = None
     for _ in range(3):
         try:
             found = client.run(versions, on_error="return")
         except (OSError, TimeoutError) as error:
-            trouble = error
+            failure = error
             continue
         gone = [answer for answer in found.values() if isinstance(answer, OSError | TimeoutError)]
         if not gone:
             return found
-        trouble = gone[0]
-    raise RetryError(f"the workers at {client.scheduler.address} do not answer: {trouble}") from trouble
+        failure = gone[0]
+    raise RetryError(f"the workers at {client.scheduler.address} do not answer: {failure}") from failure
 
 
 def worker_differences(client: Any, timeout_s: float | None = None) -> Iterator[tuple[str, str]]:
-    """For every worker that cannot be used as it is: its address, and why."""
+    """For every worker that cannot be used: its address, and why."""
     from distributed import TimeoutError as NoWorkers
 
     try:
         client.wait_for_workers(1, timeout=timeout_s or CONNECT_S)
     except NoWorkers:
         raise RetryError(
-            f"the scheduler at {client.scheduler.address} has no worker; start some, then run this again"
+            f"the scheduler at {client.scheduler.address} has no workers; start some, then run this again"
         ) from None
     theirs = _versions_of_workers(client)
     ours = versions()

@@ -1,14 +1,14 @@
-"""The page `/kme`: every run at a glance, live, in Bokeh, beside Dask's own pages.
+"""The page `/kme`: all runs, live, in Bokeh, beside Dask's own pages.
 
-    cards      one for each run: status, progress, time left, the numbers that matter
+    cards      one for each run: status, progress, time left, key numbers
     learning   objective q, risk, complexity r, regularisation, gradient norm, accuracy, by step
-    pace       rows a second and the share of time spent waiting
-    scales     length scales: an image where rows are images
-    workers    who does the work
+    pace       rows per second and the fraction of time spent waiting
+    scales     length scales: an image if rows are images
+    workers    load and counts of each worker
 
 A run has the same colour in its card and in every curve. The page holds no state: `RunBoard` does, and each open page
-draws from it once a second, sending only points that are new. Colours come from style sheets that follow the reader's
-preference for light or dark. `/kme?run=NAME` shows one run alone.
+redraws from it once a second, sending only new points. Colours come from style sheets that follow the reader's
+preference for light or dark. `/kme?run=NAME` shows a single run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from kme_dist.ops.dashboard import NAME, PACE_COLUMNS, STEP_COLUMNS, Curve, Run, RunBoard
+from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, Curve, Run, RunBoard
 
 PATH = "/kme"
 MILLISECONDS = 1000
@@ -49,7 +49,7 @@ LEARNING = (
     ("gradient norm", "gradient_norm", "log"),
     ("accuracy (dashed: of the batch)", "validation_accuracy", "linear"),
 )
-PACE = (("rows a second", "rows_per_second"), ("share of time waiting", "waiting_share"))
+PACE = (("rows per second", "rows_per_second"), ("fraction of time waiting", "waiting_share"))
 
 _HEAD = """
 {% extends "simple.html" %}
@@ -119,7 +119,7 @@ def document(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
 
 
 class Page:
-    """What one browser sees."""
+    """The page in one browser."""
 
     def __init__(self, scheduler: Any, wanted: str | None = None) -> None:
         self.scheduler, self.wanted = scheduler, wanted
@@ -145,7 +145,7 @@ class Page:
         )
         self.pace_part = column(_heading("Pace, by seconds"), _wrapped(pace), sizing_mode="stretch_width")
         self.scales_part = column(
-            _heading("Length scales: the smaller, the more a feature matters"),
+            _heading("Length scales (smaller: more relevant)"),
             _wrapped([plot.figure for plot in self.scales]),
             sizing_mode="stretch_width",
         )
@@ -211,7 +211,7 @@ class Page:
 
 
 class Drawing:
-    """The curves of one run in several charts, from one source; only new points travel to the browser."""
+    """The curves of one run in several charts, from one source; only new points are sent to the browser."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.source: Any = ColumnDataSource(_empty(*names, "run"))
@@ -239,7 +239,7 @@ class Drawing:
 
     def _show(self, visible: bool) -> None:
         for line in self.lines:
-            line.visible = visible  # browsers spend time on empty lines too
+            line.visible = visible  # browsers spend time on empty lines as well
 
 
 class ScalesPlot:
@@ -279,7 +279,7 @@ class ScalesPlot:
         else:
             values = grid.ravel()
             places = [(i + 0.5) * scales.features / len(values) for i in range(len(values))]
-            floor = low - 0.05 * (high - low)  # the shortest stem is seen too
+            floor = low - 0.05 * (high - low)  # so that the shortest stem is visible
             self.line.data = {"feature": places, "scale": values, "zero": [floor] * len(values)}
             self.stems.glyph.line_color = tone(run)
 
@@ -294,7 +294,7 @@ def tone(run: Run) -> str:
 def _chart(title: str, x: str, y: str, kind: Any, drawings: list[Drawing]) -> Any:
     chart = _figure(title, height=190, y_axis_type=kind)
     if kind == "log":
-        # Bokeh's own ticker leaves half an axis bare when it spans less than two decades.
+        # Bokeh's own ticker leaves half an axis without ticks if it spans less than two decades.
         chart.yaxis.ticker = [mantissa * 10.0**power for power in range(-12, 13) for mantissa in (1, 3)]
         chart.yaxis.formatter = CustomJSTickFormatter(code="return String(Number(tick.toPrecision(1)))")
     lines: list[Any] = []
@@ -323,7 +323,7 @@ def _figure(title: str, **options: Any) -> Any:
     )
     made.title.text_font_size, made.title.text_font_style = "12px", "normal"
     made.outline_line_color = None
-    made.min_border_bottom, made.min_border_right = 30, 14  # the border cuts off what comes too near
+    made.min_border_bottom, made.min_border_right = 30, 14  # the border would cut off what is too near
     return made
 
 
@@ -358,13 +358,13 @@ def _padded(runs: list[Run], count: int) -> list[Run | None]:
 
 
 def cards(runs: list[Run], wanted: str | None = None) -> str:
-    """All runs at a glance; text that came with a message is never taken for HTML."""
+    """All runs as cards; text from messages is escaped."""
     if runs:
         return f"<div class=runs>{''.join(_card(run) for run in runs)}</div>"
     if wanted is not None:
         return f"<div class=empty><b>No run named {html.escape(wanted)}</b>See <a href=kme>all runs</a>.</div>"
     return (
-        "<div class=empty><b>Nothing has run yet</b>What is learned, fitted or predicted on this cluster appears here: "
+        "<div class=empty><b>No runs yet</b>Learning, fitting and prediction on this cluster appear here: "
         "<code>kme-dist learn CONFIG --scheduler ADDRESS</code></div>"
     )
 
@@ -417,11 +417,11 @@ def _numbers(run: Run) -> list[tuple[str, str]]:
 
 def _note(run: Run) -> str:
     if run.status in ("failed", "lost", "interrupted"):
-        said = run.facts.get("message") or run.facts.get("error") or "its process went away without a word"
+        said = run.facts.get("message") or run.facts.get("error") or "its process disappeared without a message"
         return f"<div class='note bad'>{html.escape(str(said)[:200])}</div>"
-    quiet = time.time() - run.heard
+    quiet = time.time() - run.last_message
     if run.status == "running" and quiet > 30:
-        return f"<div class=note>nothing heard for {_duration(quiet)}</div>"
+        return f"<div class=note>no message for {_duration(quiet)}</div>"
     if run.events:
         what, when = run.events[-1]
         return f"<div class=note>{html.escape(what)} {_duration(max(0.0, time.time() - when))} ago</div>"

@@ -1,10 +1,10 @@
-"""`kme_*` metrics, on the /metrics that Dask's schedulers and workers serve anyway.
+"""`kme_*` metrics, on the /metrics endpoints of Dask's schedulers and workers.
 
-    scheduler    how each run stands, from the messages it sends: status, steps, chunks, loss, rows, times
-    workers      what was computed here: kme_rows_total, kme_tile_duration_seconds, kme_stage_seconds_total
+    scheduler    the state of each run, from the messages it sends: status, steps, chunks, loss, rows, times
+    workers      what was computed on this worker: kme_rows_total, kme_tile_duration_seconds, kme_stage_seconds_total
 
-Dask writes out the default registry of `prometheus_client`, so it is enough to register there. Names are in base units,
-counters end in `_total`; labels are those of runs that the board still holds, so their number is bounded.
+Dask serves the default registry of `prometheus_client`, so registering there is enough. Names are in base units,
+counters end in `_total`; labels are those of runs that are still on the board, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kme_dist.ops.board import Run, RunBoard
 from kme_dist.ops.telemetry import STATUSES
-
-if TYPE_CHECKING:
-    from kme_dist.ops.dashboard import Run, RunBoard
 
 RUN = ("run_id", "pipeline", "phase")
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-# Metric, what it says, the field of a step's record.
+# Metric, help text, field of a step's record.
 TRAIN = (
     ("kme_train_step", "Learning steps made", "step"),
     ("kme_train_loss", "Objective q of the last step", "objective"),
@@ -33,14 +30,14 @@ TRAIN = (
     ("kme_train_regularization", "Regularisation of the last step", "regularization"),
     ("kme_train_gradient_norm", "Norm of the gradient of the last step", "gradient_norm"),
     ("kme_train_accuracy_ratio", "Accuracy on the batches of the last step", "accuracy"),
-    ("kme_train_validation_accuracy_ratio", "Accuracy on rows held out", "validation_accuracy"),
+    ("kme_train_validation_accuracy_ratio", "Accuracy on held-out rows", "validation_accuracy"),
     ("kme_train_waiting_ratio", "Share of the workers' time spent waiting in the last step", "waiting_share"),
     ("kme_gram_jitter", "Added to the diagonal of Gram matrices that were not positive definite", "jitter"),
 )
 
 
 class BoardCollector:
-    """Reads the board of this process's scheduler whenever somebody scrapes."""
+    """Reads the board of this process's scheduler at every scrape."""
 
     def __init__(self) -> None:
         self.board: RunBoard | None = None
@@ -55,7 +52,7 @@ class BoardCollector:
             yield from _certificate(self.board)
 
     def describe(self) -> Iterable[Metric]:
-        return []  # names depend on what runs; nothing to reserve
+        return []  # the names depend on the runs; nothing to reserve
 
 
 @functools.cache
@@ -66,7 +63,7 @@ def _collector() -> BoardCollector:
 
 
 def show_board(board: RunBoard) -> None:
-    """The registry is one for the process: of several schedulers in it, the last one is shown, as Dask does."""
+    """There is one registry per process: of several schedulers in it, the last one is shown, as in Dask."""
     _collector().board = board
 
 
@@ -76,10 +73,10 @@ def _labels(run: Run) -> tuple[str, str, str]:
 
 def _states(runs: list[Run]) -> Iterator[Metric]:
     info = GaugeMetricFamily("kme_run_info", "A run and its version", labels=[*RUN, "version"])
-    status = GaugeMetricFamily("kme_run_status", "1 for the status that a run has", labels=[*RUN, "status"])
-    duration = GaugeMetricFamily("kme_run_duration_seconds", "Since the stage began, or until it ended", labels=RUN)
+    status = GaugeMetricFamily("kme_run_status", "1 for the current status of a run", labels=[*RUN, "status"])
+    duration = GaugeMetricFamily("kme_run_duration_seconds", "Time since the stage began, or its duration", labels=RUN)
     progressed = GaugeMetricFamily(
-        "kme_run_last_progress_timestamp_seconds", "When a step or a chunk was last finished", labels=RUN
+        "kme_run_last_progress_timestamp_seconds", "When a step or a chunk last finished", labels=RUN
     )
     for run in runs:
         info.add_metric([*_labels(run), run.version], 1)
@@ -97,7 +94,7 @@ def _training(runs: list[Run]) -> Iterator[Metric]:
             if field in run.latest:
                 family.add_metric(_labels(run), run.latest[field])
         yield family
-    age = GaugeMetricFamily("kme_checkpoint_age_seconds", "Since the last checkpoint of a running run", labels=RUN)
+    age = GaugeMetricFamily("kme_checkpoint_age_seconds", "Time since the last checkpoint of a running run", labels=RUN)
     for run in runs:
         if run.checkpoint_at is not None and run.status == "running":
             age.add_metric(_labels(run), max(0.0, time.time() - run.checkpoint_at))
@@ -105,12 +102,12 @@ def _training(runs: list[Run]) -> Iterator[Metric]:
 
 
 def _progress(runs: list[Run]) -> Iterator[Metric]:
-    share = GaugeMetricFamily("kme_run_progress_ratio", "Part of the steps or chunks that is done", labels=RUN)
-    left = GaugeMetricFamily("kme_run_remaining_seconds", "Until the stage ends, by its recent pace", labels=RUN)
-    rows = CounterMetricFamily("kme_run_rows", "Rows that a run has worked through", labels=RUN)
+    share = GaugeMetricFamily("kme_run_progress_ratio", "Fraction of the steps or chunks that is done", labels=RUN)
+    left = GaugeMetricFamily("kme_run_remaining_seconds", "Estimated time until the stage ends", labels=RUN)
+    rows = CounterMetricFamily("kme_run_rows", "Rows processed by a run", labels=RUN)
     tiles = GaugeMetricFamily("kme_tiles", "Chunks of a run by state", labels=[*RUN, "state"])
-    rejected = CounterMetricFamily("kme_rows_rejected", "Rows that a run left out", labels=[*RUN, "reason"])
-    retries = CounterMetricFamily("kme_tile_retries", "Chunks that had to be done again", labels=[*RUN, "reason"])
+    rejected = CounterMetricFamily("kme_rows_rejected", "Rows skipped by a run", labels=[*RUN, "reason"])
+    retries = CounterMetricFamily("kme_tile_retries", "Chunks that were recomputed", labels=[*RUN, "reason"])
     for run in runs:
         if run.total:
             share.add_metric(_labels(run), run.share)
@@ -128,11 +125,11 @@ def _progress(runs: list[Run]) -> Iterator[Metric]:
 
 
 def _recurring(board: RunBoard) -> Iterator[Metric]:
-    """By pipeline: these stay when the runs themselves are forgotten."""
+    """By pipeline: these are kept when the runs themselves are dropped."""
     for name, text, table in (
         ("kme_run_last_start_timestamp_seconds", "When a pipeline's stage last began", board.last_start),
         ("kme_run_last_success_timestamp_seconds", "When a pipeline's stage last succeeded", board.last_success),
-        ("kme_run_last_duration_seconds", "How long the last success took", board.last_duration),
+        ("kme_run_last_duration_seconds", "Duration of the last success", board.last_duration),
     ):
         family = GaugeMetricFamily(name, text, labels=["pipeline", "phase"])
         for (pipeline, stage), value in table.items():
@@ -141,20 +138,20 @@ def _recurring(board: RunBoard) -> Iterator[Metric]:
 
 
 def _certificate(board: RunBoard) -> Iterator[Metric]:
-    if board.certificate_ends is not None:
-        text = "When the certificate that the scheduler was started with ends"
-        yield GaugeMetricFamily("kme_certificate_expiry_timestamp_seconds", text, value=board.certificate_ends)
+    if board.certificate_expires is not None:
+        text = "When the certificate that the scheduler was started with expires"
+        yield GaugeMetricFamily("kme_certificate_expiry_timestamp_seconds", text, value=board.certificate_expires)
 
 
 class WorkerMeters:
     """The counters of one worker process."""
 
     def __init__(self) -> None:
-        self._rows = Counter("kme_rows", "Rows worked through here", ["phase"])
-        self._tiles = Counter("kme_tiles_computed", "Calls that ended here", ["phase", "outcome"])
-        self._seconds = Histogram("kme_tile_duration_seconds", "Time of one call", ["phase"], buckets=SECONDS)
-        self._written = Counter("kme_bytes_written", "Bytes of results stored from here", ["phase"])
-        self._stages = Counter("kme_stage_seconds", "Time spent here by kind of work", ["stage"])
+        self._rows = Counter("kme_rows", "Rows processed on this worker", ["phase"])
+        self._tiles = Counter("kme_tiles_computed", "Calls that ended on this worker", ["phase", "outcome"])
+        self._seconds = Histogram("kme_tile_duration_seconds", "Duration of one call", ["phase"], buckets=SECONDS)
+        self._written = Counter("kme_bytes_written", "Bytes of results written by this worker", ["phase"])
+        self._stages = Counter("kme_stage_seconds", "Time spent on this worker by kind of work", ["stage"])
 
     def tile(self, phase: str, seconds: float, rows: int, written: int = 0, *, failed: bool = False) -> None:
         self._tiles.labels(phase, "failed" if failed else "done").inc()
@@ -168,5 +165,5 @@ class WorkerMeters:
 
 @functools.cache
 def worker_meters() -> WorkerMeters:
-    """One for each process, however many workers live in it."""
+    """One per process, however many workers are in it."""
     return WorkerMeters()

@@ -1,21 +1,21 @@
-"""What a run tells while it goes on: to the page `/kme` of the Dask dashboard, to Prometheus, to a log of JSON lines.
+"""What a run reports while it runs: to the page `/kme` of the Dask dashboard, to Prometheus, to a log of JSON lines.
 
-    with telemetry(executor, run="digits", stage="learn", log="run.log") as told:
-        learn_on_dataset(..., executor=executor, callback=told.step)
+    with telemetry(executor, run="digits", stage="learn", log="run.log") as report:
+        learn_on_dataset(..., executor=executor, callback=report.step)
 
-    told.step(record)                          the record of a learning step
-    told.chunks(done, failed, total, rows)     how far a pass over the data has come
-    told.rows(done, total)                     the same where only rows are known
-    told.scales(kernel, shape=(28, 28))        length scales, as an image where rows are images
-    told.watching(checkpoints, shape)          the same checkpoints, which tell of themselves and of the scales in them
-    told.event("checkpoint", step=40)          anything else: a name and a few facts
-    told.say("fit: column 3 of 16")            a line for people
+    report.step(record)                          the record of a learning step
+    report.chunks(done, failed, total, rows)     progress of a pass over the data
+    report.rows(done, total)                     the same if only rows are known
+    report.scales(kernel, shape=(28, 28))        length scales, as an image if rows are images
+    report.watching(checkpoints, shape)          the same checkpoints, which report themselves and their length scales
+    report.event("checkpoint", step=40)          anything else: a name and a few facts
+    report.say("fit: column 3 of 16")            a message for people
 
-Telling is cheap and never waits: what is told is gathered for a fraction of a second and sent from the client's own
+Reporting is cheap and never blocks: reports are collected for a fraction of a second and sent from the client's own
 thread, one small message at a time. Without a cluster only the log is written. A scheduler that is gone or does not
-listen is no reason for a run to fail. Numbers about rows are told, rows and credentials never.
+respond never makes a run fail. Row counts are reported; rows and credentials never are.
 
-What workers count of themselves is in `kme_dist.meter`.
+What workers count themselves is in `kme_dist.meter`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kme_dist.errors import ConfigError, DataError, KMEError
 
 TOPIC = "kme"
 STATUSES = ("running", "succeeded", "failed", "interrupted", "lost")
-# What is kept of a step's record; whatever else it holds stays where it is.
+# The fields of a step's record that are sent.
 STEP_FIELDS = (
     "step",
     "steps",
@@ -67,7 +67,7 @@ SECONDS_BETWEEN_LINES = 5.0  # of steps and chunks in the log; events are all wr
 SECONDS_BETWEEN_SCALES = 2.0
 STEPS_IN_A_MESSAGE = 64
 SCALES_IN_A_MESSAGE = 32 * 32
-FAREWELL_S = 2.0  # how long the last message may take
+LAST_MESSAGE_S = 2.0  # timeout of the last message
 _SECRET = re.compile(r"pass|secret|token|credential|signature|(^|_)key$", re.IGNORECASE)
 _USER_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
 _QUERY_OF_ADDRESS = re.compile(r"(://[^\s?#]+)\?[^\s#]+")
@@ -77,26 +77,26 @@ _QUERY_OF_ADDRESS = re.compile(r"(://[^\s?#]+)\?[^\s#]+")
 def telemetry(
     cluster: Any = None, *, run: str, stage: str, pipeline: str | None = None, log: str | Path | TextIO | None = None
 ) -> Iterator[Telemetry]:
-    """Tell how `stage` of `run` goes, from its beginning to its end, well or not.
+    """Report `stage` of `run` from its start to its end, whether it succeeds or fails.
 
     Parameters
     ----------
     cluster : a `distributed.Client`, an executor, or None; tasks sent inside the block belong to the span (run, stage)
-    pipeline : what recurs from run to run (a nightly job, say), for alerts; the stage where it has no name
+    pipeline : what recurs from run to run (a nightly job, say), for alerts; default: the stage
     log : a path to append JSON lines to, "-" for stderr, or an open file
     """
-    told = Telemetry(cluster, run=run, stage=stage, pipeline=pipeline, log=log)
+    report = Telemetry(cluster, run=run, stage=stage, pipeline=pipeline, log=log)
     try:
-        with told.span():
-            yield told
+        with report.span():
+            yield report
     except BaseException as error:
-        told.close("failed" if isinstance(error, Exception) else "interrupted", **_facts_of(error))
+        report.close("failed" if isinstance(error, Exception) else "interrupted", **_facts_of(error))
         raise
-    told.close()
+    report.close()
 
 
 class Telemetry:
-    """One stage of one run, told to whoever watches. See the top of this file."""
+    """Reports of one stage of one run. See the top of this file."""
 
     def __init__(
         self,
@@ -111,74 +111,74 @@ class Telemetry:
         self._cluster = cluster
         self._lock = threading.Lock()
         self._waiting: dict[str, Any] = {}
-        self._on_its_way, self._not_before = False, 0.0
-        self._scales_again = self._line_again = 0.0
+        self._scheduled, self._not_before = False, 0.0
+        self._next_scales = self._next_line = 0.0
         self._closed = False
         self._began = time.time()
         self._log = _JsonLines(log) if log is not None else None
-        self._tell(status="running")
+        self._queue(status="running")
         self._line("info", "started")
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """The record of one learning step; fits as `callback` of every loop."""
+        """The record of one learning step; usable as `callback` of every loop."""
         kept: dict[str, Any] = {name: float(record[name]) for name in STEP_FIELDS if record.get(name) is not None}
         kept["phase"] = str(record.get("phase", ""))
         with self._lock:
             steps = self._waiting.setdefault("steps", [])
             steps.append(kept)
             if len(steps) > 2 * STEPS_IN_A_MESSAGE:
-                del steps[:-1:2]  # hundreds a second: every other one draws the same curve
-        self._soon()
-        self._line_now_and_then("step", kept)
+                del steps[:-1:2]  # hundreds a second: every other one gives the same curve
+        self._schedule()
+        self._line_if_due("step", kept)
 
     def chunks(self, done: int, failed: int, total: int, rows: int, **counts: int) -> None:
-        """How many chunks are done and failed so far, of how many, and the rows of those done.
+        """Number of chunks done and failed so far, their total, and the rows of those done.
 
-        `counts` may hold `retried` and `rejected`, likewise so far.
+        `counts` may contain `retried` and `rejected`, also so far.
         """
-        far = {"done": int(done), "failed": int(failed), "total": int(total), "rows": int(rows)}
-        far |= {name: int(count) for name, count in counts.items()}
-        self._tell(chunks=far)
-        self._line_now_and_then("chunks", far)
+        progress = {"done": int(done), "failed": int(failed), "total": int(total), "rows": int(rows)}
+        progress |= {name: int(count) for name, count in counts.items()}
+        self._queue(chunks=progress)
+        self._line_if_due("chunks", progress)
 
     def rows(self, done: int, total: int) -> None:
-        """How many rows are done, of how many; fits as `progress` of a pass over a data set."""
-        far = {"done": int(done), "total": int(total)}
-        self._tell(rows=far)
-        self._line_now_and_then("rows", far)
+        """Number of rows done, and their total; usable as `progress` of a pass over a data set."""
+        progress = {"done": int(done), "total": int(total)}
+        self._queue(rows=progress)
+        self._line_if_due("rows", progress)
 
     def watching(self, checkpoints: Any, shape: tuple[int, ...] | None = None) -> Any:
-        """Checkpoints to hand to a loop in place of `checkpoints`; they tell when one is written, and length scales."""
-        return _ToldCheckpoints(checkpoints, self, shape)
+        """Checkpoints to pass to a loop instead of `checkpoints`; they report writes and length scales."""
+        return _ReportedCheckpoints(checkpoints, self, shape)
 
     def scales(self, values: Any, shape: tuple[int, ...] | None = None, *, last: bool = False) -> None:
         """Length scales: a kernel or an array. With the shape of one row, (28, 28) say, they are shown as an image.
 
-        Those that follow too soon are left out, unless they are the `last`.
+        Sent every SECONDS_BETWEEN_SCALES at most, except the `last`.
         """
         now = time.monotonic()
-        if self._client is None or (now < self._scales_again and not last):
+        if self._client is None or (now < self._next_scales and not last):
             return
-        self._scales_again = now + SECONDS_BETWEEN_SCALES
+        self._next_scales = now + SECONDS_BETWEEN_SCALES
         packed = pack_scales(_length_scales(values), shape)
         if packed is not None:
-            self._tell(scales=packed)
+            self._queue(scales=packed)
 
     def event(self, name: str, *, level: str = "info", **facts: Any) -> None:
-        """Something that happened: `checkpoint`, `resumed`, `chunk-failed`, ..."""
+        """An event: `checkpoint`, `resumed`, `chunk-failed`, ..."""
         clean = _clean(facts)
         with self._lock:
             self._waiting.setdefault("events", []).append({"name": str(name), "at": time.time(), "facts": clean})
             del self._waiting["events"][:-STEPS_IN_A_MESSAGE]
-        self._soon()
+        self._schedule()
         self._line(level, name, **clean)
 
     def say(self, line: str) -> None:
-        """A line for people, on the card and in the log; fits as `report` of a fit."""
+        """A message for people, on the card and in the log; usable as `report` of a fit."""
         self.event("said", line=line)
 
     def close(self, status: str = "succeeded", **facts: Any) -> None:
-        """The stage has ended; what is still waiting is sent before this returns."""
+        """The stage has ended; queued reports are sent before this returns."""
         if self._closed:
             return
         self._closed = True
@@ -187,10 +187,10 @@ class Telemetry:
             self._waiting |= {"status": status, "facts": clean}
         client = self._client
         if client is not None and not client.asynchronous:
-            with contextlib.suppress(*_no_listener()):
-                client.sync(self._send, callback_timeout=FAREWELL_S)
+            with contextlib.suppress(*_send_errors()):
+                client.sync(self._send, callback_timeout=LAST_MESSAGE_S)
         else:
-            self._soon()
+            self._schedule()
         level = "info" if status == "succeeded" else "error"
         self._line(level, "ended", status=status, duration_s=round(time.time() - self._began, 3), **clean)
         if self._log is not None:
@@ -198,7 +198,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def span(self) -> Iterator[None]:
-        """Tasks that are sent meanwhile are counted together in Dask's fine performance metrics."""
+        """Tasks submitted in this block are counted together in Dask's fine performance metrics."""
         if not hasattr(self._cluster, "client") and self._client is None:
             yield
             return
@@ -211,29 +211,29 @@ class Telemetry:
 
     @property
     def _client(self) -> Any:
-        return _client_of(self._cluster)  # asked for each time: some executors open their cluster when it is needed
+        return _client_of(self._cluster)  # looked up each time: some executors open their cluster on first use
 
-    def _tell(self, **news: Any) -> None:
+    def _queue(self, **news: Any) -> None:
         with self._lock:
             self._waiting |= news
-        self._soon()
+        self._schedule()
 
-    def _soon(self) -> None:
-        """See to it that what is waiting leaves within a fraction of a second, whether more follows or not."""
+    def _schedule(self) -> None:
+        """Have the queue sent within a fraction of a second, whether more follows or not."""
         client = self._client
-        if client is None or self._on_its_way:
+        if client is None or self._scheduled:
             return
-        self._on_its_way = True
+        self._scheduled = True
         try:
             client.loop.add_callback(self._send_when_due)
-        except (RuntimeError, AttributeError):  # the client's thread has ended; there is nobody to tell
+        except (RuntimeError, AttributeError):  # the client's thread has ended: nothing can be sent
             self._cluster = None
 
     async def _send_when_due(self) -> None:
         await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
         self._not_before = time.monotonic() + SECONDS_BETWEEN_MESSAGES
-        self._on_its_way = False  # before the message is made: what comes later asks for the next one
-        with contextlib.suppress(*_no_listener()):
+        self._scheduled = False  # before the message is built: later reports schedule the next one
+        with contextlib.suppress(*_send_errors()):
             await self._send()
 
     async def _send(self) -> None:
@@ -244,7 +244,7 @@ class Telemetry:
             await client.scheduler.log_event(topic=TOPIC, msg=self._message(news))
 
     def _message(self, news: dict[str, Any]) -> dict[str, Any]:
-        """Every message says whose it is, so that one alone makes sense to a page that was opened late."""
+        """Every message identifies its run, so that a page that was opened late understands any of them."""
         news["steps"] = _thinned(news.get("steps", []), STEPS_IN_A_MESSAGE)
         return {
             "run": self.run,
@@ -259,9 +259,9 @@ class Telemetry:
 
     # --- to the log ----------------------------------------------------------------------------------
 
-    def _line_now_and_then(self, event: str, facts: Mapping[str, Any]) -> None:
-        if self._log is not None and time.monotonic() >= self._line_again:
-            self._line_again = time.monotonic() + SECONDS_BETWEEN_LINES
+    def _line_if_due(self, event: str, facts: Mapping[str, Any]) -> None:
+        if self._log is not None and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             self._line("info", event, **facts)
 
     def _line(self, level: str, event: str, **facts: Any) -> None:
@@ -271,11 +271,11 @@ class Telemetry:
             self._log.write({**facts, **known})
 
 
-class _ToldCheckpoints:
-    """Checkpoints that do what they did before, and tell of it."""
+class _ReportedCheckpoints:
+    """Checkpoints that report when one is written."""
 
-    def __init__(self, checkpoints: Any, told: Telemetry, shape: tuple[int, ...] | None) -> None:
-        self._checkpoints, self._told, self._shape = checkpoints, told, shape
+    def __init__(self, checkpoints: Any, report: Telemetry, shape: tuple[int, ...] | None) -> None:
+        self._checkpoints, self._report, self._shape = checkpoints, report, shape
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checkpoints, name)
@@ -283,23 +283,23 @@ class _ToldCheckpoints:
     def offer(self, snapshot: Any, identity: Mapping[str, Any]) -> bool:
         saved = bool(self._checkpoints.offer(snapshot, identity))
         if saved:
-            self._told.event("checkpoint", step=snapshot.step)
+            self._report.event("checkpoint", step=snapshot.step)
         self._show(snapshot)
         return saved
 
     def save(self, snapshot: Any, identity: Mapping[str, Any]) -> None:
         self._checkpoints.save(snapshot, identity)
-        self._told.event("checkpoint", step=snapshot.step)
+        self._report.event("checkpoint", step=snapshot.step)
         self._show(snapshot, last=True)
 
     def _show(self, snapshot: Any, last: bool = False) -> None:
         scales = _named_scales(snapshot.parameters)
         if scales.size:
-            self._told.scales(np.exp(scales), self._shape, last=last)  # snapshots hold logarithms
+            self._report.scales(np.exp(scales), self._shape, last=last)  # snapshots contain logarithms
 
 
 class _JsonLines:
-    """One JSON object a line, whole or not at all."""
+    """One JSON object per line, never a partial one."""
 
     def __init__(self, target: str | Path | TextIO) -> None:
         self._own = isinstance(target, str | Path) and str(target) != "-"
@@ -312,7 +312,7 @@ class _JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         ordered = {name: line.pop(name) for name in ("ts", "level", "run", "stage", "event")} | line
         text = json.dumps({name: _finite(value) for name, value in ordered.items()}, default=str) + "\n"
-        with self._lock, contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe stops no run
+        with self._lock, contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe must not stop a run
             self._file.write(text)
             self._file.flush()
 
@@ -323,7 +323,7 @@ class _JsonLines:
 
 @contextlib.contextmanager
 def performance_report(cluster: Any, path: str | Path | None) -> Iterator[None]:
-    """Dask's own report of what the cluster did in the block, one HTML file; nothing without a path or a cluster."""
+    """Write Dask's performance report of the block as one HTML file; no effect without a path or a cluster."""
     client = _client_of(cluster)
     if client is None or path is None:
         yield
@@ -334,27 +334,27 @@ def performance_report(cluster: Any, path: str | Path | None) -> Iterator[None]:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"the performance report cannot be written to {file}; name a file in a folder of yours")
-    asked = report(filename=str(file), mode="inline")
+        raise ConfigError(f"the performance report cannot be written to {file}; choose a file in a writable folder")
+    dask_report = report(filename=str(file), mode="inline")
     with client.as_current():
-        asked.__enter__()
+        dask_report.__enter__()
     try:
         yield
     finally:
         try:
             with client.as_current():
-                asked.__exit__(None, None, None)
-        except _no_listener() as error:  # the work counts, not the report of it
+                dask_report.__exit__(None, None, None)
+        except _send_errors() as error:  # a missing report is no reason to fail
             logging.getLogger("kme_dist").warning(f"no performance report: {type(error).__name__}: {error}")
 
 
-# --- what is told -----------------------------------------------------------------------------------
+# --- content of the messages ------------------------------------------------------------------------
 
 
 def pack_scales(values: np.ndarray, shape: tuple[int, ...] | None = None) -> dict[str, Any] | None:
     """Length scales in about a kilobyte: logarithms, one byte each, between the smallest and the largest.
 
-    More of them than fit are averaged over neighbours; colour planes (h, w, c) are averaged too.
+    If there are too many, neighbours are averaged; colour planes (h, w, c) are averaged too.
     """
     logs = np.log10(np.asarray(values, dtype=np.float64).reshape(-1))
     logs = np.where(np.isfinite(logs), logs, np.nan)
@@ -377,7 +377,7 @@ def pack_scales(values: np.ndarray, shape: tuple[int, ...] | None = None) -> dic
 
 
 def unpack_scales(packed: Mapping[str, Any]) -> np.ndarray:
-    """The base-10 logarithms again, to within a 255th of their range."""
+    """The base-10 logarithms, to within a 255th of their range."""
     levels = np.frombuffer(packed["levels"], dtype=np.uint8).reshape(packed["shape"])
     grid: np.ndarray = packed["low"] + levels / 255.0 * (packed["high"] - packed["low"])
     return grid
@@ -392,7 +392,7 @@ def _as_image(logs: np.ndarray, shape: tuple[int, ...] | None) -> np.ndarray | N
 
 
 def _halved(grid: np.ndarray) -> np.ndarray:
-    """Neighbours averaged, along both axes where there are two."""
+    """Average neighbours, along both axes if there are two."""
     for axis in (0, 1):
         if grid.shape[axis] > 1:
             even = grid.shape[axis] // 2 * 2
@@ -407,13 +407,13 @@ def _length_scales(values: Any) -> np.ndarray:
 
 
 def _named_scales(parameters: Mapping[str, Any]) -> np.ndarray:
-    """Of a kernel with several parts, those of the part that has most."""
+    """The length scales; of a kernel with several parts, those of the part that has most."""
     found = [np.ravel(value) for name, value in parameters.items() if name.rsplit(".", 1)[-1] == "length_scale"]
     return max(found, key=np.size) if found else np.empty(0)
 
 
 def _client_of(cluster: Any) -> Any:
-    """Of a client, itself; of an executor, the one it has; of anything else, None."""
+    """The client itself, the client of an executor, else None."""
     return cluster if hasattr(cluster, "log_event") else getattr(cluster, "client", None)
 
 
@@ -425,7 +425,7 @@ def _thinned(steps: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 
 
 def _facts_of(error: BaseException) -> dict[str, Any]:
-    """What may be told of an error. What is wrong with data may quote it, and bugs may quote anything."""
+    """What may be reported of an error. Messages about data may quote rows, and bugs may quote anything."""
     facts: dict[str, Any] = {"error": type(error).__name__, "exit_code": getattr(error, "exit_code", 1)}
     if isinstance(error, KMEError) and not isinstance(error, DataError):
         facts["message"] = str(error)
@@ -455,8 +455,8 @@ def _version() -> str:
     return metadata.version("kme-dist")
 
 
-def _no_listener() -> tuple[type[BaseException], ...]:
-    """What telling may run into: the scheduler has gone, is going, or the client was closed."""
+def _send_errors() -> tuple[type[BaseException], ...]:
+    """Errors of sending: the scheduler is gone or shutting down, or the client was closed."""
     from distributed.client import ClosedClientError
     from distributed.comm import CommClosedError
 

@@ -1,13 +1,13 @@
-"""Pictures of a run, and the one HTML page that shows them.
+"""Figures of a run, and the HTML page that shows them.
 
     svg = confusion_matrix(counts, ["cat", "dog"])
     page = render_html("Pets", headline=[("Accuracy", "97.2 %", "350 of 360 test rows")],
                        figures=[Picture("Confusion", svg, "Rows are true classes, ...")])
 
-Each picture function returns an inline SVG drawn with matplotlib's object interface (no global
-figure, no display). Axes and text take the colour of the page around them, so one picture serves
-the light and the dark theme. Class colours are distinguishable with colour-blind eyes, and classes
-also differ by marker shape. The page needs no network and no script.
+Each figure function returns an inline SVG drawn with matplotlib's object interface (no global
+figure, no display). Axes and text take the colour of the surrounding page, so one figure works in
+the light and the dark theme. Class colours are colour-blind safe, and classes also differ by marker
+shape. The page needs no network and no script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 PALETTE = ("#D55E00", "#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#B8A900")
 MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
 ACCENT = "#3B8BD0"
-# Two colours that stand for "whatever the page uses" and are replaced in the finished SVG.
+# Placeholders for the colours of the page, replaced in the finished SVG.
 INK, GRID = "#010203", "#040506"
 
 _STYLE: dict[Any, Any] = {
@@ -53,7 +53,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure of the page: title, inline SVG, and a sentence that tells how to read it."""
+    """One figure of the page: title, inline SVG, and a caption that explains how to read it."""
 
     title: str
     svg: str
@@ -63,7 +63,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Panel:
-    """What a model says on a grid over two features.
+    """Predictions of a model on a grid over two features.
 
     probabilities : (rows, columns, m) array   clip-normalised class probabilities
     entropy : (rows, columns) array            in nats
@@ -75,7 +75,7 @@ class Panel:
 
 
 # ------------------------------------------------------------------------------------------------
-# Pictures
+# Figures
 
 
 def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -110,7 +110,7 @@ def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
 
 
 def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequence[str]) -> str:
-    """Counts of true class (rows) against predicted class (columns), coloured by share of the row."""
+    """Counts of true class (rows) against predicted class (columns), coloured by the fraction of the row."""
     matrix = np.asarray(counts)
     share = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
 
@@ -135,7 +135,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequen
 
 
 def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
-    """Share of correct answers against stated confidence, above a histogram of the confidences."""
+    """Accuracy against predicted confidence, above a histogram of the confidences."""
 
     def draw(figure: Figure) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
@@ -144,7 +144,7 @@ def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
         accuracy = [b["accuracy"] for b in bins]
         top.vlines(confidence, confidence, accuracy, color=PALETTE[0], linewidth=2, alpha=0.7)
         top.plot(confidence, accuracy, "o-", color=ACCENT, linewidth=1.6, markersize=6)
-        top.set_ylabel("share that is correct")
+        top.set_ylabel("accuracy")
         top.set_ylim(-0.02, 1.02)
         top.set_xlim(0, 1)
         top.set_aspect("auto")
@@ -161,15 +161,15 @@ def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
             linewidth=0.5,
         )
         bottom.set_ylabel("rows")
-        bottom.set_xlabel("probability given to the predicted class")
+        bottom.set_xlabel("probability of the predicted class")
         bottom.yaxis.set_major_locator(MaxNLocator(3, integer=True))
 
     return svg(draw, (5.0, 4.6), "reliability")
 
 
 def risk_coverage_curve(points: Sequence[Mapping[str, float]], wide: bool = False) -> str:
-    """Share of mistakes among the surest rows against how many of the rows that is."""
-    first = next((i for i, point in enumerate(points) if point["coverage"] >= 0.02), 0)  # fewer rows say nothing
+    """Error rate among the most certain rows against coverage, the fraction of rows that these are."""
+    first = next((i for i, point in enumerate(points) if point["coverage"] >= 0.02), 0)  # too few rows before
     coverage = [point["coverage"] for point in points[first:]]
     risk = [point["risk"] for point in points[first:]]
 
@@ -181,8 +181,8 @@ def risk_coverage_curve(points: Sequence[Mapping[str, float]], wide: bool = Fals
         axes.set_xlim(0, 1.01)
         axes.set_ylim(0, max(0.01, 1.15 * max(risk)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-        axes.set_xlabel("share of rows answered, least entropy first")
-        axes.set_ylabel("share that is wrong")
+        axes.set_xlabel("coverage (rows by increasing entropy)")
+        axes.set_ylabel("error rate")
         axes.grid()
 
     return svg(draw, (10.5, 3.2) if wide else (5.0, 4.2), "coverage")
@@ -206,7 +206,7 @@ def relevance_images(relevance: Mapping[str, np.ndarray], shape: tuple[int, int]
 
 
 def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) -> str:
-    """The most relevant features as bars, the strongest on top."""
+    """The most relevant features as bars, the most relevant on top."""
     order = np.argsort(relevance, kind="stable")[::-1][:most]
 
     def draw(figure: Figure) -> None:
@@ -214,7 +214,7 @@ def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) 
         labels = [_short(names[index], 28) for index in order]
         axes.barh(range(len(order)), relevance[order], color=ACCENT, height=0.7)
         axes.set_yticks(range(len(order)), labels)
-        axes.set_ylim(max(len(order), 8) - 0.4, -0.6)  # few bars stay slim
+        axes.set_ylim(max(len(order), 8) - 0.4, -0.6)  # keeps a few bars slim
         axes.set_xlim(left=0)
         axes.set_xlabel("relevance (1 / length scale)")
         axes.grid(axis="x")
@@ -225,7 +225,7 @@ def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) 
 
 
 def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, int], columns: int = 8) -> str:
-    """Small pictures in rows, each with a title (mistakes, for one)."""
+    """Small images in rows, each with a title (misclassified rows, for example)."""
     rows = -(-len(images) // columns)
 
     def draw(figure: Figure) -> None:
@@ -246,20 +246,20 @@ def probability_maps(
     class_names: Sequence[str],
     axis_names: tuple[str, str],
 ) -> str:
-    """Class probabilities as mixed colours above entropy, one column per panel, data on top.
+    """Class probabilities as mixed colours, entropy below, one column per panel, with the data points.
 
-    points : sequence of (xy, class index, held out)   held-out rows get a dark rim
+    points : sequence of (xy, class index, held out)   held-out rows have a dark edge
     """
     colors = np.array([to_rgb(color) for color in _take(PALETTE, len(class_names))])
     ceiling = float(np.log(len(class_names)))
 
     def draw(figure: Figure) -> None:
-        shape = (2, len(panels)) if len(panels) > 1 else (1, 2)  # a single model lies on its side
+        shape = (2, len(panels)) if len(panels) > 1 else (1, 2)  # a single model is shown side by side
         grid = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).reshape(2, -1)
         for column, panel in enumerate(panels):
             top, bottom = grid[:, column]
             mixture = np.clip(panel.probabilities @ colors, 0, 1)
-            # Half-way to white, so that the points of a class stand out from its own region.
+            # Blended with white, so that the points of a class are visible in its own region.
             pale = 0.35 + 0.65 * mixture
             top.imshow(pale, origin="lower", extent=extent, aspect="auto")
             heat = bottom.imshow(
@@ -318,7 +318,7 @@ def _scatter(
 
 
 def svg(draw: Callable[[Figure], None], size: tuple[float, float], name: str) -> str:
-    """Run a drawing on a fresh figure and return SVG text ready to be put into a page."""
+    """Draw on a new figure and return SVG text to embed in a page."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
@@ -327,7 +327,7 @@ def svg(draw: Callable[[Figure], None], size: tuple[float, float], name: str) ->
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Names inside one picture must not meet those of another on the same page.
+    # Ids inside one figure must not clash with those of another on the same page.
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = text.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
@@ -378,7 +378,7 @@ def render_html(
     config_text: str = "",
     footer: str = "",
 ) -> str:
-    """One self-contained page. All text is escaped; only the SVG of the pictures is put in as is.
+    """One self-contained page. All text is escaped; only the SVG of the figures is inserted as is.
 
     headline : (label, value, note) per tile        tables : (title, column names, rows) per table
     """

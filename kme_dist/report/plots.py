@@ -1,11 +1,10 @@
-"""Pictures of learned features: frequencies, pixel length scales, accuracy against epoch.
+"""Figures of learned features: frequencies, pixel length scales, accuracy against epoch.
 
     frequencies(model.features_, start=first_map).savefig("frequencies.png")
     pixel_length_scales({"3 and 8": scales.reshape(28, 28)})
     accuracy_curves({"embedding network": [(1, 0.981), (2, 0.987)], "softmax": [(1, 0.962), (2, 0.975)]})
 
-Every function returns a matplotlib figure that belongs to no window (or draws on the one it is given); saving it is the
-caller's.
+Every function returns a matplotlib figure without a window (or draws on the one it is given); the caller saves it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ MOST_INPUTS = 20
 def frequencies(
     features: Any, start: Any = None, names: Sequence[str] | None = None, *, figure: Figure | None = None
 ) -> Figure:
-    """Where a spectral map looks: the spread of its frequencies for each input, before learning (grey) and after.
+    """Spread of the frequencies of a spectral map for each input, before learning (grey) and after.
 
-    `features` is a `Spectral` map; `start` the map that learning began with; `names` the inputs, of which those with
-    the widest spread are shown where there are many.
+    `features` is a `Spectral` map; `start` the map before learning; `names` the inputs. If there are more than
+    MOST_INPUTS, those with the widest spread are shown.
     """
     if not hasattr(features, "first"):
-        raise ConfigError(f"{features!r} has no frequencies; a spectral map is needed")
+        raise ConfigError(f"{features!r} has no frequencies; must be a spectral map")
     learned, drawn = _all_frequencies(features), None if start is None else _all_frequencies(start)
     inputs = len(learned)
     labels = list(names) if names is not None else [f"x{i}" for i in range(inputs)]
@@ -55,7 +54,7 @@ def frequencies(
     axes.invert_yaxis()
     axes.set_xlim(-1.05 * far, 1.05 * far)
     axes.axvline(0, color=_SOFT, linewidth=0.6)
-    axes.set_xlabel("frequency (bar: central half, line: nine tenths)")
+    axes.set_xlabel("frequency (bar: central 50 %, line: central 90 %)")
     title = f"{learned.shape[1]} learned frequencies" + ("" if drawn is None else ", grey: before")
     axes.set_title(title + (f"; {d} of {inputs} inputs" if d < inputs else ""), loc="left", fontsize=11)
     _plain(axes)
@@ -84,12 +83,12 @@ def _spread(axes: Any, y: float, values: np.ndarray, colour: str) -> None:
 
 
 def pixel_length_scales(maps: Mapping[str, np.ndarray], columns: int = 3, *, figure: Figure | None = None) -> Figure:
-    """Which pixels matter: for each title a picture of length scales, dark where they are short.   [HNR, figure 2]
+    """Relevance of pixels: for each title an image of length scales, dark where they are short.   [HNR, figure 2]
 
-    Pixels without a number are left blank.
+    Pixels that are NaN are left blank.
     """
     if not maps:
-        raise ConfigError("pixel_length_scales needs at least one map")
+        raise ConfigError("pixel_length_scales requires at least one map")
     rows = -(-len(maps) // columns)
     columns = min(columns, len(maps))
     figure = figure or Figure(figsize=(2.4 * columns + 0.8, 2.5 * rows), layout="constrained")
@@ -106,30 +105,30 @@ def pixel_length_scales(maps: Mapping[str, np.ndarray], columns: int = 3, *, fig
         axes.set_axis_off()
     bar = figure.colorbar(grid[0].images[0], ax=list(grid), location="bottom", shrink=0.7, aspect=30)
     bar.outline.set_visible(False)
-    bar.set_label("log10 length scale (dark: the pixel matters)")
+    bar.set_label("log10 length scale (dark: relevant pixel)")
     return figure
 
 
 def accuracy_curves(curves: Mapping[str, Sequence[tuple[int, float]]], *, figure: Figure | None = None) -> Figure:
-    """Test accuracy against epoch, one line for each name; the last value is written beside its line."""
+    """Test accuracy against epoch, one line for each name; the last value is printed beside its line."""
     if not any(len(points) for points in curves.values()):
-        raise ConfigError("accuracy_curves needs at least one point")
+        raise ConfigError("accuracy_curves requires at least one point")
     figure = figure or Figure(figsize=(6.4, 3.8), layout="constrained")
     axes, ends = figure.subplots(), []
     for (name, points), colour in zip(curves.items(), (_ACCENT, *_OTHERS), strict=False):
         if not points:
             continue
         epochs, values = zip(*points, strict=True)
-        style = "o-" if len(epochs) <= 30 else "-"  # more dots than that hide the line
+        style = "o-" if len(epochs) <= 30 else "-"  # more markers would hide the line
         axes.plot(
             epochs, [100 * value for value in values], style, color=colour, linewidth=1.6, markersize=4, label=name
         )
         ends.append((100 * values[-1], epochs[-1], colour))
     low, high = axes.get_ylim()
-    inch_points = 72 * figure.get_size_inches()[1] * 0.75 / (high - low)  # of one per cent, more or less
+    inch_points = 72 * figure.get_size_inches()[1] * 0.75 / (high - low)  # of one per cent, approximately
     lowest = math.inf
     for value, epoch, colour in sorted(ends, reverse=True):
-        shift = min(0.0, lowest - 11 - value * inch_points)  # ends that meet are written one below the other
+        shift = min(0.0, lowest - 11 - value * inch_points)  # labels that would overlap are stacked
         lowest = value * inch_points + shift
         axes.annotate(
             f"{value:.2f}",

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 from kme_dist.cli import app as cli
 from kme_dist.errors import CorruptError, NumericalError, RetryError
@@ -169,7 +170,7 @@ def test_signals_have_their_exit_codes(config, capsys, monkeypatch, number, code
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_ends_a_run_in_order_and_tells_how_to_go_on(config, tmp_path):
+def test_sigterm_ends_a_run_in_order_and_tells_how_to_resume(config, tmp_path):
     arguments = [*COMMAND, "run", config, "--set", "learn.steps=1000000"]
     log = tmp_path / "runs" / "quick" / "metrics.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -272,6 +273,63 @@ def test_version_and_help(capsys):
     for command in ("run", "ingest", "inspect", "doctor", "config-schema"):
         assert command in out
     assert cli.execute(["run", "--help"]) == 0
+
+
+def test_help_loads_no_numerics():
+    script = (
+        "import sys\n"
+        "from kme_dist.cli import app\n"
+        "assert app.execute(['--help']) == 0\n"
+        "assert app.execute(['jobs', '--help']) == 0\n"
+        "assert app.execute(['predict', '--help']) == 0\n"
+        "heavy = {'numpy', 'scipy', 'dask', 'distributed', 'zarr', 'sklearn', 'matplotlib', 'pyarrow'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def all_commands():
+    """(name, command) of every command, those of `jobs` included."""
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        below = getattr(command, "commands", None)
+        yield from [(name, command)] if below is None else ((f"{name} {n}", c) for n, c in below.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), list(all_commands()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_command_takes_json_and_quiet_and_shared_options_are_the_same(name, command):
+    options = {option: parameter.help for parameter in command.params for option in parameter.opts}
+    assert {"--json", "--quiet"} <= set(options)
+    shared = {"--json": "one JSON object", "--set": "Override one key", "--scheduler": "running Dask scheduler"}
+    for option, text in shared.items():
+        assert text in options.get(option, text)
+    for parameter in command.params:
+        assert parameter.help or parameter.name == "help", f"{name}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize("command", ["run", "learn", "fit", "plan", "predict", "evaluate", "submit", "smoke", "doctor"])
+def test_whatever_computes_takes_a_scheduler(command):
+    found = dict(all_commands())[command]
+    assert "--scheduler" in {option for parameter in found.params for option in parameter.opts}
+
+
+def test_run_uses_the_scheduler_it_is_given(config, capsys, monkeypatch):
+    seen = []
+
+    def run(settings, **_):
+        seen.append(settings.cluster)
+        raise RetryError("enough")
+
+    monkeypatch.setattr("kme_dist.pipelines.run.run", run)
+    assert cli.execute(["run", config, "--scheduler", "tls://host:8786"]) == 75
+    assert (seen[0].kind, seen[0].address) == ("address", "tls://host:8786")
+
+
+def test_a_misuse_points_to_the_help_of_its_command(capsys):
+    assert failure(capsys, "smoke", "--folders", "x")[1].endswith("See `kme-dist smoke --help`.")
+    assert failure(capsys, "--folders")[1].endswith("See `kme-dist --help`.")
 
 
 def test_main_always_leaves_with_the_exit_code(capsys):

@@ -14,7 +14,7 @@ from kme_dist.cli import app as cli
 from kme_dist.config import ClusterConfig
 from kme_dist.errors import ConfigError, CorruptError, RetryError
 from kme_dist.ops import cluster
-from kme_dist.ops.certs import days_left, ends_at, make_certificates, tls_files
+from kme_dist.ops.certs import expires_at, make_certificates, tls_files
 from kme_dist.ops.cluster import open_client
 
 
@@ -50,29 +50,29 @@ def test_what_is_there_stays_until_it_is_renewed(tmp_path):
     assert make_certificates(tmp_path, days=90, renew=True)["made"] == ["cluster", "client"]
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert [name for name in sorted(after) if after[name] == before[name]] == ["ca-key.pem", "ca.pem"]
-    assert 89 < days_left(tmp_path / "client.pem") <= 90
+    assert 89 < (expires_at(tmp_path / "client.pem") - time.time()) / 86_400 <= 90
 
 
 def test_the_end_of_a_certificate_is_known_from_its_file_and_from_its_text(tmp_path):
     make_certificates(tmp_path, days=10)
     path = tmp_path / "cluster.pem"
-    assert ends_at(path) == ends_at(path.read_text()) == pytest.approx(time.time() + 10 * 86400, abs=3600)
+    assert expires_at(path) == expires_at(path.read_text()) == pytest.approx(time.time() + 10 * 86400, abs=3600)
 
 
 def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="at least 1 is needed"):
+    with pytest.raises(ConfigError, match="must be an integer >= 1"):
         make_certificates(tmp_path, days=0)
     with pytest.raises(ConfigError, match="kme-dist certs"):
         tls_files(tmp_path / "absent")
     make_certificates(tmp_path / "a")
     (tmp_path / "a" / "ca-key.pem").unlink()
-    with pytest.raises(ConfigError, match="without it no certificate can be signed"):
+    with pytest.raises(ConfigError, match="required to sign certificates"):
         make_certificates(tmp_path / "a", renew=True)
     (tmp_path / "a" / "ca.pem").unlink()
     with pytest.raises(CorruptError, match=r"no ca\.pem"):
         make_certificates(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         make_certificates(tmp_path / "file" / "certs")
 
 
@@ -124,7 +124,7 @@ def test_who_has_no_certificate_is_refused(encrypted, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 2.0)
     address = encrypted[0]
     with (
-        pytest.raises(ConfigError, match=r"set cluster\.tls"),
+        pytest.raises(ConfigError, match=r"requires cluster\.tls"),
         open_client(ClusterConfig(kind="address", address=address)),
     ):
         pass

@@ -115,8 +115,8 @@ def test_a_cluster_that_does_not_close_in_time_fails_no_command(caplog):
         def __exit__(self, *error):
             raise TimeoutError
 
-    with cluster._closed_in_any_case(Stuck()):
+    with cluster._always_closed(Stuck()):
         pass
     assert "did not close in time" in caplog.text
-    with pytest.raises(KeyError, match="own"), cluster._closed_in_any_case(Stuck()):
+    with pytest.raises(KeyError, match="own"), cluster._always_closed(Stuck()):
         raise KeyError("own")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import shutil
@@ -17,27 +19,29 @@ import pytest
 
 from kme_dist.cli import app as cli
 from kme_dist.config import ClusterConfig, Config, parse_config
-from kme_dist.data import epochs
-from kme_dist.data.epochs import EpochLease, LeaseLost, begin_epoch, latest_epoch
+from kme_dist.data import leases
+from kme_dist.data.leases import EpochLease, LeaseLost, begin_epoch, latest_epoch
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, KMEError, RetryError
 from kme_dist.ops import cluster as clusters
-from kme_dist.ops import jobs
+from kme_dist.ops import driver, jobs
 from kme_dist.ops.certs import tls_files
+from kme_dist.ops.driver import drive
+from kme_dist.pipelines.job import run_pipeline
 
-# A process that starts one job: `evaluate` is replaced by a pipeline that notes each chunk it does, skips those that
-# are noted, and so behaves like ours do after a kill. Arguments: root, job, seconds for a chunk, chunk to die at.
+# A process that starts one job, with a pipeline that notes each chunk it does, skips those that are noted, and so
+# behaves like ours do after a kill. Arguments: root, job, seconds for a chunk, chunk to die at.
 STARTER = """
-import os, signal, sys, time, types
+import os, signal, sys, time
 from pathlib import Path
-from kme_dist.ops import jobs
-from kme_dist.data import epochs
+from kme_dist.data.leases import EpochLease, LeaseLost
 from kme_dist.errors import KMEError
+from kme_dist.ops import driver, jobs
 
 root, name, seconds, die_at = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-epochs.BEAT_S = 0.1
+EpochLease.default_beat_s = 0.1
 
-def run(config, *, name, listener, command):
+def run(pipeline, config, *, name, command, listener):
     notes = Path(config.output.folder)
     notes.mkdir(parents=True, exist_ok=True)
     for chunk in range(6):
@@ -51,13 +55,10 @@ def run(config, *, name, listener, command):
     listener.progress("chunks", 6, 6)
     return {"chunks": 6, "by": os.getpid()}
 
-fake = types.ModuleType("kme_dist.pipelines.evaluate")
-fake.run = run
-sys.modules[fake.__name__] = fake
-jobs.LOOK_EVERY_S = 0.0
+driver.CHECK_EVERY_S = 0.0
 try:
-    print(jobs.drive(jobs.job_at(jobs.job_root(root), name), wait_s=60)["result"]["by"])
-except epochs.LeaseLost:
+    print(driver.drive(jobs.job_at(jobs.job_root(root), name), run, wait_s=60)["result"]["by"])
+except LeaseLost:
     sys.exit(4)
 except KMEError as error:
     print(error, file=sys.stderr)
@@ -97,8 +98,8 @@ def pipeline(monkeypatch):
         module = type(sys)("kme_dist.pipelines.evaluate")
         module.run = run
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(jobs, "LOOK_EVERY_S", 0.0)
-        monkeypatch.setattr(jobs, "PAUSE_S", 0.0)
+        monkeypatch.setattr(driver, "CHECK_EVERY_S", 0.0)
+        monkeypatch.setattr(driver, "PAUSE_S", 0.0)
 
     return replace
 
@@ -115,7 +116,7 @@ def test_eight_simultaneous_starts_give_one_result_and_clean_exits(job):
     assert [event["state"] for event in job.events()] == ["running", "succeeded"]
 
 
-def test_a_killed_driver_is_followed_by_one_that_goes_on(job):
+def test_a_killed_driver_is_followed_by_one_that_resumes(job):
     first = start(job, die_at=3)
     first.communicate(timeout=60)
     assert first.returncode == -signal.SIGKILL
@@ -128,7 +129,7 @@ def test_a_killed_driver_is_followed_by_one_that_goes_on(job):
     assert job.status()["drivers"] == 2
 
 
-def test_a_driver_that_stood_still_does_not_commit_when_it_wakes(job):
+def test_a_driver_that_stalled_does_not_commit_when_it_wakes(job):
     sleeper = start(job, seconds=3.0)  # long enough to be stopped before it is done, on a busy machine too
     wait_until(lambda: job.status().get("progress"))
     sleeper.send_signal(signal.SIGSTOP)
@@ -149,17 +150,17 @@ def test_a_result_is_never_replaced(job):
 
 
 def test_a_living_driver_is_not_disturbed(job, monkeypatch):
-    monkeypatch.setattr(epochs, "BEAT_S", 0.05)
+    monkeypatch.setattr(EpochLease, "default_beat_s", 0.05)
     with EpochLease.take(job.place, holder="the first"):
-        with pytest.raises(RetryError, match="the first is at work"):
-            jobs.drive(job)
+        with pytest.raises(RetryError, match=r"another driver is at work there \(the first\)"):
+            drive(job, run_pipeline)
         assert latest_epoch(job.place)[0] == 1
     with EpochLease.take(job.place) as lease:  # given back: no need to wait
         assert lease.epoch == 2
 
 
 def test_of_many_contenders_that_see_the_same_one_gets_the_next_epoch(tmp_path, monkeypatch):
-    real, together, seen = epochs.latest_epoch, threading.Barrier(8), set()
+    real, together, seen = leases.latest_epoch, threading.Barrier(8), set()
 
     def look(place):
         found = real(place)
@@ -168,7 +169,7 @@ def test_of_many_contenders_that_see_the_same_one_gets_the_next_epoch(tmp_path, 
             together.wait(timeout=60)
         return found
 
-    monkeypatch.setattr(epochs, "latest_epoch", look)
+    monkeypatch.setattr(leases, "latest_epoch", look)
     place, winners = Place.of(tmp_path), []
 
     def contend():
@@ -207,13 +208,13 @@ def test_a_job_tells_how_it_stands(job, pipeline):
 
     assert job.status()["state"] == "waiting"
     pipeline(run)
-    done = jobs.drive(job)
+    done = drive(job, run_pipeline)
     assert seen == [("running", str(job.folder / "output"), "nightly")]
     assert done["result"] == {"accuracy": 0.9}
     assert job.status()["state"] == "succeeded"
     assert job.status()["result"] == {"accuracy": 0.9}
     assert [line["message"] for line in job.logs()][1:] == ["reading", "learn: 3 of 10", "succeeded"]
-    assert jobs.drive(job) == done, "a job that is done is not done again"
+    assert drive(job, run_pipeline) == done, "a job that is done is not done again"
 
 
 def test_what_may_pass_is_tried_again_and_what_may_not_is_not(job, pipeline):
@@ -227,7 +228,7 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not(job, pipeline):
 
     pipeline(stumble)
     with pytest.raises(DataError):
-        jobs.drive(job)
+        drive(job, run_pipeline)
     assert len(calls) == 3
     status = job.status()
     assert (status["state"], status["exit_code"], status["error"]) == ("failed", 2, "column width is missing")
@@ -237,20 +238,20 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not(job, pipeline):
 def test_a_bug_leaves_its_traceback_in_the_log(job, pipeline):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        jobs.drive(job)
+        drive(job, run_pipeline)
     assert job.status()["exit_code"] == 1
     assert "ZeroDivisionError" in job.logs()[-1]["traceback"]
 
 
 def test_a_job_that_is_asked_to_stop_stops_at_its_next_word(job, pipeline):
     def run(config, *, listener, **_):
-        job.ask_to_stop("a test")
+        job.request_stop("a test")
         listener.progress("chunks", 1, 9)
         pytest.fail("it went on")
 
     pipeline(run)
-    with pytest.raises(jobs.Cancelled):
-        jobs.drive(job)
+    with pytest.raises(driver.Cancelled):
+        drive(job, run_pipeline)
     assert job.status()["state"] == "cancelled"
 
 
@@ -269,18 +270,18 @@ def test_the_word_of_a_driver_that_lost_the_job_does_not_count(job):
 
 @pytest.mark.parametrize("name", ["../other", "a/b", "", ".hidden", "a\nb", "x" * 200])
 def test_a_name_is_no_path(tmp_path, name):
-    with pytest.raises(ConfigError, match="is an invalid job id"):
+    with pytest.raises(ConfigError, match="invalid job id"):
         jobs.job_at(tmp_path, name)
 
 
 @pytest.mark.parametrize("pipeline_name", ["os", "../run", "run.run", "cluster"])
 def test_only_pipelines_of_the_package_run(tmp_path, job, pipeline_name):
-    with pytest.raises(ConfigError, match="there is no pipeline"):
+    with pytest.raises(ConfigError, match="unknown pipeline"):
         jobs.create_job(tmp_path, pipeline=pipeline_name, config=job.config(), name="x")
     path = job.folder / "job.json"
     path.write_text(json.dumps({**job.request(), "pipeline": pipeline_name}))
     with pytest.raises(ConfigError, match=r"job\.json names the pipeline"):
-        jobs.drive(job)
+        drive(job, run_pipeline)
 
 
 @pytest.mark.parametrize("key", [f"{section}.{name}" for section, name in jobs.PATH_KEYS])
@@ -385,7 +386,7 @@ def test_secrets_of_the_environment_stay_out_of_the_folder(job, pipeline, monkey
 
     pipeline(leak)
     with pytest.raises(OSError, match="refused"):
-        jobs.drive(job)
+        drive(job, run_pipeline)
     written = "".join(path.read_text() for path in job.folder.rglob("*") if path.is_file())
     assert "sesame" not in written
     assert "token-1234567890" not in written
@@ -448,7 +449,7 @@ def operator(cluster, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [120, pytest.param(400, marks=pytest.mark.slow)])
-def test_a_job_goes_on_by_itself_and_survives_the_death_of_its_driver(operator, steps):
+def test_a_job_runs_by_itself_and_survives_the_death_of_its_driver(operator, steps):
     job = operator.submit(steps=steps)
     told = job.folder / "output" / "metrics.jsonl"
     wait_until(lambda: told.exists() and told.read_text().count("\n") >= 8)  # past its first checkpoint
@@ -548,21 +549,21 @@ def test_a_job_that_nobody_took_leaves_no_trace(tmp_path, capsys, monkeypatch):
     assert "no scheduler answers" in capsys.readouterr().err
 
 
-def test_a_job_that_failed_goes_on_when_it_is_resumed(job, pipeline, capsys):
+def test_a_job_that_failed_can_be_resumed(job, pipeline, capsys):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        jobs.drive(job)
-    job.ask_to_stop("an operator, before that")
+        drive(job, run_pipeline)
+    job.request_stop("an operator, before that")
     pipeline(lambda config, **_: {"rows": 3})
     assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root)]) == 0
     assert capsys.readouterr().out.split() == [job.id, "succeeded"]
     assert cli.execute(["jobs", "status", job.id, "--root", str(job.root)]) == 0
-    assert "rows 3" in capsys.readouterr().out
+    assert "result\n  rows  3\n" in capsys.readouterr().out
 
 
 def test_a_job_that_is_cancelled_here_ends_as_cancelled(job, pipeline, capsys):
     def run(config, *, listener, **_):
-        job.ask_to_stop("a test")
+        job.request_stop("a test")
         listener.progress("chunks", 1, 2)
 
     pipeline(run)
@@ -585,11 +586,11 @@ def test_a_list_survives_jobs_that_are_damaged_or_go_away(tmp_path, job, capsys,
     assert "gone" not in out
 
 
-def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stands_still(job, monkeypatch):
+def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stalled(job, monkeypatch):
     from kme_dist.ops import submit
 
     answers = iter(["processing", None, None, None])
-    monkeypatch.setattr(submit, "ASK_S", 0.0)
+    monkeypatch.setattr(submit, "QUERY_S", 0.0)
     monkeypatch.setattr(submit, "POLL_S", 0.0)
     monkeypatch.setattr(submit, "on_scheduler", lambda jobs, cluster: [{"state": next(answers)}])
     with EpochLease.take(job.place, beat_s=600):
@@ -599,11 +600,11 @@ def test_a_wait_ends_when_the_scheduler_does_not_know_a_job_that_stands_still(jo
     assert list(answers) == [None], "one look alone proves nothing"
 
 
-def test_a_wait_goes_on_while_a_driver_elsewhere_shows_that_it_lives(job, monkeypatch):
+def test_a_wait_continues_while_a_driver_elsewhere_shows_that_it_lives(job, monkeypatch):
     from kme_dist.ops import submit
 
     epoch = iter(range(100))
-    monkeypatch.setattr(submit, "ASK_S", 0.0)
+    monkeypatch.setattr(submit, "QUERY_S", 0.0)
     monkeypatch.setattr(submit, "POLL_S", 0.0)
     monkeypatch.setattr(submit, "on_scheduler", lambda jobs, cluster: [{"state": None}])
     monkeypatch.setattr(submit, "latest_epoch", lambda place: next(epoch))
@@ -625,3 +626,23 @@ def test_what_is_not_there_is_one_line(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
     assert issubclass(ConfigError, KMEError)
+
+
+@pytest.mark.parametrize("name", jobs.PIPELINES)
+def test_every_pipeline_of_a_job_takes_what_a_driver_passes(name):
+    """The driver knows names only; `run_pipeline` calls the function of that name."""
+    module = importlib.import_module(f"kme_dist.pipelines.{name}")
+    assert {"name", "listener", "command"} <= set(inspect.signature(module.run).parameters)
+
+
+def test_what_a_pipeline_reports_reaches_the_log_of_the_job(job, pipeline):
+    def run(config, *, name, listener, command):
+        listener.start("the median")
+        listener.say(f"{name}: {command}")
+        listener.progress("chunks", 2, 2)
+        return {}
+
+    pipeline(run)
+    drive(job, run_pipeline)
+    messages = [line["message"] for line in job.logs()]
+    assert messages[1:4] == ["starting from the median", "nightly: kme-dist jobs resume nightly-1", "chunks: 2 of 2"]

@@ -124,7 +124,7 @@ def test_the_scheduler_tells_how_runs_stand(cluster):
     assert sample(text, "kme_checkpoint_age_seconds", run_id="covtype") < 300
 
 
-def test_the_scheduler_tells_when_its_certificate_ends(cluster, certificates):
+def test_the_scheduler_tells_when_its_certificate_expires(cluster, certificates):
     """The one it was started with: that of a file which was renewed since helps nobody before a new start."""
     ends = sample(get(cluster[0]), "kme_certificate_expiry_timestamp_seconds")
     assert ends == pytest.approx(time.time() + 100 * 86400, abs=3600)
@@ -134,7 +134,7 @@ def test_the_scheduler_tells_when_its_certificate_ends(cluster, certificates):
 
 def test_without_a_certificate_none_is_told_of():
     from kme_dist.ops import metrics
-    from kme_dist.ops.dashboard import RunBoard
+    from kme_dist.ops.board import RunBoard
 
     assert list(metrics._certificate(RunBoard())) == []
 

@@ -17,7 +17,7 @@ from kme_dist.cli import app as cli
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError
 from kme_dist.ops import jobs, schedule
-from kme_dist.ops.schedule import again, fire_times, keep_schedule, parse_time, scheduled_times, stamp
+from kme_dist.ops.schedule import fire_times, keep_schedule, parse_time, scheduled_times, should_retry, stamp
 
 UTC = datetime.UTC
 
@@ -80,7 +80,7 @@ def test_only_what_may_pass_is_tried_again(code, attempts, monkeypatch):
         fire_times("0 * * * *"), start=lambda when: [stamp(when)], stop=stop, say=lambda line: None, clock=clock
     )
     assert started == [["2026-01-01T01:00:00Z"]] * attempts
-    assert again(code, schedule.ATTEMPTS) is False
+    assert should_retry(code, schedule.ATTEMPTS) is False
 
 
 def test_a_run_is_stopped_with_the_schedule(tmp_path):
@@ -105,10 +105,10 @@ def test_a_run_is_stopped_with_the_schedule(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fire_times("every night"), "is no cron expression"),
-        (lambda: fire_times("61 * * * *"), "is no cron expression"),
-        (lambda: fire_times("0 2 * * *", "Mars/Olympus"), "is not known"),
-        (lambda: parse_time("yesterday"), "is no time"),
+        (lambda: fire_times("every night"), "is not a cron expression"),
+        (lambda: fire_times("61 * * * *"), "is not a cron expression"),
+        (lambda: fire_times("0 2 * * *", "Mars/Olympus"), "is unknown"),
+        (lambda: parse_time("yesterday"), "is not a time"),
     ],
 )
 def test_mistakes_are_named(call, message):
@@ -204,7 +204,7 @@ def test_every_night_does_what_is_new_and_a_second_start_nothing(nightly, capsys
 # child that is killed there, and one that runs the same command again. Both note the objects that they have stored.
 KILLER = """
 import json, os, re, signal, sys
-from kme_dist import cli
+from kme_dist.cli import app as cli
 from kme_dist.data.places import Place
 from kme_dist.pipelines import predict
 

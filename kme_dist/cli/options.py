@@ -1,0 +1,181 @@
+"""The options that commands share, each defined once, and what they stand for.
+
+A command takes records: every field of a record becomes an option of the command.
+
+    @app.command()
+    @expand_options
+    def plan(config: DatasetConfig, options: ConfigOptions, output: Output) -> None: ...
+
+is `kme-dist plan CONFIG [--set ...] [--scheduler ...] [--json] [--quiet]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kme_dist.cli.output import print_json, stderr_printer
+from kme_dist.config import ClusterConfig, Config, load_config
+from kme_dist.errors import ConfigError
+from kme_dist.ops.certs import tls_files
+from kme_dist.ops.jobs import Job, job_at, job_root
+
+DatasetConfig = Annotated[Path, typer.Argument(help="YAML file whose data.source is a data set.")]
+JobConfig = Annotated[Path, typer.Argument(help="YAML file with paths relative to the root.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key of the config.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute even if an earlier result is up to date.")]
+Scheduler = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Address of a running Dask scheduler, e.g. tls://host:8786.")
+]
+Insecure = Annotated[bool, typer.Option("--allow-insecure", help="Allow connections to other machines without TLS.")]
+Root = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Folder of jobs and data; default: KME_ROOT, else the current folder."),
+]
+Pipeline = Annotated[str, typer.Option(help="run, learn, fit, predict or evaluate.")]
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take records of options, whose fields typer sees as parameters of the command."""
+    hints = get_type_hints(command, include_extras=True)
+    records, parameters = {}, []
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            records[parameter.name] = kind
+            options = get_type_hints(kind, include_extras=True)
+            found = {f.name: (inspect.Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)}
+        else:
+            options, found = {parameter.name: kind}, {parameter.name: parameter.default}
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=options[name])
+            for name, default in found.items()
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        filled = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in records.items()}
+        command(**given, **filled)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+@dataclass(frozen=True)
+class Output:
+    """What every command takes: how to print its result and its messages."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no messages, only errors.")] = False
+
+    def say(self, line: str) -> None:
+        """A message to a person, on stderr."""
+        stderr_printer(self.quiet)(line)
+
+    def result(self, result: Any, *lines: str) -> None:
+        """A result as JSON, or as lines for a person."""
+        if self.as_json:
+            print_json(result)
+            return
+        for line in lines:
+            print(line)
+
+
+@dataclass(frozen=True)
+class ConfigOptions:
+    """Of commands that read a config and may use a cluster."""
+
+    overrides: Overrides = None
+    scheduler: Scheduler = None
+
+    def load(self, path: Path, changes: list[str] | None = None) -> Config:
+        """The config with --set, further `changes` and --scheduler applied, in this order."""
+        at = self.scheduler
+        cluster = [] if at is None else ["cluster.kind=address", f"cluster.address={json.dumps(at)}"]
+        return load_config(path, [*(self.overrides or []), *(changes or []), *cluster])
+
+
+@dataclass(frozen=True)
+class StageOptions(ConfigOptions):
+    """Of commands that run a stage on a cluster."""
+
+    performance: Annotated[
+        Path | None,
+        typer.Option("--performance-report", metavar="FILE", help="Write Dask's performance report (HTML)."),
+    ] = None
+
+    @contextlib.contextmanager
+    def performance_notice(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Say where the performance report of the block was written, or that there is none."""
+        file = self.performance
+
+        def written() -> float | None:
+            return file.stat().st_mtime if file is not None and file.exists() else None
+
+        before = written()
+        yield
+        if file is not None:
+            nothing = "no performance report: this command did not use a cluster"
+            say(nothing if written() == before else f"performance report: {file}")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Of commands for jobs: how to reach a running scheduler."""
+
+    scheduler: Scheduler = None
+    tls: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of `kme-dist certs`; default: KME_TLS.")] = None
+    insecure: Insecure = False
+
+    def cluster(self, known: ClusterConfig | None = None) -> ClusterConfig | None:
+        """By the command line first, then by `known`; None without an address."""
+        known = known or ClusterConfig()
+        address = self.scheduler or known.address
+        if address is None:
+            return None
+        return ClusterConfig(
+            kind="address",
+            address=address,
+            tls=tls_files(self.tls) if self.tls is not None else known.tls,
+            insecure=self.insecure or known.insecure,
+        )
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Of commands for one job."""
+
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="Job id, as printed by `submit`.")]
+    root: Root = None
+
+    def job(self) -> Job:
+        return job_at(job_root(self.root), self.job_id)
+
+
+def split_names(text: str | None) -> list[str] | None:
+    """Names separated by commas."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def split_pairs(given: list[str] | None, option: str) -> dict[str, str] | None:
+    """Repeated NAME=FILE."""
+    if not given:
+        return None
+    found = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"{option} {text}: must be NAME=FILE")
+        found[name] = path
+    return found
