@@ -29,9 +29,9 @@ from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.ops.cluster import open_executor
-from kme_dist.run.blocks import Task
-from kme_dist.run.fitting import fit_on_dataset
-from kme_dist.run.pcg import Preconditioner, default_rank, labels, make_panels, solve_blocks
+from kme_dist.run.fit import Problem, fit_on_dataset
+from kme_dist.run.fit.panels import labels, make_panels
+from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
 from kme_dist.run.scratch import Scratch
 
 
@@ -82,24 +82,22 @@ def iterations(data, folder, rows, lam):
     )  # fmt: skip
     common = {"split": None, "scaling": "unit", "dtype": "float64", "classes": True}
     with workers() as executor:
-        task = Task(
-            RowsRef.of(part, **common), median_kernel(data), lam, False, 0.0, 0, 1e-6, executor,
-            Scratch.at(Path(folder) / "scratch"), None, 6 << 30, print,
-        )  # fmt: skip
-        panels = make_panels(task, "float64")
+        scratch = Scratch.at(Path(folder) / "scratch")
+        problem = Problem(RowsRef.of(part, **common), median_kernel(data), executor, scratch, 6 << 30)
+        panels = make_panels(problem, "float64")
         blocks = tuple(range(len(panels.blocks)))
         Y = labels(panels, blocks)
         began = time.perf_counter()
-        factor = Preconditioner.build(panels, task, default_rank(rows))
+        factor = Preconditioner.build(panels, problem, default_rank(rows))
         built = time.perf_counter() - began
-        _, steps, residual = solve_blocks(panels, task, blocks, Y, lam, 1e-6, factor)
+        _, steps, residual = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, factor)
         print(
             f"{rows} rows of covtype, regularization {lam:.0e}: {steps} steps to a residual of {residual:.1e} "
             f"(rank {factor.rank} built in {built:.0f} s, in all {time.perf_counter() - began:.0f} s, "
             f"tiles {'kept' if panels.cached else 'computed anew'}), load {load_average()}",
             flush=True,
         )
-        _, plain, left = solve_blocks(panels, task, blocks, Y, lam, 1e-6, None, most_steps=4 * steps)
+        _, plain, left = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, None, most_steps=4 * steps)
         print(f"  without the preconditioner: after {plain} steps a residual of {left:.1e}", flush=True)
         panels.scratch.clear()
 

@@ -32,11 +32,13 @@ from kme_dist.config import ClusterConfig
 from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
 from kme_dist.core.kernels.base import median_length_scale
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.scaling import Scaling
 from kme_dist.ops.cluster import open_executor
-from kme_dist.run import solve
+from kme_dist.run.executors import SerialExecutor
+from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.lanes import Lanes
 from kme_dist.run.learn import batch_gradient, kernel_batches, learn_on_dataset
 from kme_dist.run.learners import KernelLearner
@@ -277,9 +279,9 @@ def scaled(data, split, rows, kind="unit"):
 
 
 def nystrom(learned, X, y, centres):
-    return solve.fit(
-        learned.kernel, X, y, CLASSES, regularization=learned.regularization, retune=True, solver="nystrom",
-        centres=centres,
+    return fit_on_dataset(
+        ArrayRows(X, y, range(CLASSES)), learned.kernel, learned.regularization, executor=SerialExecutor(),
+        scaling=None, solver="nystrom", centres=centres,
     ).embedding  # fmt: skip
 
 

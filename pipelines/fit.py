@@ -29,7 +29,7 @@ import numpy as np
 
 from kme_dist import CENClassifier, MCEClassifier, load
 from kme_dist.config import Config
-from kme_dist.core.nystrom import Centres, Features
+from kme_dist.core.sums import Centres, Features
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError
@@ -37,8 +37,7 @@ from kme_dist.pipelines import ingest, learn, recipes, tables
 from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
-from kme_dist.run.additive import Statistics, add_rows, remove_rows
-from kme_dist.run.fitting import Fit, fit_on_dataset, refit
+from kme_dist.run.fit import Fit, Statistics, add_rows, fit_on_dataset, refit, remove_rows
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates
 

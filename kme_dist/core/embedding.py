@@ -12,6 +12,7 @@ is the way to many rows: centres prepared once, then tiles that stay in a core's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,15 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
-from kme_dist.core.objective import Workspace
-from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF
+from kme_dist.core.objective import Workspace, one_hot
+from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, warn_of_padding
+from kme_dist.errors import NumericalError
 
 # Rows and centres of a tile: wide enough for the matrix products, small enough to stay in a core's cache; on a device
 # large enough to be worth a launch.
 HOST_TILE = (512, 512)
 DEVICE_TILE = (4096, 8192)
+_FEATURE_ROWS = 4_096  # taken through a feature map at a time
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,26 @@ class Decision:
         return total
 
 
+@dataclass(frozen=True)
+class FeatureEmbedding:
+    """f(x) = Wᵀ φ(x); or, with `on_features`, an embedding whose rows are features."""
+
+    features: Any
+    weights: Array
+    on_features: Embedding | None = None
+    regularization: float = math.nan
+
+    def decision(self, X: Array) -> Array:
+        """Decision probabilities (or scores) at the rows of X, chunk by chunk."""
+        parts = []
+        for rows in row_blocks(max(1, len(X)), _FEATURE_ROWS):
+            Z = self.features.forward(X[rows, :])
+            parts.append(
+                Z @ like(to_host(self.weights), Z) if self.on_features is None else self.on_features.decision(Z)
+            )
+        return parts[0] if len(parts) == 1 else namespace_of(parts[0]).concat(parts, axis=0)
+
+
 def _working_precision(embedding: Embedding, dtype: str) -> str:
     """`dtype`, or double where weights kept in double would lose their sum in single precision."""
     V, centres = embedding.weights, embedding.centres
@@ -135,6 +158,38 @@ def solve_dual(
     K = kernel.gram(X, out=(workspace or Workspace()).square(n, diag))
     set_diagonal(K, diag + (n * regularization + jitter))
     return cholesky(K).solve(Y)
+
+
+def exact_weights(
+    kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam: float, workspace: Workspace | None = None
+) -> Array:
+    """V = (K + nλI)⁻¹ Y in the precision that the solve needs; padded where a factorisation fails all the same.
+
+    Weights stay in the precision they were computed in: rounded, large ones of both signs would lose their sum.
+    """
+    n, space = row_count(X), workspace or Workspace()
+    need = need_of_solve(kernel, X, n * lam)
+    if need.missing:
+        warn_of_padding(n, lam, need)
+    diag = kernel.diag(X)
+    scale = float(namespace_of(diag).mean(astype(diag, "float64")))
+    wide = Need("float64").promoted(X)
+    attempts = [(need.promoted(X), need.missing)]
+    attempts += [(wide, need.missing)] if need.dtype == "float32" else []
+    attempts += [(wide, need.missing + jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
+    for rows, jitter in attempts:
+        Y = one_hot(y, n_classes, kernel.diag(rows))
+        try:
+            return solve_dual(kernel, rows, Y, lam, jitter, space)
+        except NumericalError:
+            continue
+    raise NumericalError(
+        f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; "
+        "raise `regularization`, or leave `refit_regularization=True`",
+        rows=n,
+        regularization=lam,
+        dtype="float64",
+    )
 
 
 def leave_one_out(

@@ -20,6 +20,7 @@ that is near one another, holds less than a few percent of them and meets none o
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, like, namespace_of, precision
 from kme_dist.core.kernels.base import Kernel, row_count
+from kme_dist.errors import PrecisionWarning
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}
 ERROR_FACTOR = 10.0  # c
@@ -102,6 +104,18 @@ def decide(dtype: str, n: int, top: float, shift: float, norm: Callable[[], floa
     if dtype == "float32" and carries("float32", found, shift):
         return Need("float32", norm=found)
     return Need("float64", max(smallest_shift("float64", found) - shift, 0.0), found)
+
+
+def warn_of_padding(n: int, lam: float, need: Need) -> None:
+    """Say that λ is below what double precision can carry, and what was solved instead."""
+    least = lam + need.missing / n
+    warnings.warn(
+        f"regularization {lam:.1e} is too small for double precision: n x regularization is {n * lam:.1e} for {n} rows "
+        f"against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit is that of "
+        f"regularization {least:.1e}; ask for this much or more, or leave `refit_regularization=True`",
+        PrecisionWarning,
+        stacklevel=2,
+    )
 
 
 def gram_norm(kernel: Kernel, X: Any) -> float:

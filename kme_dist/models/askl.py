@@ -32,6 +32,7 @@ from sklearn.utils.metaestimators import available_if
 from kme_dist import backend as devices
 from kme_dist.core import features as maps
 from kme_dist.core import optim
+from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective
 from kme_dist.core.spectral import (
@@ -63,7 +64,6 @@ from kme_dist.models.base import (
 from kme_dist.models.classifier import Classifier
 from kme_dist.models.settings import Rule, integer, non_negative, one_of, positive
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
-from kme_dist.run.features import FeatureEmbedding
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import describe_map, start_of, with_parameters
 from kme_dist.run.maps import restore_features

@@ -28,18 +28,18 @@ from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import features as maps
 from kme_dist.core import kernels, optim
-from kme_dist.core.kernels import Kernel, OnFeatures
+from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
+from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
-from kme_dist.run import full, solve
+from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
-from kme_dist.run.features import FeatureEmbedding, solve_features
-from kme_dist.run.fitting import Fit
+from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import Batches, learn, learn_softmax
 from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, assemble, start_of, with_parameters
 from kme_dist.run.maps import as_features, restore_features
@@ -210,7 +210,7 @@ class CENClassifier(EmbeddingClassifier):
     def adopt(self, data: RowSource, features: Any, fit: Fit, floor: float) -> Self:
         """Become the model of explicit features that was fitted to `data`."""
         self.features_, self.weights_ = features, fit.embedding.weights
-        self.embedding_ = FeatureEmbedding(features, self.weights_)
+        self.embedding_ = mce.FeatureEmbedding(features, self.weights_)
         self.scaling_, self.regularization_, self.probability_floor_ = fit.scaling, fit.regularization, floor
         self.classes_ = np.asarray(data.classes)
         self._remember_names(data.feature_names)
@@ -297,18 +297,21 @@ class CENClassifier(EmbeddingClassifier):
 
     def _fit_head(self, source: Batches, regularization: float) -> None:
         floor = self._floor(source.count)
-        head = solve_features(
-            self.features_,
-            source,
-            len(self.classes_),
+        head = fit_on_dataset(
+            source.rows.source,
+            Linear(),  # on the features
             regularization,
+            executor=self._executor(),
+            scaling=source.rows.scale,
+            dtype=source.rows.dtype,
+            solver="features",
+            features=self.features_,
             retune=self.refit_regularization,
             floor=floor,
-            executor=self._executor(),
         )
         self.probability_floor_, self.regularization_ = floor, head.regularization
-        self.weights_ = head.weights
-        self.embedding_ = FeatureEmbedding(self.features_, head.weights)
+        self.weights_ = np.ascontiguousarray(head.embedding.weights)
+        self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_)
         self.bound_ = self.history_[-1]["bound"] if getattr(self, "history_", None) else math.nan
 
     def _learn_full(
@@ -369,18 +372,13 @@ class CENClassifier(EmbeddingClassifier):
             X, codes = source.all_rows()
             Z = self.features_.forward(X)
             floor = self._floor(source.count)
-            solution = solve.fit(
-                kernel.kernel,
-                Z,
-                codes,
-                len(self.classes_),
-                regularization=learned_lam,
-                retune=self.refit_regularization,
-                floor=floor,
-            )
-        self.weights_ = solution.embedding.weights
-        self.embedding_ = FeatureEmbedding(self.features_, self.weights_, solution.embedding)
-        self.probability_floor_, self.regularization_ = floor, solution.embedding.regularization
+            head, classes = kernel.kernel, len(self.classes_)
+            if self.refit_regularization and len(codes) > 1:
+                learned_lam, _, _ = retune_regularization(head, Z, codes, classes, start=learned_lam, floor=floor)
+            self.weights_ = mce.exact_weights(head, Z, codes, classes, learned_lam)
+        inner = mce.Embedding(head, Z, self.weights_, learned_lam)
+        self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_, inner)
+        self.probability_floor_, self.regularization_ = floor, learned_lam
         self.bound_ = self.history_[-1]["bound"] if self.history_ else math.nan
 
     # --- settings --------------------------------------------------------------------------------
@@ -464,7 +462,7 @@ class CENClassifier(EmbeddingClassifier):
             kernel = kernels.from_config(facts["kernel"], own=own)
             centres, weights = (devices.to_device(arrays[name], self._device()) for name in ("centres", "weights"))
             inner = mce.Embedding(kernel, centres, weights, self.regularization_)
-        self.embedding_ = FeatureEmbedding(self.features_, self.weights_, inner)
+        self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_, inner)
         self.probability_floor_ = float(facts["probability_floor"])
         self.bound_ = math.nan if facts["bound"] is None else float(facts["bound"])
         self.history_, self.curve_ = facts["history"], facts["curve"]

@@ -38,8 +38,8 @@ from kme_dist.core.features import SAMPLERS
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select, take
-from kme_dist.core.nystrom import Basis, Centres, Features
 from kme_dist.core.pivots import choose_centres
+from kme_dist.core.sums import Basis, Centres, Features
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import rows_of
 from kme_dist.data.scaling import Scaling
@@ -60,7 +60,7 @@ from kme_dist.run.conditional import (
     left_out,
     project,
 )
-from kme_dist.run.fitting import SOLVERS, choose
+from kme_dist.run.fit import SOLVERS, choose
 from kme_dist.run.maps import as_features
 from kme_dist.run.means import random_features
 

@@ -22,6 +22,7 @@ from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
 from kme_dist.core.calibration import KINDS, Calibration, leave_one_out_decisions
 from kme_dist.core.compression import compress
+from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel, Linear
 from kme_dist.core.objective import generalisation_bound, one_hot
@@ -32,7 +33,6 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
-from kme_dist.run.features import FeatureEmbedding
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 from kme_dist.run.trainer import OBJECTIVES, Record

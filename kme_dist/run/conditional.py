@@ -65,8 +65,9 @@ from kme_dist.core.kernels.base import (
     select,
     take,
 )
-from kme_dist.core.nystrom import Basis, Features
 from kme_dist.core.objective import Objective
+from kme_dist.core.regularization import search_regularization
+from kme_dist.core.sums import Basis, Features, Sums, TargetCentres, sum_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
@@ -74,18 +75,18 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError, NumericalError
-from kme_dist.run.blocks import Task
 from kme_dist.run.executors import Executor
+from kme_dist.run.fit import Problem
+from kme_dist.run.fit.panels import Panels, make_panels
+from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
+from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import assemble, log_parameters
 from kme_dist.run.means import BLOCK_ROWS
-from kme_dist.run.pcg import Panels, Preconditioner, default_rank, make_panels, solve_blocks
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.solve import search_regularization
-from kme_dist.run.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.trainer import LearnSettings, Record
 
-_SLAB_ROWS = 2_048
+_SLAB_ROWS = 2_048  # of z and l(D, y), both wide, held at a time
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
 _COLUMN_ROWS = 256  # and where it takes columns of W
 _LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
@@ -159,31 +160,20 @@ def _position(data: Dataset, column: str | int) -> int:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Over rows: G = Σ z zᵀ, B = Σ z l(D, y)ᵀ, Σ l(D, y), and Σ y where targets are numbers."""
+    """Over rows: G = Σ z zᵀ, B = Σ z l(D, y)ᵀ and Σ l(D, y); and Σ y where targets are numbers."""
 
-    G: np.ndarray
-    B: np.ndarray
-    features: np.ndarray
+    sums: Sums
     targets: np.ndarray
 
     def plus(self, other: _Sums) -> _Sums:
-        return _Sums(
-            self.G + other.G, self.B + other.B, self.features + other.features, self.targets + other.targets
-        )  # fmt: skip
+        return _Sums(self.sums + other.sums, self.targets + other.targets)
 
 
 def _moments(basis: Basis, target_kernel: Kernel, D: Any, pairs: Pairs) -> _Sums:
     X, Y = pairs.read()
     Y = as_targets(Y, target_kernel)
-    G, features = np.zeros((basis.size, basis.size)), np.zeros(row_count(D))
-    B = np.zeros((basis.size, row_count(D)))
-    for rows in row_blocks(row_count(X), _SLAB_ROWS):
-        Z = np.asarray(basis.rows(take(X, rows)), dtype=np.float64)
-        L = np.asarray(target_kernel.gram(take(Y, rows), D), dtype=np.float64)
-        G += Z.T @ Z
-        B += Z.T @ L
-        features += L.sum(axis=0)
-    return _Sums(G, B, features, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
+    sums = sum_rows(basis, X, Y, TargetCentres(target_kernel, D), tile_rows=_SLAB_ROWS)
+    return _Sums(sums, Y.sum(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0))
 
 
 def are_numbers(Y: Any, target_kernel: Kernel) -> bool:
@@ -225,8 +215,8 @@ def fit_sums(
     `variance` is what the basis leaves out of the kernel as a factor (scale², for random features of a scaled kernel).
     """
     calls = [(basis, target_kernel, target_centres, part) for part in pairs.parts()]
-    sums: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
-    G, B = sums.G, sums.B
+    total: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
+    G, B = total.sums.G, total.sums.B  # of G the lower triangle, which is all that a factorisation reads
     n, metric = pairs.count, basis.metric()
     M = np.eye(basis.size) if metric is None else np.asarray(metric, dtype=np.float64)
     tried: dict[float, float] = {}
@@ -252,7 +242,7 @@ def fit_sums(
         else:
             L = np.asarray(target_kernel.gram(target_centres), dtype=np.float64)
             weights = padded_solve(L, padded_solve(A, B).T)
-            base = _base(L, sums.features / n, target_centres, sums.targets / n, target_kernel)
+            base = _base(L, total.sums.totals / n, target_centres, total.targets / n, target_kernel)
         features = basis.features if isinstance(basis, Features) else None
         centres = None if features is not None else basis.points  # type: ignore[attr-defined]
         found = ConditionalEmbedding(
@@ -360,7 +350,7 @@ class Inverse:
         """W B."""
         if self.solver == "tiled":
             with blas_threads(1):
-                return apply_inverse(self._tiles, B, self._task)
+                return apply_inverse(self._tiles, B, self._problem)
         found, residual = self._gradients(B, self.regularization, self.tolerance)
         if residual > self.tolerance:
             raise NumericalError(
@@ -391,7 +381,7 @@ class Inverse:
                 return math.inf
             return _mean_error(target_kernel, select(Y, chosen), along[chosen], columns.T @ along / own[:, None])
 
-        few, _ = self._task.rows.read(0, min(n, 1_000))
+        few, _ = self._problem.rows.read(0, min(n, 1_000))
         scale = float(np.mean(self.kernel.diag(few))) or 1.0
         self.regularization, _, tried = search_regularization(
             lambda lams: [judge(lam) for lam in lams], scale=scale / n, start=self.regularization
@@ -410,19 +400,16 @@ class Inverse:
         everything, parts, worst = tuple(range(len(panels.blocks))), [np.zeros((len(B), 0))], 0.0
         for columns in row_blocks(kept, _WIDE):
             rights = np.ascontiguousarray(U[:, columns])
-            found, _, residual = solve_blocks(panels, self._task, everything, rights, lam, tolerance, F)
+            found, _, residual = solve_blocks(panels, self._problem, everything, rights, lam, tolerance, F)
             parts.append(found)
             worst = max(worst, residual)
         return (np.concatenate(parts, axis=1) * s[:kept]) @ Vt[:kept] * size, worst
 
     @property
-    def _task(self) -> Task:
+    def _problem(self) -> Problem:
         room = int(0.6 * free_bytes("numpy") / max(1, self.executor.workers))
         rows, scratch = self._stored
-        return Task(
-            rows, self.kernel, self.regularization, False, 0.0, self.seed, self.tolerance, self.executor, scratch, None,
-            room, lambda line: None,
-        )  # fmt: skip
+        return Problem(rows, self.kernel, self.executor, scratch, room, seed=self.seed, tolerance=self.tolerance)
 
     @functools.cached_property
     def _stored(self) -> tuple[RowsRef, Scratch]:
@@ -445,12 +432,12 @@ class Inverse:
     @functools.cached_property
     def _tiles(self) -> Tiles:
         with blas_threads(1):
-            return factorise(self._task, self.regularization)[0]
+            return factorise(self._problem, self.regularization)[0]
 
     @functools.cached_property
     def _panels(self) -> tuple[Panels, Preconditioner]:
-        panels = make_panels(self._task, "float64")
-        return panels, Preconditioner.build(panels, self._task, rank=default_rank(self.pairs.count))
+        panels = make_panels(self._problem, "float64")
+        return panels, Preconditioner.build(panels, self._problem, rank=default_rank(self.pairs.count))
 
 
 def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> tuple[Explicit, np.ndarray]:

@@ -20,6 +20,7 @@ p x p.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import threading
 import time
@@ -31,8 +32,10 @@ import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core import optim
+from kme_dist.core.features import Identity
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
+from kme_dist.core.sums import Features, OneHot, Sums, sum_rows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
@@ -45,7 +48,7 @@ from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
 PREFIX = "features."
 CACHE_BYTES = 256 << 20
 Spans = tuple[tuple[int, int], ...]
-Sums = dict[str, np.ndarray]
+Parts = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,10 @@ def _chunk(chunks: _Chunks, number: int, version: _Version) -> tuple[np.ndarray,
 
 def _moments(chunks: _Chunks, number: int, version: _Version) -> Sums:
     _, y, Z = _chunk(chunks, number, version)
-    Y = one_hot(y, chunks.rows.n_classes, Z)
-    return {"G": Z.T @ Z, "B": Z.T @ Y, "n": np.asarray(float(len(Z)))}
+    return sum_rows(Features(Identity(), Z.shape[1]), Z, y, OneHot(chunks.rows.n_classes))
 
 
-def _losses(chunks: _Chunks, number: int, version: _Version, W: np.ndarray, floor: float) -> Sums:
+def _losses(chunks: _Chunks, number: int, version: _Version, W: np.ndarray, floor: float) -> Parts:
     _, y, Z = _chunk(chunks, number, version)
     Y = one_hot(y, chunks.rows.n_classes, Z)
     P = Z @ W
@@ -121,7 +123,7 @@ def _losses(chunks: _Chunks, number: int, version: _Version, W: np.ndarray, floo
 
 def _pullback(
     chunks: _Chunks, number: int, version: _Version, W: np.ndarray, U: np.ndarray, weight: float, floor: float
-) -> Sums:
+) -> Parts:
     X, y, Z = _chunk(chunks, number, version)
     if not len(X):
         return {name: np.zeros(np.shape(value)) for name, value in version.features.parameters.items()}
@@ -132,7 +134,7 @@ def _pullback(
     return {name: np.asarray(value, np.float64) for name, value in version.features.vjp(X, Z_bar).items()}
 
 
-def _add(left: Sums, right: Sums) -> Sums:
+def _add(left: Parts, right: Parts) -> Parts:
     return {name: left[name] + right[name] for name in left}
 
 
@@ -181,13 +183,13 @@ def _judge(
         raise ConfigError(f"regularization={lam!r}: must be a positive number")
     version = _Version(features, os.urandom(6).hex())
     fixed = [(chunks, i, version) for i in range(len(chunks.spans))]
-    sums = executor.map_reduce(_moments, fixed, _add, name="feature-moments", sticky=True)
-    n = float(sums["n"])
+    sums: Sums = executor.map_reduce(_moments, fixed, operator.add, name="feature-moments", sticky=True)
+    n = float(sums.rows)
     if not n:
         raise DataError(f"{chunks.rows.path}: there are no rows to learn from; the split is empty")
     with blas_threads(1):
-        factor = cholesky(np.asfortranarray(sums["G"] + n * lam * np.eye(len(sums["G"]))))
-        W = np.ascontiguousarray(factor.solve(sums["B"]))
+        factor = cholesky(np.asfortranarray(sums.G + n * lam * np.eye(len(sums.G))))
+        W = np.ascontiguousarray(factor.solve(sums.B))
     weight = 1.0 if risk == "sum" else 1.0 / n
     calls: list[tuple[Any, ...]] = [(*call, W, floor) for call in fixed]
     found = executor.map_reduce(_losses, calls, _add, name="feature-losses", sticky=True)

@@ -40,6 +40,7 @@ from kme_dist.core.means import (
     weighted_features,
 )
 from kme_dist.core.pivots import choose_centres
+from kme_dist.core.sums import Ones, Sums, sum_rows
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import Executor
@@ -275,21 +276,36 @@ class _Projection:
         T = vectors[:, kept] / np.sqrt(values[kept])
         return cls(kernel, points, T, np.zeros(T.shape[1]))
 
+    @property
+    def size(self) -> int:
+        return int(self.T.shape[1])
+
+    @property
+    def leading(self) -> None:
+        """None: sums of these are in double precision, whatever the rows are in."""
+
+    @property
+    def wide(self) -> _Projection:
+        return self
+
+    def metric(self) -> None:
+        """None: the basis is orthonormal."""
+
+    def rows(self, X: Any, out: Any = None) -> np.ndarray:
+        return np.asarray(_host(self.kernel.gram(X, self.points)) @ self.T - self.shift)
+
     def slabs(self, X: Any) -> Any:
         for part in row_blocks(row_count(X), _SLAB_ROWS):
-            yield _host(self.kernel.gram(take(X, part), self.points)) @ self.T - self.shift
+            yield self.rows(take(X, part))
 
 
-def _thin_moments(projection: _Projection, block: RowsRef) -> tuple[np.ndarray, np.ndarray, float]:
-    X, p = block.read()[0], projection.T.shape[1]
-    G, total = np.zeros((p, p)), np.zeros(p)
-    for Z in projection.slabs(X):
-        G += Z.T @ Z
-        total += Z.sum(axis=0)
-    return G, total, float(np.sum(_host(projection.kernel.diag(X))))
+def _thin_moments(projection: _Projection, block: RowsRef) -> tuple[Sums, float]:
+    """Σ z zᵀ and Σ z, and the trace of the Gram matrix."""
+    X, _ = block.read()
+    return sum_rows(projection, X, X, Ones(), _SLAB_ROWS), float(np.sum(_host(projection.kernel.diag(X))))
 
 
-def _add_three(left: Any, right: Any) -> Any:
+def _add_each(left: Any, right: Any) -> Any:
     return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
@@ -327,7 +343,8 @@ def spectral_by_centres(
         projection = _Projection(kernel, points, projection.T, shift)
     blocks = rows.parts(block_rows)
     calls = [(projection, block) for block in blocks]
-    G, total, trace = executor.map_reduce(_thin_moments, calls, _add_three, name="spectral-moments")
+    sums, trace = executor.map_reduce(_thin_moments, calls, _add_each, name="spectral-moments")
+    G, total = sums.symmetric(), sums.B[:, 0]
     spectrum = ThinSpectrum.of(G, total, n)
     trace += n * (norm - 2 * cross)  # of the features k(x, ·) - f*
     lam = regularization

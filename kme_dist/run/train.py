@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core import optim
+from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Linear
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
+from kme_dist.core.regularization import scale_to_data
 from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.run import solve
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.fitting import Fit, fit_on_dataset
+from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
@@ -294,7 +295,7 @@ def start_on_sample(
     batch = read_batch(source, plan_batches(source, batch_size=sample, seed=recipe.seed, split=split), 0)
     X, y, n_classes = scaling.apply(batch.X, dtype), np.asarray(batch.y), source.n_classes
     if recipe.objective == "auto":
-        return solve.scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed)
+        return scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed)
     width = median_length_scale(X, recipe.seed)
     if recipe.objective == "median":
         return with_length_scale(recipe.kernel, width), float(recipe.regularization)
@@ -328,8 +329,9 @@ def cross_validate(
     for scale, lam in grid:
         trial, hits = with_length_scale(kernel, scale), 0
         for train, test in splits:
-            fitted = solve.fit(trial, select(X, train), y[train], n_classes, regularization=lam, retune=False)
-            decided = to_host(fitted.embedding.decision(select(X, test))).argmax(axis=1)
+            rows = select(X, train)
+            fitted = Embedding(trial, rows, exact_weights(trial, rows, y[train], n_classes, lam), lam)
+            decided = to_host(fitted.decision(select(X, test))).argmax(axis=1)
             hits += int((decided == y[test]).sum())
         scores.append(hits)
     scale, lam = grid[int(np.argmax(scores))]

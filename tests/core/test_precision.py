@@ -8,12 +8,19 @@ from kernel_table import ARD, DIFFERENTIABLE, STRING_KERNELS, labels, strings, v
 
 from kme_dist import errors
 from kme_dist.core import precision
-from kme_dist.core.embedding import Decision, Embedding, sufficient_precision
+from kme_dist.core.embedding import (
+    Decision,
+    Embedding,
+    exact_weights,
+    leave_one_out,
+    log_loss,
+    sufficient_precision,
+)
 from kme_dist.core.kernels import Gaussian, Laplace, Linear, Matern
 from kme_dist.core.masked import masked_objective
 from kme_dist.core.objective import feature_objective, loo_objective, rcb_objective, validation_objective
 from kme_dist.core.precision import Need, carries, gram_norm, need_of_features, need_of_solve, smallest_shift
-from kme_dist.run import solve
+from kme_dist.core.regularization import retune_regularization
 
 M = 3
 
@@ -23,6 +30,10 @@ def separable(n, dtype="float32", seed=0):
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(n, 3))
     return X.astype(dtype), (X[:, 0] > 0).astype(int) + (X[:, 1] + X[:, 2] > 0.5)
+
+
+def fit(kernel, X, y, lam):
+    return Embedding(kernel, X, exact_weights(kernel, X, y, M, lam), lam)
 
 
 # --- the rule ----------------------------------------------------------------------------------------
@@ -139,10 +150,7 @@ def test_the_same_rows_are_treated_the_same_whatever_came_before():
 def test_single_precision_rows_are_fitted_as_well_as_double_ones(lam):
     X, y = separable(150)
     queries, _ = separable(60, seed=1)
-    narrow, wide = (
-        solve.fit(Gaussian(), rows, y, M, regularization=lam, retune=False).embedding
-        for rows in (X, X.astype(np.float64))
-    )
+    narrow, wide = (fit(Gaussian(), rows, y, lam) for rows in (X, X.astype(np.float64)))
     exact = wide.decision(queries.astype(np.float64))
     for found in (narrow.decision(queries.astype(np.float64)), narrow.decision(queries)):
         np.testing.assert_allclose(found, exact, rtol=0, atol=1e-3 * np.abs(exact).max())
@@ -151,8 +159,8 @@ def test_single_precision_rows_are_fitted_as_well_as_double_ones(lam):
 
 def test_weights_of_a_promoted_fit_stay_in_double_precision():
     X, y = separable(150)
-    assert solve.fit(Gaussian(), X, y, M, regularization=1e-2, retune=False).embedding.weights.dtype == np.float32
-    fitted = solve.fit(Gaussian(), X, y, M, regularization=1e-8, retune=False).embedding
+    assert fit(Gaussian(), X, y, 1e-2).weights.dtype == np.float32
+    fitted = fit(Gaussian(), X, y, 1e-8)
     assert (fitted.centres.dtype, fitted.weights.dtype) == (np.float32, np.float64)
 
 
@@ -177,12 +185,10 @@ def test_regularisation_is_judged_by_what_the_fit_will_be():
     """Leave-one-out, which chooses λ, and the fit that follows see the same precision."""
     X, y = separable(200)
     for rows in (X, X.astype(np.float64)):
-        solution = solve.fit(Gaussian(length_scale=3.0), rows, y, M, regularization=1e-3, retune=True, floor=1e-3)
-        P, _ = solve.leave_one_out(
-            Gaussian(length_scale=3.0), X.astype(np.float64), np.eye(M)[y], solution.embedding.regularization
-        )
-        exact = float(solve.log_loss(np.eye(M)[y], P, 1e-3))
-        assert solution.loo_log_loss == pytest.approx(exact, rel=1e-3)
+        kernel = Gaussian(length_scale=3.0)
+        lam, loss, _ = retune_regularization(kernel, rows, y, M, start=1e-3, floor=1e-3)
+        P, _ = leave_one_out(kernel, X.astype(np.float64), np.eye(M)[y], lam)
+        assert loss == pytest.approx(float(log_loss(np.eye(M)[y], P, 1e-3)), rel=1e-3)
 
 
 # --- beyond double precision -------------------------------------------------------------------------
@@ -194,7 +200,7 @@ def test_a_regularisation_below_double_precision_is_raised_with_a_warning(dtype)
     with pytest.warns(
         errors.PrecisionWarning, match=r"regularization 1.0e-18 is too small for double precision"
     ) as seen:
-        fitted = solve.fit(Gaussian(length_scale=3.0), X, y, M, regularization=1e-18, retune=False).embedding
+        fitted = fit(Gaussian(length_scale=3.0), X, y, 1e-18)
     message = str(seen[0].message)
     for fact in ("150 rows", "1.5e-16", "The fit is that of regularization"):
         assert fact in message
@@ -205,5 +211,5 @@ def test_a_regularisation_below_double_precision_is_raised_with_a_warning(dtype)
 def test_without_need_there_is_no_warning(recwarn):
     X, y = separable(150)
     for lam in (1e-2, 1e-6, 1e-10):
-        solve.fit(Gaussian(), X, y, M, regularization=lam, retune=False)
+        fit(Gaussian(), X, y, lam)
     assert not recwarn.list

@@ -38,8 +38,8 @@ EXACT = ["cholesky", "tiled", "pcg"]
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several tiles and panels even of a few rows."""
-    monkeypatch.setattr("kme_dist.run.tiled._SMALLEST", 32)
-    monkeypatch.setattr("kme_dist.run.pcg._SMALLEST", 32)
+    monkeypatch.setattr("kme_dist.run.fit.tiled._SMALLEST", 32)
+    monkeypatch.setattr("kme_dist.run.fit.panels._SMALLEST", 32)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

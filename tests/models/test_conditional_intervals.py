@@ -40,8 +40,8 @@ def fit(request, tmp_path):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr("kme_dist.run.tiled._SMALLEST", 32)
-    monkeypatch.setattr("kme_dist.run.pcg._SMALLEST", 32)
+    monkeypatch.setattr("kme_dist.run.fit.tiled._SMALLEST", 32)
+    monkeypatch.setattr("kme_dist.run.fit.panels._SMALLEST", 32)
 
 
 def settings_of(solver):

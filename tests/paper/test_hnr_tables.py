@@ -17,8 +17,8 @@ import pytest
 from sklearn.model_selection import KFold
 
 from kme_dist import MCEClassifier, backend, kernels
+from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.data.plan import BatchRef
-from kme_dist.run import solve
 from kme_dist.run.learn import learn_in_memory as learn
 from kme_dist.run.trainer import LearnSettings
 
@@ -75,10 +75,10 @@ def ten_folds_in_published_order(X, y):
             settings = LearnSettings(objective="rcb", steps=10_000, batch_size=size)
             batches = PublishedBatches(len(train), size, state)
             learned = learn(start, 1.0, X[train], codes[train], classes, settings, plan=batches)
-            fitted = solve.fit(
-                learned.kernel, X[train], codes[train], classes, regularization=learned.regularization, retune=False
-            )
-            scores.append(100 * np.mean(fitted.embedding.decision(X[test]).argmax(axis=1) == codes[test]))
+            lam = learned.regularization
+            weights = exact_weights(learned.kernel, X[train], codes[train], classes, lam)
+            fitted = Embedding(learned.kernel, X[train], weights, lam)
+            scores.append(100 * np.mean(fitted.decision(X[test]).argmax(axis=1) == codes[test]))
     return np.mean(scores), np.std(scores)
 
 

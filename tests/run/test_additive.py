@@ -8,14 +8,12 @@ import pytest
 from kme_dist import errors, open_dataset
 from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian
-from kme_dist.core.nystrom import Centres, Features
+from kme_dist.core.sums import Centres, Features
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
-from kme_dist.run import additive
-from kme_dist.run.additive import Statistics, add_rows, gather, remove_rows
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.fitting import refit
+from kme_dist.run.fit import Statistics, add_rows, additive, gather, refit, remove_rows
 from kme_dist.run.scratch import Scratch
 
 M, KERNEL = 3, Gaussian(length_scale=np.full(3, 0.5))

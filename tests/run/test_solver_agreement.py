@@ -26,7 +26,7 @@ from kme_dist.core.kernels.base import Kernel
 from kme_dist.data.ingest import ingest
 from kme_dist.data.scaling import Scaling
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.fitting import fit_on_dataset
+from kme_dist.run.fit import fit_on_dataset
 
 U = 1.1e-16
 SHIFTS = (1.0, 1e-2, 1e-4, 1e-5, 1e-6, 1e-8)  # nλ / |K|

@@ -10,9 +10,10 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import kme_dist
 from kme_dist import kernels
+from kme_dist.core import embedding
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import DataError
-from kme_dist.run import learners, solve
+from kme_dist.run import learners
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.train import Recipe, fit_candidates, learn_candidates
 
@@ -191,7 +192,7 @@ def test_a_fit_holds_blas_to_one_thread_whatever_the_size_of_the_table(monkeypat
         return call
 
     monkeypatch.setattr(learners, "rcb_objective", spied(learners.rcb_objective))
-    monkeypatch.setattr(solve, "solve_dual", spied(solve.solve_dual))
+    monkeypatch.setattr(embedding, "solve_dual", spied(embedding.solve_dual))
     X, y = make_blobs(5_000, 2, centers=2, random_state=0)
     with threadpool_limits(2, user_api="blas"):
         kme_dist.MCEClassifier(objective="rcb", steps=2, batch_size=50, refit_regularization=False).fit(X, y)

@@ -14,13 +14,17 @@ from kme_dist.config import ClusterConfig
 from kme_dist.core.embedding import clip_normalise
 from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian, Matern
-from kme_dist.core.nystrom import Accumulator, Centres, System
+from kme_dist.core.nystrom import System
+from kme_dist.core.regularization import retune_regularization
+from kme_dist.core.sums import Centres, OneHot, sum_rows
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
 from kme_dist.ops.cluster import open_client
-from kme_dist.run import fitting, pcg, solve, tiled
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
-from kme_dist.run.fitting import choose, fit_on_dataset
+from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
+from kme_dist.run.fit.panels import labels, make_panels
+from kme_dist.run.fit.pcg import Preconditioner, solve_blocks
 from kme_dist.run.scratch import Scratch
 
 M = 3
@@ -37,7 +41,7 @@ def made_up(n, seed=0):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return ingest(
-        made_up(600), tmp_path_factory.mktemp("fitting") / "d.zarr", shuffle=0, split="train=0.8,test=0.2",
+        made_up(600), tmp_path_factory.mktemp("fit") / "d.zarr", shuffle=0, split="train=0.8,test=0.2",
         chunk_bytes=2048, shard_bytes=8192, dtype="float64",
     )  # fmt: skip
 
@@ -175,20 +179,15 @@ def test_conjugate_gradients_keep_their_word_or_say_so(fit, monkeypatch):
 
 def test_the_preconditioner_saves_two_thirds_of_the_steps(data, tmp_path, monkeypatch):
     monkeypatch.setattr("kme_dist.core.cg._KEPT_BYTES", 0)  # as for rows so many that no earlier direction is kept
-    from kme_dist.run.blocks import Task
-    from kme_dist.run.pcg import Preconditioner, labels, make_panels, solve_blocks
-
     rows = RowsRef.of(data, split="train", scaling="unit", dtype="float64", classes=True)
-    task = Task(
-        rows, KERNEL, 1e-6, False, 0.0, 0, 1e-6, SerialExecutor(), Scratch.at(tmp_path), None, 10**9, print
-    )  # fmt: skip
-    panels = make_panels(task, "float64")
+    problem = Problem(rows, KERNEL, SerialExecutor(), Scratch.at(tmp_path), 10**9)
+    panels = make_panels(problem, "float64")
     blocks = tuple(range(len(panels.blocks)))
     Y = labels(panels, blocks)
-    F = Preconditioner.build(panels, task, rank=100)
+    F = Preconditioner.build(panels, problem, rank=100)
     assert F.rank == 100
-    plain = solve_blocks(panels, task, blocks, Y, 1e-6, 1e-6, None).steps
-    steps = solve_blocks(panels, task, blocks, Y, 1e-6, 1e-6, F).steps
+    plain = solve_blocks(panels, problem, blocks, Y, 1e-6, 1e-6, None).steps
+    steps = solve_blocks(panels, problem, blocks, Y, 1e-6, 1e-6, F).steps
     assert steps <= plain / 3
 
 
@@ -214,7 +213,7 @@ def test_a_class_without_rows_gets_no_weight(tmp_path):
 def test_exact_solvers_choose_lambda_by_leave_one_out(solver, fit, data):
     found = fit(solver, retune=True, floor=1e-3)
     X, y = found.embedding.centres, data.read("train")[1]
-    lam, loss, _ = solve.retune_regularization(KERNEL, X, y, M, start=1e-4, floor=1e-3)
+    lam, loss, _ = retune_regularization(KERNEL, X, y, M, start=1e-4, floor=1e-3)
     assert found.regularization == pytest.approx(lam)
     assert found.loss == pytest.approx(loss, rel=1e-6)
 
@@ -281,7 +280,10 @@ def test_every_row_a_centre_is_the_exact_fit(lam, fit, data):
         found = fit("nystrom", regularization=lam, centres=centres)
         assert (found.solver, found.facts["centres"]) == ("nystrom", 480)
         assert np.abs(found.embedding.decision(Z) - P).max() <= bound
-    memory = solve.fit(KERNEL, Z, y, M, regularization=lam, retune=False, solver="nystrom", centres=480)
+    memory = fit_on_dataset(
+        ArrayRows(Z, y, range(M)), KERNEL, lam, executor=SerialExecutor(), scaling=None, dtype="float64", retune=False,
+        solver="nystrom", centres=480,
+    )  # fmt: skip
     assert memory.solver == "nystrom"
     assert np.abs(memory.embedding.decision(Z) - P).max() <= bound
 
@@ -289,7 +291,7 @@ def test_every_row_a_centre_is_the_exact_fit(lam, fit, data):
 def test_every_row_a_centre_chooses_lambda_as_the_exact_fit_does(fit):
     dual, centres = (fit(solver, retune=True, floor=1e-3) for solver in ("cholesky", "nystrom"))
     assert (centres.regularization, centres.loss) == (dual.regularization, dual.loss)
-    again = fitting.refit(
+    again = refit(
         centres.statistics, 1e-4, executor=SerialExecutor(), scratch=fit.scratch, scaling=centres.scaling, floor=1e-3
     )
     assert again.regularization == pytest.approx(dual.regularization)
@@ -302,7 +304,7 @@ def test_sums_lose_twice_the_digits(fit, data):
     statistics = fit("nystrom", centres=480).statistics
     norm = np.linalg.norm(KERNEL.gram(X), 2)
     for lam in (1e-3, 1e-4, 1e-5):
-        again = fitting.refit(
+        again = refit(
             statistics, lam, executor=SerialExecutor(), scratch=fit.scratch, scaling=None, retune=False
         )  # fmt: skip
         P = KERNEL.gram(X) @ exact(data, lam)[1]
@@ -322,9 +324,7 @@ def test_smooth_kernels_keep_their_detail_in_single_precision(data):
     def weights(kind, dtype):
         rows = Z.astype(dtype)
         basis = kind(smooth, rows[:100])
-        sums = Accumulator(basis, M, rows)
-        sums.add(rows, y)
-        total = sums.sums()
+        total = sum_rows(basis, rows, y, OneHot(M))
         V = System(total.G, total.B, basis.metric(), len(Z), total.noise).solve(1e-8)
         return smooth.gram(Z, Z[:100]) @ V
 
@@ -392,6 +392,55 @@ def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
     assert "about" in auto(60_000)[1]
 
 
+def test_a_solver_that_is_asked_for_is_taken_where_it_fits():
+    assert choose("nystrom", 500, None, None, 10**10, "float32") == ("nystrom", "asked for")
+    with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB in one worker for 100000 centres.* `centres` lower"):
+        choose("nystrom", 10**6, 100_000, None, 10**10, "float64")
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_costs_grow_as_the_table_says(solver):
+    """Ten times the rows: exact solvers by at least a hundred times the work, sums over rows by ten."""
+    one, ten = (SOLVERS[solver].cost(Size(rows, columns=M)) for rows in (100_000, 1_000_000))
+    assert min(one.memory, one.flops) > 0
+    growth = ten.flops / one.flops
+    assert 5 <= growth <= 11 if solver in ("nystrom", "features") else growth >= 80
+    assert (ten.memory == one.memory) == (solver in ("tiled", "nystrom", "features"))
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg"])
+def test_a_fit_holds_no_more_than_its_cost_says(solver, fit):
+    found = fit(solver, tile_rows=100)
+    cost = SOLVERS[solver].cost(Size(480, columns=M, dtype="float64", tile_rows=100))
+    assert found.bytes <= 1.5 * (cost.scratch or cost.memory)
+
+
+def test_centres_are_a_function_of_the_seed(data):
+    X, y = data.read("train")
+    rows = ArrayRows(X, y, range(M))
+    first, again, other = (
+        fit_on_dataset(
+            rows, KERNEL, 1e-3, executor=SerialExecutor(), solver="nystrom", centres=10, retune=False, seed=seed
+        ).embedding.centres
+        for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("solver", ["nystrom", "features"])
+def test_sums_need_no_scratch_folder(solver, data, client):
+    """Their matrices come home with the tasks: the same bits as through a folder."""
+    features = from_config({"name": "random_fourier", "features": 50}, n_features=4, seed=1)
+    more = {"features": features} if solver == "features" else {"centres": 40}
+    alone, together = (
+        fit_on_dataset(data, KERNEL, 1e-4, executor=executor, solver=solver, **more)
+        for executor in (SerialExecutor(), DaskExecutor(client))
+    )
+    assert alone.regularization == together.regularization
+    np.testing.assert_array_equal(alone.embedding.weights, together.embedding.weights)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -420,4 +469,4 @@ def test_the_loss_is_finite_with_two_rows(tmp_path):
         data, Gaussian(length_scale=np.ones(2)), 1e-3, executor=SerialExecutor(), scratch=tmp_path / "s"
     )
     assert math.isfinite(found.loss)
-    assert fitting.SOLVERS[0] == found.solver
+    assert found.solver == "cholesky"

@@ -12,69 +12,25 @@ by leave-one-out, as for the other exact fits.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky
-from kme_dist.core.cg import MOST_STEPS, Product, Solved, block_cg
+from kme_dist.core import cg
+from kme_dist.core.cg import MOST_STEPS, Product, block_cg
 from kme_dist.core.embedding import Embedding
-from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.objective import one_hot
 from kme_dist.core.pivots import accept, block_size, columns, propose
-from kme_dist.data.plan import Span
-from kme_dist.data.rows import RowsRef
+from kme_dist.core.precision import warn_of_padding
 from kme_dist.errors import NumericalError
-from kme_dist.run import solve
-from kme_dist.run.blocks import Found, Task
-from kme_dist.run.scratch import Scratch
-from kme_dist.run.tuning import precision_for, solve_on_sample
+from kme_dist.run.fit.exact import Exact, precision_for
+from kme_dist.run.fit.panels import Panels, labels, make_panels, multiply_panel, panel_rows
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
 
-_SMALLEST, _LARGEST = 256, 4_096
-
-
-@dataclass(frozen=True, eq=False)
-class Panels:
-    """The Gram matrix in panels of rows, and the factor of its preconditioner."""
-
-    token: str
-    rows: RowsRef
-    kernel: Kernel
-    blocks: tuple[Span, ...]
-    scratch: Scratch
-    cached: bool  # tiles are kept in the scratch place
-
-    def X(self, i: int) -> np.ndarray:
-        return np.asarray(self.rows.read(*self.blocks[i])[0])
-
-    def tile(self, i: int, j: int) -> np.ndarray:
-        """K(block i, block j)."""
-        if j > i:
-            return self.tile(j, i).T
-        name = f"K-{i}-{j}"
-        if self.cached and self.scratch.has(name):
-            return self.scratch.load(name)
-        K = self.kernel.gram(self.X(i)) if i == j else self.kernel.gram(self.X(i), self.X(j))
-        if self.cached:
-            self.scratch.save(name, K)
-        return np.asarray(K)
+_USUAL_STEPS = 50
 
 
 # --- what workers do --------------------------------------------------------------------------------
-
-
-def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> np.ndarray:
-    """K(block i, blocks `over`) S."""
-    S = panels.scratch.load(name)
-    total, at = 0.0, 0
-    for j in over:
-        tile = panels.tile(i, j)
-        part = S[at : at + tile.shape[1]]
-        total = total + (tile @ part.astype(tile.dtype)).astype(np.float64)
-        at += tile.shape[1]
-    return np.asarray(total)
 
 
 def extend_factor(panels: Panels, i: int, turn: int) -> np.ndarray:
@@ -112,35 +68,58 @@ def correct(panels: Panels, i: int, start: int, name: str, W: np.ndarray) -> np.
 # --- the fit ----------------------------------------------------------------------------------------
 
 
-def fit_pcg(task: Task) -> Found:
-    """Weights to a relative residual of `tolerance` for every class; λ by leave-one-out, like the other exact fits."""
-    lam, loss, tried = solve_on_sample(task)
-    _, need = precision_for(task, lam)
-    if need.missing:
-        solve.warn_of_padding(task.rows.count, lam, need)
-    solved = lam + need.missing / task.rows.count
-    # Products in single precision cannot bring the residual below 1e-5 or so.
-    panels = make_panels(task, need.dtype if task.tolerance >= 1e-4 else "float64")
-    try:
-        F = Preconditioner.build(panels, task, rank=default_rank(task.rows.count))
-        everything = tuple(range(len(panels.blocks)))
-        Y = labels(panels, everything)
-        V, steps, residual = solve_blocks(panels, task, everything, Y, solved, task.tolerance, F, most_steps=MOST_STEPS)
-        stored = panels.scratch.bytes()
-    finally:
-        panels.scratch.clear()
-    if not residual <= task.tolerance:
-        raise NumericalError(
-            f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps, {task.tolerance:.1e} was asked for, "
-            f"at regularization {lam:.1e}; raise `regularization` or `tolerance`, or use solver='tiled' or 'nystrom'",
-            rows=task.rows.count, regularization=lam, dtype=panels.rows.dtype,
-        )  # fmt: skip
-    X, _ = panels.rows.read(0, task.rows.count)  # in the precision that the weights were found in, and are kept in
-    facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
-    if tried:
-        facts["leave_one_out_rows"] = min(task.rows.count, solve.LOO_ROWS)
-    embedding = Embedding(task.kernel, X, V.astype(panels.rows.dtype), lam)
-    return Found(embedding, loss, tried, residual, steps, stored, facts)
+def cost(size: Size) -> Cost:
+    """A tile, a panel of the preconditioner and all right sides in a task; flops of as many steps as are usual.
+
+    In the scratch place lie the tiles, where they are kept, and the preconditioner, as it grew and as a whole.
+    """
+    n, rows, rank = size.rows, size.tile_rows or panel_rows(size.rows), default_rank(size.rows)
+    return Cost(
+        memory=(rows**2 + rows * rank) * size.item + 2 * n * size.columns * 8,
+        scratch=((n * n + n * rows) // 2 + 2 * n * rank) * size.item,
+        flops=float(n) * rank**2 + _USUAL_STEPS * 2.0 * n**2 * size.columns,
+    )
+
+
+def prepare(problem: Problem) -> ConjugateGradients:
+    return ConjugateGradients(problem)
+
+
+class ConjugateGradients(Exact):
+    def solve(self, lam: float) -> Solved:
+        """Weights to a relative residual of `tolerance` for every class."""
+        problem, n = self.problem, self.problem.rows.count
+        _, need = precision_for(problem, lam)
+        if need.missing:
+            warn_of_padding(n, lam, need)
+        solved = lam + need.missing / n
+        # Products in single precision cannot bring the residual below 1e-5 or so.
+        panels = make_panels(problem, need.dtype if problem.tolerance >= 1e-4 else "float64")
+        try:
+            F = Preconditioner.build(panels, problem, rank=default_rank(n))
+            everything = tuple(range(len(panels.blocks)))
+            Y = labels(panels, everything)
+            V, steps, residual = solve_blocks(
+                panels, problem, everything, Y, solved, problem.tolerance, F, most_steps=MOST_STEPS
+            )
+            stored = panels.scratch.bytes()
+        finally:
+            panels.scratch.clear()
+        if not residual <= problem.tolerance:
+            raise NumericalError(
+                f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps, {problem.tolerance:.1e} was "
+                f"asked for, at regularization {lam:.1e}; raise `regularization` or `tolerance`, or use "
+                "solver='tiled' or 'nystrom'",
+                rows=n, regularization=lam, dtype=panels.rows.dtype,
+            )  # fmt: skip
+        X, _ = panels.rows.read(0, n)  # in the precision that the weights were found in, and are kept in
+        facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
+        embedding = Embedding(problem.kernel, X, V.astype(panels.rows.dtype), lam)
+        return Solved(V, embedding, steps, stored, facts, residual)
+
+    def residual(self, solved: Solved, lam: float) -> float:
+        """The true residual of the worst class, which the last step was followed by."""
+        return super().residual(solved, lam) if solved.residual is None else solved.residual
 
 
 def default_rank(n: int) -> int:
@@ -148,24 +127,9 @@ def default_rank(n: int) -> int:
     return int(min(n // 2 or 1, max(200, 10 * math.sqrt(n))))
 
 
-def make_panels(task: Task, dtype: str) -> Panels:
-    n = task.rows.count
-    size = task.tile_rows or int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
-    rows = task.rows.in_precision(dtype)
-    token = os.urandom(6).hex()
-    # Kept tiles lie in the page cache of the workers' machines, so what counts is the memory of all of them.
-    cached = n * n // 2 * np.dtype(dtype).itemsize < 0.5 * task.memory * task.executor.workers
-    return Panels(token, rows, task.kernel, tuple(rows.blocks(size)), task.scratch.child(f"pcg-{token}"), cached)
-
-
-def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
-    y = np.concatenate([panels.rows.read(*panels.blocks[i])[1] for i in blocks])
-    return np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
-
-
 def solve_blocks(
     panels: Panels,
-    task: Task,
+    problem: Problem,
     blocks: tuple[int, ...],
     Y: np.ndarray,
     lam: float,
@@ -173,34 +137,19 @@ def solve_blocks(
     factor: Preconditioner | None,
     start: np.ndarray | None = None,
     most_steps: int = MOST_STEPS,
-) -> Solved:
+) -> cg.Solved:
     """(K + nλI)⁻¹ Y over some blocks of rows; without `factor` nothing is preconditioned."""
     shift = len(Y) * lam
-    run = task.executor.map
+    run = problem.executor.map
 
     def product(S: np.ndarray) -> np.ndarray:
         panels.scratch.save("S", S)
         parts = run(multiply_panel, [(panels, i, blocks, "S") for i in blocks], name="gram-product")
         return np.concatenate(parts) + shift * S
 
-    precondition = factor.at(shift, blocks, task) if factor is not None else None
+    precondition = factor.at(shift, blocks, problem) if factor is not None else None
     with blas_threads(1):
         return block_cg(product, Y, tolerance, precondition, start, most_steps)
-
-
-def relative_residual(task: Task, V: np.ndarray, lam: float) -> float:
-    """|(K + nλI) V - Y| / |Y| with a freshly computed K in double precision, panel by panel."""
-    panels = make_panels(task, "float64")
-    panels = Panels(panels.token, panels.rows, panels.kernel, panels.blocks, panels.scratch, cached=False)
-    everything = tuple(range(len(panels.blocks)))
-    panels.scratch.save("S", V)
-    try:
-        calls = [(panels, i, everything, "S") for i in everything]
-        P = np.concatenate(task.executor.map(multiply_panel, calls, name="gram-product"))
-    finally:
-        panels.scratch.clear()
-    Y = labels(panels, everything)
-    return float(np.linalg.norm(P + task.rows.count * lam * V - Y) / np.linalg.norm(Y))
 
 
 # --- the preconditioner -----------------------------------------------------------------------------
@@ -219,9 +168,9 @@ class Preconditioner:
         return int(self.grams[0].shape[0])
 
     @classmethod
-    def build(cls, panels: Panels, task: Task, rank: int) -> Preconditioner:
+    def build(cls, panels: Panels, problem: Problem, rank: int) -> Preconditioner:
         """Randomly pivoted Cholesky: pivots are chosen here, columns computed there."""
-        rng = np.random.default_rng([task.seed, 7])
+        rng = np.random.default_rng([problem.seed, 7])
         everything, kernel = range(len(panels.blocks)), panels.kernel
         residual = np.concatenate([kernel.diag(panels.X(i)).astype(np.float64) for i in everything])
         trace, floor = residual.sum(), 1e-12 if panels.rows.dtype == "float64" else 1e-6
@@ -237,11 +186,11 @@ class Preconditioner:
             for key, array in (("pivots", X[kept]), ("beside", beside[kept]), ("corner", L)):
                 panels.scratch.save(f"{key}-{turn}", array)
             calls = [(panels, i, turn) for i in everything]
-            explained = np.concatenate(task.executor.map(extend_factor, calls, name="pivoted-cholesky"))
+            explained = np.concatenate(problem.executor.map(extend_factor, calls, name="pivoted-cholesky"))
             residual = np.maximum(residual - explained, 0.0)
             residual[proposed[kept]] = 0.0
             done, turn = done + len(kept), turn + 1
-        grams = task.executor.map(join_factor, [(panels, i, turn) for i in everything], name="pivoted-cholesky")
+        grams = problem.executor.map(join_factor, [(panels, i, turn) for i in everything], name="pivoted-cholesky")
         return cls(panels, tuple(grams), float(residual.sum() / trace))
 
     @staticmethod
@@ -257,10 +206,10 @@ class Preconditioner:
             found = np.concatenate([found, part], axis=1)
         return found
 
-    def at(self, shift: float, blocks: tuple[int, ...], task: Task) -> Product:
+    def at(self, shift: float, blocks: tuple[int, ...], problem: Problem) -> Product:
         """M⁻¹ for some blocks of rows and one shift, by the Woodbury identity."""
         H = np.asfortranarray(sum(self.grams[i] for i in blocks) + shift * np.eye(self.rank))
-        factor, panels, run = cholesky(H), self.panels, task.executor.map
+        factor, panels, run = cholesky(H), self.panels, problem.executor.map
         sizes = [panels.blocks[i][1] - panels.blocks[i][0] for i in blocks]
         starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(int).tolist()
 

@@ -8,7 +8,7 @@
 
 `Statistics` holds the sums in a few parts (a fit, then one for each update), the digest of every chunk that went in, so
 that no chunk is counted twice, and a sample of rows for leave-one-out. Whatever the order in which chunks came and
-went, the result is that of a fit from scratch on the chunks that are in, up to rounding in double precision.
+went, the result is that of a new fit to the chunks that are in, up to rounding in double precision.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from kme_dist.backend import resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
-from kme_dist.core.nystrom import Accumulator, Basis, Centres, Features, Sample, Sums, packed, unpacked
+from kme_dist.core.nystrom import Sample
+from kme_dist.core.sums import Accumulator, Basis, Centres, Features, OneHot, Sums, packed, unpacked
 from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
@@ -37,9 +38,9 @@ from kme_dist.run.scratch import Scratch
 
 STATISTICS_FORMAT = "kme-dist/statistics"
 _TASK_ROWS = 1 << 16  # of one task at most, in whole chunks
-_TASKS = 8  # or a multiple of it, so that few workers end at the same time
+TASKS = 8  # or a multiple of it, so that few workers end at the same time
 _PARTS = 8  # kept apart; the oldest are joined beyond that
-T = TypeVar("T")
+_MATRICES = ("G", "B")
 
 
 # --- what a worker does -----------------------------------------------------------------------------
@@ -86,23 +87,24 @@ def publish(basis: Basis, scratch: Scratch) -> BasisRef:
 
 @dataclass(frozen=True)
 class Summed:
-    """What comes home from a task; its matrices lie in the scratch place under `name`."""
+    """What comes home from a task; where there is a scratch folder, G (packed) and B lie there under `name`."""
 
     name: str
-    counts: np.ndarray
-    variance: float
+    sums: Sums
     ledger: tuple[tuple[str, int], ...]
     sample: Sample
 
-    @property
-    def rows(self) -> int:
-        return int(self.counts.sum())
+    def fetch(self, scratch: Scratch) -> Sums:
+        """The sums, with G packed."""
+        if scratch.in_memory:
+            return self.sums
+        return replace(self.sums, G=scratch.load(f"{self.name}-G"), B=scratch.load(f"{self.name}-B"))
 
 
 def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
     """Add up a few chunks: the function that workers run."""
     basis, device = _basis(ref)
-    accumulator = Accumulator(basis, rows.n_classes, to_device(np.zeros(0, rows.dtype), device))
+    accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
     ledger, sample = [], None
     for start, stop in spans:
         X, y = rows.read(start, stop)
@@ -113,9 +115,12 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
-    ref.scratch.save(f"{name}-G", packed(to_host(sums.G)))
-    ref.scratch.save(f"{name}-B", to_host(sums.B))
-    return Summed(name, sums.counts, sums.variance, tuple(ledger), sample)
+    home = replace(sums, G=packed(to_host(sums.G)), B=to_host(sums.B))
+    if not ref.scratch.in_memory:
+        for key in _MATRICES:
+            ref.scratch.save(f"{name}-{key}", getattr(home, key))
+        home = replace(home, G=np.zeros(0), B=np.zeros(0))
+    return Summed(name, home, tuple(ledger), sample)
 
 
 def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
@@ -156,8 +161,7 @@ class Statistics:
         """All parts added up, the oldest first."""
         if not self.rows:
             raise DataError("no rows are left in the model; add some before it is solved")
-        first = self.parts[0].sums
-        total = Sums(first.G.copy(order="K"), first.B.copy(), first.counts.copy(), first.variance)
+        total = self.parts[0].sums.copy()
         for part in self.parts[1:]:
             total += part.sums
         return total
@@ -183,8 +187,7 @@ class Statistics:
         if both:
             raise ConfigError(f"{both} chunks are in both models; remove them from one before merging")
         for part in other.parts:
-            sums = Sums(part.sums.G.copy(order="K"), part.sums.B.copy(), part.sums.counts.copy(), part.sums.variance)
-            self.parts.append(Part(sums, list(part.ledger)))
+            self.parts.append(Part(part.sums.copy(), list(part.ledger)))
         if other.sample is not None:
             self.sample = other.sample if self.sample is None else self.sample + other.sample
         return other.rows
@@ -193,7 +196,7 @@ class Statistics:
         arrays = {}
         for i, part in enumerate(self.parts):
             arrays[f"part{i}/G"], arrays[f"part{i}/B"] = packed(part.sums.G), part.sums.B
-            arrays[f"part{i}/counts"] = part.sums.counts
+            arrays[f"part{i}/counts"] = part.sums.totals
         if isinstance(self.basis, Centres):
             arrays["centres"] = np.asarray(to_host(self.basis.points))
         elif isinstance(self.basis, Features):
@@ -213,9 +216,8 @@ class Statistics:
         try:
             parts = []
             for i, described in enumerate(found["parts"]):
-                B = arrays[f"part{i}/B"]
-                sums = Sums(unpacked(arrays[f"part{i}/G"], len(B)), B, arrays[f"part{i}/counts"])
-                sums.variance = float(described["variance"])
+                B, counts, variance = arrays[f"part{i}/B"], arrays[f"part{i}/counts"], float(described["variance"])
+                sums = Sums(unpacked(arrays[f"part{i}/G"], len(B)), B, counts, int(counts.sum()), variance)
                 parts.append(Part(sums, [(str(key), int(count)) for key, count in described["ledger"]]))
             sample = None
             if "sample/X" in arrays:
@@ -264,7 +266,7 @@ def add_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scrat
     """Take in the chunks that are not in yet; returns how many rows that were.
 
     A chunk that was not full when it went in and has grown since is taken out as it was and put in as it is, so that
-    chunks are summed whole, as a fit from scratch would.
+    chunks are summed whole, as a new fit would.
     """
     before, (spans, grown) = statistics.rows, _unmet(rows, statistics)
     if grown:
@@ -292,7 +294,7 @@ def _take_out(
 ) -> None:
     out, _ = _sum(rows, statistics.basis, spans, executor, scratch)
     gone = Counter(key for key, _ in out.ledger)
-    # Where all of it lies in one part, that part alone is changed, and an emptied one goes without a trace of rounding.
+    # Where all of it is in one part, only that part changes; one that gets empty is dropped, rounding errors included.
     home = next((p for p in statistics.parts if not gone - Counter(k for k, _ in p.ledger)), statistics.parts[0])
     home.sums -= out.sums
     for part in [home, *(p for p in statistics.parts if p is not home)]:
@@ -336,16 +338,16 @@ def _sum(
     calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]
     total, ledger, sample = None, [], None
     for summed in ordered(executor, sum_chunks, calls, name="sum-chunks"):
-        G, B = scratch.load(f"{summed.name}-G"), scratch.load(f"{summed.name}-B")
+        part = summed.fetch(scratch)
         if total is None:
-            total = Sums(unpacked(G, len(B)), np.array(B), summed.counts.copy(), summed.variance)
+            total = replace(part, G=unpacked(part.G, len(part.B)), B=np.array(part.B), totals=part.totals.copy())
             sample = summed.sample
         else:
-            total.add_packed(G, B, summed.counts, summed.variance)
+            total.add_packed(part)
             sample = sample + summed.sample
         ledger += list(summed.ledger)
-        for end in ("G", "B"):
-            scratch.delete(f"{summed.name}-{end}")
+        for key in _MATRICES:
+            scratch.delete(f"{summed.name}-{key}")
     scratch.delete(f"centres-{ref.token}")
     assert total is not None
     assert sample is not None
@@ -353,9 +355,9 @@ def _sum(
 
 
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-    """Neighbouring spans, in groups of about as many rows each; whoever works on them, the groups are the same."""
+    """Neighbouring spans, in groups of about as many rows each; the same for any number of workers."""
     ends = np.cumsum([stop - start for start, stop in spans])
-    count = min(_TASKS * -(-int(ends[-1]) // (_TASKS * _TASK_ROWS)), len(spans))
+    count = min(TASKS * -(-int(ends[-1]) // (TASKS * _TASK_ROWS)), len(spans))
     middles = ends - np.diff(ends, prepend=0) / 2
     group = (middles * count / ends[-1]).astype(int)
     cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(spans)]

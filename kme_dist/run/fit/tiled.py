@@ -10,7 +10,7 @@
 
 A task holds a handful of tiles whatever the number of rows, and the disk holds half of an n x n matrix: that is the
 plan, not an accident. A tile is written once, whole, under its own name, so a task that a dead worker left behind is
-simply run again, and a fit that was killed finds its tiles and goes on.
+simply run again, and a fit that was killed finds its tiles and resumes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from kme_dist.backend import Factor, cholesky
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
+from kme_dist.core.precision import warn_of_padding
 from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
-from kme_dist.run import solve
-from kme_dist.run.blocks import Found, Task
-from kme_dist.run.pcg import relative_residual
+from kme_dist.run.fit.exact import Exact, precision_for
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.tuning import precision_for, solve_on_sample
 
 _SMALLEST, _LARGEST = 512, 4_096
 
@@ -57,35 +56,45 @@ def default_tile_rows(n: int) -> int:
     return int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
 
 
-def fit_tiled(task: Task) -> Found:
-    """Exact weights; λ by leave-one-out as for `cholesky`."""
-    n, size = task.rows.count, task.tile_rows or default_tile_rows(task.rows.count)
-    lam, loss, tried = solve_on_sample(task)
-    tiles, stored = factorise(task, lam)
-    V = _backward(tiles, [np.array(tiles.scratch.load(f"z-{j}"), np.float64) for j in range(len(tiles.blocks))], task)
-    tiles.scratch.clear()
-    residual = relative_residual(task, V, lam)
-    X, _ = tiles.rows.read(0, n)  # in the precision that the weights were found in, and are kept in
-    facts = {"tile_rows": size, "tiles": len(tiles.blocks) * (len(tiles.blocks) + 1) // 2, "dtype": tiles.rows.dtype}
-    if n > solve.LOO_ROWS and loss is not None:
-        facts["leave_one_out_rows"] = solve.LOO_ROWS
-    embedding = Embedding(task.kernel, X, V.astype(tiles.rows.dtype), lam)
-    return Found(embedding, loss, tried, residual, len(tiles.blocks), stored, facts)
+def cost(size: Size) -> Cost:
+    """A few tiles in a task; half of an n x n matrix in the scratch place."""
+    n, rows = size.rows, size.tile_rows or default_tile_rows(size.rows)
+    return Cost(memory=5 * rows**2 * size.item, scratch=(n * n + n * rows) // 2 * size.item, flops=n**3 / 3)
 
 
-def factorise(task: Task, lam: float) -> tuple[Tiles, int]:
+def prepare(problem: Problem) -> TiledCholesky:
+    return TiledCholesky(problem)
+
+
+class TiledCholesky(Exact):
+    def solve(self, lam: float) -> Solved:
+        tiles, stored = factorise(self.problem, lam)
+        count = len(tiles.blocks)
+        V = _backward(tiles, [np.array(tiles.scratch.load(f"z-{j}"), np.float64) for j in range(count)], self.problem)
+        tiles.scratch.clear()
+        X, _ = tiles.rows.read(0, tiles.rows.count)  # in the precision that the weights were found in, and are kept in
+        facts = {"tile_rows": _tile_rows(self.problem), "tiles": count * (count + 1) // 2, "dtype": tiles.rows.dtype}
+        embedding = Embedding(self.problem.kernel, X, V.astype(tiles.rows.dtype), lam)
+        return Solved(V, embedding, count, stored, facts)
+
+
+def _tile_rows(problem: Problem) -> int:
+    return problem.tile_rows or default_tile_rows(problem.rows.count)
+
+
+def factorise(problem: Problem, lam: float) -> tuple[Tiles, int]:
     """The tiles of the factor of K + nλI, with more on the diagonal where it stays singular; and their bytes."""
-    n, size = task.rows.count, task.tile_rows or default_tile_rows(task.rows.count)
-    scale, need = precision_for(task, lam)
+    n, size = problem.rows.count, _tile_rows(problem)
+    scale, need = precision_for(problem, lam)
     if need.missing:
-        solve.warn_of_padding(n, lam, need)
+        warn_of_padding(n, lam, need)
     attempts = [(dtype, need.missing) for dtype in dict.fromkeys((need.dtype, "float64"))]
     attempts += [("float64", need.missing + jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
     for dtype, jitter in attempts:
-        stored = _check_room(task, n, size, dtype)
-        tiles = _tiles(task, dtype, n * lam + jitter, size)
+        stored = _check_room(problem, Size(n, dtype=dtype, tile_rows=size))
+        tiles = _tiles(problem, dtype, n * lam + jitter, size)
         try:
-            _factor(tiles, task)
+            _factor(tiles, problem)
         except NumericalError:
             tiles.scratch.clear()
             continue
@@ -96,53 +105,52 @@ def factorise(task: Task, lam: float) -> tuple[Tiles, int]:
     )  # fmt: skip
 
 
-def _tiles(task: Task, dtype: str, shift: float, size: int) -> Tiles:
-    rows = task.rows.in_precision(dtype)
+def _tiles(problem: Problem, dtype: str, shift: float, size: int) -> Tiles:
+    rows = problem.rows.in_precision(dtype)
     known = {
         "path": rows.path,
         "ranges": rows.ranges,
         "scaling": None if rows.scale is None else [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
         "dtype": dtype,
-        "kernel": task.kernel.to_config(),
+        "kernel": problem.kernel.to_config(),
         "shift": shift,
         "size": size,
         "data": rows.digest(),
     }
     name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return Tiles(rows, task.kernel, shift, tuple(rows.blocks(size)), task.scratch.child(f"tiles-{name}"))
+    return Tiles(rows, problem.kernel, shift, tuple(rows.blocks(size)), problem.scratch.child(f"tiles-{name}"))
 
 
-def _check_room(task: Task, n: int, size: int, dtype: str) -> int:
+def _check_room(problem: Problem, size: Size) -> int:
     """Bytes that the tiles take; refuses a disk or a worker that cannot hold its share."""
-    item = np.dtype(dtype).itemsize
-    needed, held = (n * n + n * size) // 2 * item, 5 * size * size * item
-    if held > task.memory:
+    needed = cost(size)
+    if needed.memory > problem.memory:
         raise ConfigError(
-            f"tiles of {size} rows need {held / 1e9:.1f} GB in a worker that has {task.memory / 1e9:.1f} GB; "
-            "set `tile_rows` lower"
+            f"tiles of {size.tile_rows} rows need {needed.memory / 1e9:.1f} GB in a worker that has "
+            f"{problem.memory / 1e9:.1f} GB; set `tile_rows` lower"
         )
-    if not task.scratch.in_memory and task.scratch.place.is_local:
-        task.scratch.place.path.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(task.scratch.place.path).free
-        if needed > free:
+    if not problem.scratch.in_memory and problem.scratch.place.is_local:
+        problem.scratch.place.path.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(problem.scratch.place.path).free
+        if needed.scratch > free:
             raise ConfigError(
-                f"solver='tiled' needs {needed / 1e9:.1f} GB of disk for {n} rows, {free / 1e9:.1f} GB are free at "
-                f"{task.scratch.place}; free some, or use solver='pcg' or 'nystrom'"
+                f"solver='tiled' needs {needed.scratch / 1e9:.1f} GB of disk for {size.rows} rows, "
+                f"{free / 1e9:.1f} GB are free at {problem.scratch.place}; free some, or use solver='pcg' or 'nystrom'"
             )
-    return needed
+    return needed.scratch
 
 
-def _factor(tiles: Tiles, task: Task) -> None:
-    count, run = len(tiles.blocks), task.executor.map
+def _factor(tiles: Tiles, problem: Problem) -> None:
+    count, run = len(tiles.blocks), problem.executor.map
     run(factor_diagonal, [(tiles, 0)], name="factor-diagonal")
     for j in range(count - 1):
         run(factor_tile, [(tiles, i, j) for i in range(j + 1, count)], name="factor-tile")
-        task.say(f"fit: column {j + 2} of {count}")
+        problem.say(f"fit: column {j + 2} of {count}")
 
 
-def apply_inverse(tiles: Tiles, B: np.ndarray, task: Task) -> np.ndarray:
+def apply_inverse(tiles: Tiles, B: np.ndarray, problem: Problem) -> np.ndarray:
     """(K + shift I)⁻¹ B for any right sides, by the finished tiles."""
-    count, run = len(tiles.blocks), task.executor.map
+    count, run = len(tiles.blocks), problem.executor.map
     rest = [np.array(B[start:stop], dtype=np.float64) for start, stop in tiles.blocks]
     for j in range(count):
         rest[j] = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}"))).half_solve(rest[j])
@@ -150,12 +158,12 @@ def apply_inverse(tiles: Tiles, B: np.ndarray, task: Task) -> np.ndarray:
         parts = run(forward_substitute, [(tiles, i, j, rest[j]) for i in below], name="forward-substitute")
         for i, part in zip(below, parts, strict=True):
             rest[i] = rest[i] - part
-    return _backward(tiles, rest, task)
+    return _backward(tiles, rest, problem)
 
 
-def _backward(tiles: Tiles, rest: list[np.ndarray], task: Task) -> np.ndarray:
+def _backward(tiles: Tiles, rest: list[np.ndarray], problem: Problem) -> np.ndarray:
     """L⁻ᵀ of what the forward solve has left, block by block."""
-    run = task.executor.map
+    run = problem.executor.map
     for j in range(len(tiles.blocks) - 1, -1, -1):
         rest[j] = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}"))).half_solve(rest[j], transposed=True)
         parts = run(back_substitute, [(tiles, j, k, rest[j]) for k in range(j)], name="back-substitute")
@@ -165,7 +173,7 @@ def _backward(tiles: Tiles, rest: list[np.ndarray], task: Task) -> np.ndarray:
 
 
 def factor_tile(tiles: Tiles, i: int, j: int) -> None:
-    """L_ij; whoever makes the first tile below the diagonal goes on to the next diagonal tile."""
+    """L_ij; the task of the first tile below the diagonal computes the next diagonal tile, too."""
     if not tiles.scratch.has(f"L-{i}-{j}"):
         A = tiles.kernel.gram(tiles.X(i), tiles.X(j))
         for k in range(j):

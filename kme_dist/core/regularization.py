@@ -1,0 +1,178 @@
+"""The regularisation that suits the rows: λ by leave-one-out log loss, in closed form.
+
+A kernel learned on batches is right for the full data far more often than the λ learned beside it: the best λ falls as
+rows are added. So λ is chosen again on all rows.
+
+    search_regularization(evaluate, scale=1 / n, start=lam)      # for any losses, computed anywhere
+    leave_one_out_loss(kernel, X, y, n_classes, ...)             # of the exact fit, at one λ
+    retune_regularization(kernel, X, y, n_classes, start=lam)    # both, for rows in memory, on the host or a device
+    scale_to_data(kernel, X, y, n_classes, ...)                  # a first λ, and a first length scale
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import to_host
+from kme_dist.core.embedding import leave_one_out, log_loss
+from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
+from kme_dist.core.objective import Workspace, one_hot
+from kme_dist.core.precision import Need, need_of_solve
+from kme_dist.errors import NumericalError
+
+# n λ / α² over which λ is sought: from "trust every label" to "average over everything".
+_SHIFTS = 10.0 ** np.arange(-6.0, 2.5, 1.0)
+_REFINEMENTS = (0.5, 0.25)  # decades to either side of the best so far
+_PATIENCE = 1  # decades uphill before the walk turns back
+LOO_ROWS = 4_000  # leave-one-out on more rows than this uses a sample
+_START_ROWS = 1_500
+_START_FACTORS = (0.2, 0.35, 0.6, 1.0, 1.7)  # times the median distance
+
+
+def retune_regularization(
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    *,
+    start: float,
+    floor: float = 0.0,
+    seed: int = 0,
+    workspace: Workspace | None = None,
+) -> tuple[float, float, dict[float, float]]:
+    """The λ with the least leave-one-out log loss, that loss, and everything tried (λ in terms of all rows).
+
+    Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of that size is evaluated, at the same
+    shift nλ: the shift plays the part of a noise variance, which does not depend on how many rows there are.
+    """
+    space, n = workspace or Workspace(), len(X)
+    if n > LOO_ROWS:
+        rows = np.sort(np.random.default_rng(seed).choice(n, LOO_ROWS, replace=False))
+        X, y = select(X, rows), y[rows]
+    variance = kernel.alpha(X) ** 2 or 1.0
+
+    def evaluate(lams: list[float]) -> list[float]:
+        return [leave_one_out_loss(kernel, X, y, n_classes, lam, n, variance, floor, space) for lam in lams]
+
+    return search_regularization(evaluate, scale=variance / n, start=start)
+
+
+def leave_one_out_loss(
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    lam: float,
+    n: int,
+    variance: float,
+    floor: float,
+    workspace: Workspace | None = None,
+) -> float:
+    """Leave-one-out log loss of rows that stand for `n`, at the shift nλ; infinite where no precision will do.
+
+    `variance` is the largest k(x, x).
+    """
+    need = need_of_solve(kernel, X, lam * n, variance)
+    for rows in (need.promoted(X), Need("float64").promoted(X)):
+        Y = one_hot(y, n_classes, kernel.diag(rows))
+        try:
+            P, _ = leave_one_out(kernel, rows, Y, lam * n / len(y), workspace)
+        except NumericalError:
+            continue
+        return math.inf if need.missing else float(log_loss(Y, P, floor))
+    return math.inf
+
+
+def scale_to_data(
+    kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, *, floor: float, seed: int
+) -> tuple[Kernel, float]:
+    """A good place to start: length scales times one common factor, and λ, by leave-one-out on a sample of rows.
+
+    The factors put the length scales (their geometric mean) around the median distance between rows; the kernel as
+    given is tried too.
+    """
+    names = length_scale_names(kernel)
+    if len(X) > _START_ROWS:
+        rows = np.sort(np.random.default_rng([seed, 2]).choice(len(X), _START_ROWS, replace=False))
+        X, y = select(X, rows), y[rows]
+    best: tuple[float, float, Kernel] | None = None
+    workspace = Workspace()
+    factors = [1.0]
+    if names and getattr(X, "ndim", 0) == 2:
+        typical = np.exp(np.mean(np.concatenate([np.log(kernel.parameters[name]).ravel() for name in names])))
+        factors += [f * median_length_scale(to_host(X), seed) / typical for f in _START_FACTORS]
+    for factor in factors:
+        trial = kernel.replace({name: kernel.parameters[name] * factor for name in names})
+        start = best[1] if best else 1e-2 / len(X)
+        lam, loss, _ = retune_regularization(trial, X, y, n_classes, start=start, floor=floor, workspace=workspace)
+        if best is None or loss < best[0]:
+            best = (loss, lam, trial)
+    assert best is not None
+    return best[2], best[1]
+
+
+def search_regularization(
+    evaluate: Callable[[list[float]], list[float]], *, scale: float, start: float
+) -> tuple[float, float, dict[float, float]]:
+    """Minimise a smooth, mostly single-valley function of log λ with few evaluations.
+
+    Walks a decade grid downhill from the value nearest to `start`, down and up at once, then refines around the best
+    point. `evaluate` is given all the λ that can be evaluated side by side.
+    """
+    tried: dict[float, float] = {}
+
+    def extend(lams: list[float]) -> None:
+        wanted = [lam for lam in dict.fromkeys(lams) if lam not in tried]
+        if wanted:
+            tried.update(zip(wanted, evaluate(wanted), strict=True))
+
+    grid = [float(shift * scale) for shift in _SHIFTS]
+    here = min(range(len(grid)), key=lambda i: abs(math.log(grid[i] / start)))
+    walkers = [_Walker(direction, here) for direction in (-1, 1)]
+    extend([grid[i] for i in range(here - 1, here + 2) if 0 <= i < len(grid)])
+    while walkers:
+        walkers = [walker for walker in walkers if walker.step(grid, tried)]
+        extend([grid[walker.at + walker.direction] for walker in walkers])
+    for width in _REFINEMENTS:
+        centre = min(tried, key=lambda lam: tried[lam])
+        extend([centre * 10.0 ** (sign * width) for sign in (-1, 1)])
+    if not math.isfinite(min(tried.values())):
+        raise NumericalError(
+            "no regularisation made the Gram matrix positive definite; look for rows that are not finite"
+        )
+    lam = _best(tried)
+    return lam, tried[lam], tried
+
+
+class _Walker:
+    """Goes one way along the grid for as long as it leads downhill."""
+
+    def __init__(self, direction: int, at: int) -> None:
+        self.direction, self.at, self.best = direction, at, math.inf
+        self.patience = _PATIENCE
+
+    def step(self, grid: list[float], tried: dict[float, float]) -> bool:
+        """Take the next point, evaluated already; whether the one after it is wanted."""
+        self.best = min(self.best, tried[grid[self.at]])
+        if not 0 <= self.at + self.direction < len(grid):
+            return False
+        self.at += self.direction
+        value = tried[grid[self.at]]
+        # Upwards a draw is as good as a gain, since the larger λ is preferred; downwards only a gain counts.
+        goes_on = value <= _nearly(self.best) if self.direction > 0 else value < self.best
+        self.patience = _PATIENCE if goes_on else self.patience - 1
+        return self.patience > 0 and 0 <= self.at + self.direction < len(grid)
+
+
+def _best(tried: dict[float, float]) -> float:
+    """The largest λ whose loss is the least but for rounding: where the data do not care, stay well conditioned."""
+    least = min(tried.values())
+    return max(lam for lam, loss in tried.items() if loss <= _nearly(least))
+
+
+def _nearly(loss: float) -> float:
+    return loss + 1e-4 * abs(loss) + 1e-7

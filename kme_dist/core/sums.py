@@ -1,0 +1,356 @@
+"""Sums over rows: the one place where G = Σ z zᵀ and B = Σ z t(y)ᵀ are computed.
+
+    sums = sum_rows(Centres(kernel, C), X, y, OneHot(n_classes))      # G, B, Σ t(y), the number of rows
+    sums + others                                                     # of other rows: sums of chunks add up
+
+    rows = Accumulator(basis, targets, reference=X)                   # the same, chunk after chunk
+    rows.add(X, y)
+    rows.sums()
+
+z is what a basis makes of a row: k(centres, x), any explicit features φ(x), a projection. t is what stands on the right
+side of the equations: a label one-hot (`OneHot`), l(D, y) for target centres D (`TargetCentres`), or 1 where Σ z is
+asked for (`Ones`). Fits by centres and features, exact gradients of feature maps, conditional embeddings and spectral
+means all stand on these sums; what is then solved is theirs (`kme_dist.core.nystrom.System` for classes).
+
+Rows are multiplied in the precision of the data, tile by tile, and added up in double. The sums carry rounding errors
+of the precision of the rows: `Sums.noise` is a bound on the spectral norm of those in G.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from scipy.linalg import blas
+
+from kme_dist.backend import Array, astype, empty_square, like, namespace_of, precision, to_host
+from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count, take
+from kme_dist.core.objective import one_hot
+from kme_dist.meter import metered
+
+TILE_ROWS = 4_096  # of one product zᵀz: many enough that adding it to the sum costs little
+_CACHED_ROWS = 256  # of which the exponential is taken while they are in cache
+_STRIPE = 256  # columns added at a time, so that only the lower triangle is touched
+_LEADING, _POWER_STEPS = 64, 3
+
+
+# --- left sides: what a row is turned into ------------------------------------------------------------
+
+
+class Basis(Protocol):
+    """What a row is turned into, the norm of its weights, and the leading directions of it (None: there are none)."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def leading(self) -> Array | None: ...
+    @property
+    def wide(self) -> Basis: ...
+    def rows(self, X: Any, out: Array = None) -> Array: ...
+    def metric(self) -> Array | None: ...
+
+
+@dataclass(frozen=True)
+class Centres:
+    """z(x) = k(centres, x)."""
+
+    kernel: Kernel
+    points: Any
+
+    @property
+    def size(self) -> int:
+        return row_count(self.points)
+
+    @functools.cached_property
+    def _prepared(self) -> Any:
+        return self.kernel.prepare(self.points)
+
+    @functools.cached_property
+    def leading(self) -> Array:
+        """Orthonormal directions near the first eigenvectors of K(centres, centres), by a few power steps."""
+        M = self.metric()
+        xp = namespace_of(M)
+        count = min(_LEADING, self.size // 4)
+        Q = like(np.random.default_rng(0).normal(size=(self.size, count)), M)
+        for _ in range(_POWER_STEPS if count else 0):
+            Q = xp.linalg.qr(M @ Q)[0]
+        return Q
+
+    @functools.cached_property
+    def wide(self) -> Centres:
+        """The same in double precision."""
+        return Centres(self.kernel, astype(self.points, "float64")) if hasattr(self.points, "dtype") else self
+
+    def rows(self, X: Any, out: Array = None) -> Array:
+        prepared = self._prepared
+        if out is None:
+            return self.kernel.evaluate(self.kernel.prepare(X), prepared)
+        queries = self.kernel.prepare(X)
+        for part in row_blocks(row_count(X), _CACHED_ROWS):
+            tile = out[part]
+            value = self.kernel.evaluate(take(queries, part), prepared, out=tile)
+            if value is not tile:
+                out[part] = value
+        return out
+
+    def metric(self) -> Array:
+        points = astype(self.points, "float64") if hasattr(self.points, "dtype") else self.points
+        return self.kernel.gram(points)
+
+
+@dataclass(frozen=True)
+class Features:
+    """z(x) = φ(x)."""
+
+    features: FeatureMap
+    size: int
+    leading: None = None
+
+    @property
+    def wide(self) -> Features:
+        return self
+
+    def rows(self, X: Any, out: Array = None) -> Array:
+        # Multiplied in double: features have no known directions to be split off (see `Accumulator`).
+        return astype(self.features.forward(X), "float64")
+
+    def metric(self) -> None:
+        return None
+
+
+# --- right sides: what a label or target is turned into -----------------------------------------------
+
+
+class Targets(Protocol):
+    """t(y), a row of `size` numbers for each target, in the library and precision of a reference."""
+
+    @property
+    def size(self) -> int: ...
+    def rows(self, y: Any, reference: Array) -> Array: ...
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """Classes by number: Σ t(y) counts the rows of each."""
+
+    size: int
+
+    def rows(self, y: Any, reference: Array) -> Array:
+        return one_hot(y, self.size, reference)
+
+
+@dataclass(frozen=True)
+class TargetCentres:
+    """t(y) = l(D, y) for a kernel l of targets and target centres D."""
+
+    kernel: Kernel
+    points: Any
+
+    @property
+    def size(self) -> int:
+        return row_count(self.points)
+
+    def rows(self, y: Any, reference: Array) -> Array:
+        return astype(self.kernel.gram(y, self.points), "float64")
+
+
+@dataclass(frozen=True)
+class Ones:
+    """t = 1: B is Σ z."""
+
+    size: int = 1
+
+    def rows(self, y: Any, reference: Array) -> Array:
+        return like(np.ones((row_count(y), 1)), reference)
+
+
+# --- sums ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sums:
+    """G = Σ z zᵀ (its lower triangle), B = Σ z t(y)ᵀ, Σ t(y), how many rows, and the rounding of G."""
+
+    G: Array
+    B: Array
+    totals: np.ndarray  # Σ t(y): of labels, the rows of each class
+    rows: int
+    variance: float = 0.0  # of an entry of G, by rounding in the precision of the rows
+
+    def copy(self) -> Sums:
+        return replace(self, G=self.G.copy(order="K"), B=self.B.copy(), totals=self.totals.copy())
+
+    def symmetric(self) -> Array:
+        """G as a whole; what reads the lower triangle alone, such as a Cholesky factorisation, takes `G`."""
+        xp = namespace_of(self.G)
+        return xp.tril(self.G) + xp.tril(self.G, k=-1).T
+
+    def add_packed(self, other: Sums) -> None:
+        """Add sums whose G is as `packed` made it."""
+        for part, values in _stripes(self.G, other.G):
+            part += values
+        self._add_rest(other)
+
+    @property
+    def noise(self) -> float:
+        """Spectral norm of a random symmetric matrix with entries of this variance."""
+        return 2.0 * math.sqrt(self.variance * self.B.shape[0])
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.G + other.G, self.B + other.B, self.totals + other.totals, self.rows + other.rows,
+            self.variance + other.variance,
+        )  # fmt: skip
+
+    def __iadd__(self, other: Sums) -> Sums:
+        self.G += other.G
+        self._add_rest(other)
+        return self
+
+    def __isub__(self, other: Sums) -> Sums:
+        self.G -= other.G
+        self.B -= other.B
+        self.totals -= other.totals
+        self.rows -= other.rows
+        self.variance = max(self.variance - other.variance, 0.0)
+        return self
+
+    def _add_rest(self, other: Sums) -> None:
+        self.B += other.B
+        self.totals += other.totals
+        self.rows += other.rows
+        self.variance += other.variance
+
+
+def packed(G: np.ndarray) -> np.ndarray:
+    """The lower triangle, in stripes of columns."""
+    return np.concatenate([G[left:, left : left + _STRIPE].ravel(order="F") for left in range(0, len(G), _STRIPE)])
+
+
+def unpacked(triangle: np.ndarray, size: int) -> np.ndarray:
+    G = np.zeros((size, size), order="F")
+    for part, values in _stripes(G, triangle):
+        part[...] = values
+    return G
+
+
+def _stripes(G: np.ndarray, triangle: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Stripes of columns of G beside what `packed` holds of them."""
+    at = 0
+    for left in range(0, len(G), _STRIPE):
+        part = G[left:, left : left + _STRIPE]
+        yield part, triangle[at : at + part.size].reshape(part.shape, order="F")
+        at += part.size
+
+
+class Accumulator:
+    """Adds up rows, chunk after chunk; `sums()` is the result.
+
+    Values of a smooth kernel are large and nearly the same for all rows, and what tells rows apart is far below them:
+    in single precision it would drown. So rows in single precision are evaluated in double and split into the part
+    a = Qᵀ z along a few leading directions Q of the kernel and the rest, z = Q a + z'. The rest is small, so that its
+    rounding is too, and its square, which is nearly all the work, can be taken in single precision:
+    Σ z zᵀ = Q (Σ a aᵀ) Qᵀ + Q (Σ a z'ᵀ) + (Σ z' aᵀ) Qᵀ + Σ z' z'ᵀ.
+
+    `tile_rows` is how many rows of z (and of t) are held at a time; it decides the rounding, and nothing else.
+    """
+
+    def __init__(self, basis: Basis, targets: Targets, reference: Array, tile_rows: int = TILE_ROWS) -> None:
+        self._basis, self._targets, self._tile_rows = basis, targets, tile_rows
+        self._Q = basis.leading if precision(reference) == "float32" else None
+        wide = astype(reference, "float64")
+        size, lead = basis.size, 0 if self._Q is None else self._Q.shape[1]
+        self._G = empty_square(size, wide)
+        self._G[...] = like(np.zeros((1, 1)), wide)
+        self._B, self._B_lead = (like(np.zeros((rows, targets.size)), wide) for rows in (size, lead))
+        self._cross, self._square = like(np.zeros((size, lead)), wide), like(np.zeros((lead, lead)), wide)
+        self._totals, self._rows, self._variance = np.zeros(targets.size), 0, 0.0
+        self._held: dict[str, np.ndarray] = {}
+        self._product: np.ndarray | None = None
+
+    def add(self, X: Any, y: Any) -> None:
+        """Take in rows and their targets."""
+        with metered("reduce"):  # but for the tiles, which count as such
+            self._add(X, y)
+
+    def _add(self, X: Any, y: Any) -> None:
+        for part in row_blocks(row_count(X), self._tile_rows):
+            Z, A = self._split(take(X, part))
+            T = self._targets.rows(take(y, part), Z)
+            if A is not None:
+                self._square += A.T @ A
+                # The part along the leading directions is large, and double precision rounds it, too.
+                self._variance += (2 * 1e-16 * float(namespace_of(A).sum(A * A)) / self._basis.size) ** 2
+                self._cross += astype(Z.T @ astype(A, precision(Z)), "float64")
+                self._B_lead += A.T @ astype(T, "float64")
+            self._add_square(Z)
+            self._B += astype(Z.T @ T, "float64")
+            self._totals += to_host(namespace_of(T).sum(T, axis=0))
+        self._rows += row_count(X)
+
+    def _split(self, X: Any) -> tuple[Array, Array | None]:
+        """z', and a in double precision; z itself and None where there is nothing to split off."""
+        if self._Q is None:
+            return self._basis.rows(X, self._room(X, row_count(X), "_tile")), None
+        if not isinstance(X, np.ndarray):
+            Z = self._basis.wide.rows(astype(X, "float64"))
+            A = Z @ self._Q
+            return astype(Z - A @ self._Q.T, precision(X)), A
+        rest, parts = self._room(X, len(X), "_tile"), []
+        for few in row_blocks(len(X), _CACHED_ROWS):
+            rows = X[few].astype(np.float64)
+            Z = self._basis.wide.rows(rows, self._room(rows, len(rows), "_wide"))
+            parts.append(Z @ self._Q)
+            # Z -= A Qᵀ in place; to Fortran's eyes everything here is transposed
+            blas.dgemm(-1.0, self._Q.T, parts[-1].T, beta=1.0, c=Z.T, trans_a=1, overwrite_c=1)
+            rest[few] = Z
+        return rest, np.concatenate(parts)
+
+    def _room(self, X: Any, rows: int, name: str) -> Array:
+        """Memory for rows of z, kept from tile to tile."""
+        if not isinstance(X, np.ndarray) or X.dtype.kind != "f":
+            return None
+        held = self._held.get(name)
+        if held is None or len(held) < rows:
+            held = self._held[name] = np.empty((rows, self._basis.size), X.dtype)
+        return held[:rows]
+
+    def _add_square(self, Z: Array) -> None:
+        unit = 6e-8 if precision(Z) == "float32" else 1e-16
+        if isinstance(Z, np.ndarray):
+            if self._product is None:
+                self._product = np.zeros((Z.shape[1], Z.shape[1]), Z.dtype, order="F")
+            product = self._product
+            (syrk,) = blas.get_blas_funcs(("syrk",), (product,))
+            syrk(1.0, Z.T, beta=0.0, c=product, trans=0, lower=1, overwrite_c=1)
+            for left in range(0, len(product), _STRIPE):
+                stripe = (slice(left, None), slice(left, left + _STRIPE))
+                self._G[stripe] += product[stripe]
+            typical = float(np.mean(np.einsum("ii->i", product), dtype=np.float64))
+        else:
+            self._G += astype(Z.T @ Z, "float64")
+            typical = float(to_host(namespace_of(Z).sum(Z * Z))) / Z.shape[1]
+        # Each entry is a sum of many products: its error grows with the root of their number.
+        self._variance += (2 * unit * typical) ** 2
+
+    def sums(self) -> Sums:
+        """What was added; the accumulator is spent."""
+        if self._Q is not None:
+            Q = self._Q
+            half = Q @ (0.5 * self._square) + self._cross
+            for stripe in row_blocks(self._basis.size, _STRIPE):
+                below = slice(stripe.start, None)
+                self._G[below, stripe] += half[below, ...] @ Q[stripe, ...].T + Q[below, ...] @ half[stripe, ...].T
+            self._B += Q @ self._B_lead
+        return Sums(self._G, self._B, self._totals, self._rows, self._variance)
+
+
+def sum_rows(basis: Basis, X: Any, y: Any, targets: Targets, tile_rows: int = TILE_ROWS) -> Sums:
+    """The sums over rows in memory, in the precision they have (double where they are no numbers)."""
+    accumulator = Accumulator(basis, targets, X if hasattr(X, "dtype") else np.zeros(0), tile_rows)
+    accumulator.add(X, y)
+    return accumulator.sums()

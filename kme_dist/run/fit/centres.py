@@ -1,0 +1,46 @@
+"""The fit on centres that stand for all rows (solver "nystrom"): any number of rows, in one pass over them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.pivots import choose_centres
+from kme_dist.core.sums import Centres
+from kme_dist.data.rows import RowsRef
+from kme_dist.run.fit import equations
+from kme_dist.run.fit.additive import gather
+from kme_dist.run.fit.cholesky import Cholesky
+from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
+
+_SAMPLE = (10_000, 3)  # rows that centres are chosen among: at least the first, or the second times the centres
+
+
+def cost(size: Size) -> Cost:
+    return equations.cost(size)
+
+
+def prepare(problem: Problem) -> Prepared:
+    """Choose the centres and sum over the rows."""
+    rows, centres = problem.rows, problem.centres or CENTRES
+    size = min(rows.count, max(_SAMPLE[0], _SAMPLE[1] * centres))
+    call = (
+        rows, problem.kernel, min(centres, rows.count), problem.centre_choice, size, problem.seed,
+        problem.executor.solo_threads,
+    )  # fmt: skip
+    points = problem.executor.map(centres_on_worker, [call], name="choose-centres")[0]
+    statistics = gather(rows, Centres(problem.kernel, points), executor=problem.executor, scratch=problem.scratch)
+    facts = {"centre_choice": problem.centre_choice, "centre_sample_rows": size}
+    if centres < rows.count:
+        facts = {"centres": len(points), **facts}
+        return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch, facts)
+    # Every row a centre is the exact problem, of which sums of squares keep half the digits; they serve updates alone.
+    return Cholesky(problem, {"centres": rows.count, **facts}, statistics)
+
+
+def centres_on_worker(
+    rows: RowsRef, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
+) -> np.ndarray:
+    # In double: single precision cannot tell what many centres leave of a smooth kernel from rounding.
+    X, _ = rows.sample(size, seed)
+    return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)])

@@ -1,0 +1,37 @@
+"""The exact fit by one factorisation of the whole Gram matrix, on one worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kme_dist.backend import to_device, to_host
+from kme_dist.core.embedding import Embedding, exact_weights
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.data.rows import RowsRef
+from kme_dist.run.fit.exact import Exact
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
+
+
+def cost(size: Size) -> Cost:
+    """The matrix, and the copy that a failure in single precision asks for."""
+    return Cost(memory=2 * size.rows**2 * size.item, scratch=0, flops=size.rows**3 / 3)
+
+
+def prepare(problem: Problem) -> Cholesky:
+    return Cholesky(problem)
+
+
+class Cholesky(Exact):
+    def solve(self, lam: float) -> Solved:
+        p = self.problem
+        call = (p.rows, p.kernel, lam, p.backend)
+        V = p.executor.map(weights_on_worker, [call], name="fit-cholesky", gpu=p.backend == "cupy")[0]
+        X, _ = p.rows.read(0, p.rows.count)
+        held = p.rows.count**2 * np.dtype(p.rows.dtype).itemsize
+        return Solved(V, Embedding(p.kernel, X, V, lam), 1, held)
+
+
+def weights_on_worker(rows: RowsRef, kernel: Kernel, lam: float, backend: str = "numpy") -> np.ndarray:
+    """The exact weights of all rows."""
+    X, y = rows.read(0, rows.count)
+    return to_host(exact_weights(kernel, to_device(X, backend), y, rows.n_classes, lam))

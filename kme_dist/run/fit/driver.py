@@ -1,0 +1,129 @@
+"""The driver: one function for all solvers. Choose, prepare, search λ by leave-one-out, solve, measure the residual."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kme_dist.backend import free_bytes
+from kme_dist.core.kernels.base import FeatureMap, Kernel
+from kme_dist.core.regularization import search_regularization
+from kme_dist.core.sums import Centres
+from kme_dist.data.dataset import RowSource
+from kme_dist.data.places import Place
+from kme_dist.data.rows import RowsRef
+from kme_dist.data.scaling import Scaling
+from kme_dist.run.executors import Executor
+from kme_dist.run.fit.additive import Statistics
+from kme_dist.run.fit.choose import SOLVERS, Choice, choose
+from kme_dist.run.fit.equations import Equations
+from kme_dist.run.fit.problem import Fit, Prepared, Problem
+from kme_dist.run.scratch import Scratch
+
+
+def fit_on_dataset(
+    dataset: RowSource,
+    kernel: Kernel,
+    regularization: float,
+    *,
+    executor: Executor,
+    scratch: str | Path | Place | None = None,
+    split: str | None = "auto",
+    scaling: str | Scaling | None = "unit",
+    dtype: str = "float32",
+    solver: str = "auto",
+    centres: int | None = None,
+    centre_choice: str = "rpcholesky",
+    retune: bool = True,
+    floor: float = 0.0,
+    seed: int = 0,
+    tolerance: float = 1e-6,
+    tile_rows: int | None = None,
+    memory: int | None = None,
+    features: FeatureMap | None = None,
+    backend: str = "numpy",
+    report: Callable[[str], None] | None = None,
+) -> Fit:
+    """Solve for the embedding on all rows of a split.
+
+    Parameters
+    ----------
+    dataset : with class labels; `split` "auto" stands for its "train" part where it has one, None for all rows
+    kernel, regularization : as learned, for scaled rows; with `retune` λ is chosen again on all rows
+    executor : SerialExecutor() or DaskExecutor(client)
+    scratch : a folder or address that driver and workers reach; what the fit puts there is removed at its end, but for
+        the tiles of a `tiled` fit that was interrupted, which the next one finds. None: the memory of this process,
+        enough for a SerialExecutor, and for solvers that sum over rows anywhere
+    solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` says how many
+    floor : the probability floor that the losses are measured with
+    tolerance : of `pcg`, relative residual
+    tile_rows, memory : rows of a tile; bytes that one worker may use (None: its share of what is free)
+    features : an explicit feature map for solver "features"
+    backend : "numpy" or "cupy", where `cholesky` factorises
+    report : called with one line for each stage of the fit
+    """
+    began, say = time.perf_counter(), report or (lambda line: None)
+    split = dataset.training_split(split)
+    if not isinstance(scaling, Scaling):
+        scaling = Scaling.of(dataset.split_statistics(split), scaling)
+    rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
+    room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
+    chosen = choose(solver, rows.count, centres, features, room, dtype)
+    say(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
+    problem = Problem(
+        rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
+        tile_rows=tile_rows, backend=backend, centres=centres, centre_choice=centre_choice, features=features, say=say,
+    )  # fmt: skip
+    prepared = SOLVERS[chosen.solver].prepare(problem)
+    fit = _solve(prepared, regularization, retune, chosen, rows.count, scaling)
+    return replace(fit, seconds=time.perf_counter() - began)
+
+
+def refit(
+    statistics: Statistics,
+    regularization: float,
+    *,
+    executor: Executor,
+    scratch: str | Path | Place,
+    scaling: Scaling,
+    retune: bool = True,
+    floor: float = 0.0,
+    reason: str = "chunks were added or removed",
+) -> Fit:
+    """Solve a model of sums again after its statistics have changed; no row is read."""
+    began = time.perf_counter()
+    prepared = Equations(statistics, floor, executor, Scratch.at(scratch))
+    chosen = Choice("nystrom" if isinstance(statistics.basis, Centres) else "features", reason)
+    fit = _solve(prepared, regularization, retune, chosen, statistics.rows, scaling)
+    return replace(fit, seconds=time.perf_counter() - began)
+
+
+def _solve(prepared: Prepared, regularization: float, retune: bool, chosen: Choice, rows: int, scaling: Scaling) -> Fit:
+    lam, loss, facts = regularization, None, dict(prepared.facts)
+    tried: dict[float, float] = {}
+    try:
+        if retune and prepared.evaluated_rows:
+            lam, loss, tried = search_regularization(prepared.leave_one_out, scale=prepared.scale, start=regularization)
+            facts["leave_one_out_rows"] = prepared.evaluated_rows
+        solved = prepared.solve(lam)
+        residual = prepared.residual(solved, lam)
+    finally:
+        prepared.close()
+    return Fit(
+        embedding=solved.embedding,
+        solver=chosen.solver,
+        reason=chosen.reason,
+        regularization=lam,
+        loss=loss,
+        tried=tuple(sorted(tried.items())),
+        residual=residual,
+        iterations=solved.iterations,
+        seconds=0.0,  # measured by the caller, who has started the clock
+        bytes=solved.bytes,
+        rows=rows,
+        scaling=scaling,
+        facts=facts | solved.facts,
+        statistics=prepared.statistics,
+    )

@@ -1,0 +1,112 @@
+"""p x p equations from sums over rows, which the solvers `nystrom` and `features` share."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import blas_threads
+from kme_dist.core.embedding import Embedding, FeatureEmbedding
+from kme_dist.core.nystrom import System, evaluated_rows
+from kme_dist.core.objective import one_hot
+from kme_dist.core.sums import TILE_ROWS, Centres, Features
+from kme_dist.run.executors import Executor
+from kme_dist.run.fit.additive import TASKS, Statistics
+from kme_dist.run.fit.problem import Cost, Size, Solved
+from kme_dist.run.scratch import Scratch
+
+
+def cost(size: Size) -> Cost:
+    """G in double, one product in the precision of the rows and a tile of them; flops of the sums and one solve."""
+    p = size.basis
+    memory = p * p * (8 + size.item) + TILE_ROWS * p * (8 + size.item)
+    return Cost(memory, scratch=TASKS * 4 * p * p, flops=float(size.rows) * p**2 + p**3 / 3)
+
+
+@dataclass(frozen=True)
+class Equations:
+    """(G + nλM) V = B, made ready: sums are taken, what leave-one-out needs is shared with the workers when asked."""
+
+    statistics: Statistics
+    floor: float
+    executor: Executor
+    scratch: Scratch
+    facts: dict[str, Any] = field(default_factory=dict)
+    leverages: dict[float, float] = field(default_factory=dict)  # summed over the evaluated rows, by λ
+
+    @functools.cached_property
+    def system(self) -> System:
+        total = self.statistics.total()
+        with blas_threads(1):
+            return System(total.G, total.B, self.statistics.basis.metric(), total.rows, total.noise)
+
+    @property
+    def evaluated_rows(self) -> int:
+        # The sample has no order, so the first of its rows are as good as any.
+        sample = self.statistics.sample
+        return 0 if sample is None else min(len(sample.y), evaluated_rows(self.statistics.basis.size))
+
+    @property
+    def scale(self) -> float:
+        basis, sample = self.statistics.basis, self.statistics.sample
+        if isinstance(basis, Centres):
+            return (basis.kernel.alpha(basis.points) ** 2 or 1.0) / self.statistics.rows
+        assert sample is not None
+        Z = np.asarray(basis.rows(sample.X), dtype=np.float64)
+        return (float(np.mean(np.sum(Z**2, axis=1))) or 1.0) / self.statistics.rows
+
+    def leave_one_out(self, lams: list[float]) -> list[float]:
+        """Of the sampled rows, one task for each λ."""
+        calls = [(self.scratch, self._shared, self.system.rows, self.system.noise, lam, self.floor) for lam in lams]
+        found = self.executor.map(leave_one_out_on_worker, calls, name="leave-one-out")
+        self.leverages.update({lam: leverage for lam, (_, leverage) in zip(lams, found, strict=True)})
+        return [loss for loss, _ in found]
+
+    def solve(self, lam: float) -> Solved:
+        basis, facts = self.statistics.basis, {}
+        with blas_threads(1):
+            V = self.system.solve(lam)
+        if lam in self.leverages:
+            facts["effective_dimension"] = self.leverages[lam] / self.evaluated_rows * self.system.rows
+        embedding: Any
+        if isinstance(basis, Centres):
+            embedding = Embedding(basis.kernel, basis.points, V, lam)
+        else:
+            assert isinstance(basis, Features)
+            embedding = FeatureEmbedding(basis.features, V, regularization=lam)
+        return Solved(V, embedding, 1, 8 * basis.size**2, facts)
+
+    def residual(self, solved: Solved, lam: float) -> float:
+        with blas_threads(1):
+            return self.system.residual(lam, solved.weights)
+
+    def close(self) -> None:
+        for name in vars(self).get("_shared", {}).values():
+            self.scratch.delete(name)
+
+    @functools.cached_property
+    def _shared(self) -> dict[str, str]:
+        """Names under which workers find what leave-one-out needs."""
+        token, sample, basis = os.urandom(6).hex(), self.statistics.sample, self.statistics.basis
+        assert sample is not None
+        Z = np.asarray(basis.wide.rows(sample.X[: self.evaluated_rows].astype(np.float64)), dtype=np.float64)
+        y = sample.y[: self.evaluated_rows]
+        arrays = {"G": self.system.G, "B": self.system.B, "M": self.system.M, "Z": Z, "y": y}
+        names = {key: f"system-{token}-{key}" for key, array in arrays.items() if array is not None}
+        for key, name in names.items():
+            self.scratch.save(name, arrays[key])
+        return names
+
+
+def leave_one_out_on_worker(
+    scratch: Scratch, names: dict[str, str], rows: int, noise: float, lam: float, floor: float
+) -> tuple[float, float]:
+    """Leave-one-out log loss of the sampled rows at one λ, and the sum of their leverages."""
+    held = {key: scratch.load(name) for key, name in names.items()}
+    system = System(held["G"], np.asarray(held["B"]), held.get("M"), rows, noise)
+    Z = np.asarray(held["Z"])
+    return system.leave_one_out(lam, Z, one_hot(np.asarray(held["y"]), system.B.shape[1], Z), floor)

@@ -1,0 +1,73 @@
+"""What the exact solvers share: λ by leave-one-out of the rows, the precision of a solve, the residual."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import to_device
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.precision import Need, decide, gram_norm
+from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
+from kme_dist.data.rows import RowsRef
+from kme_dist.run.fit.additive import Statistics
+from kme_dist.run.fit.panels import relative_residual
+from kme_dist.run.fit.problem import Problem, Solved
+
+_SAMPLED = 1_000  # rows that stand for all where the size of K is estimated
+
+
+@dataclass(frozen=True)
+class Exact:
+    """(K + nλI) V = Y, made ready; each exact solver adds its own `solve`."""
+
+    problem: Problem
+    facts: dict[str, Any] = field(default_factory=dict)
+    statistics: Statistics | None = None
+
+    @property
+    def evaluated_rows(self) -> int:
+        return min(self.problem.rows.count, LOO_ROWS) if self.problem.rows.count > 1 else 0
+
+    @property
+    def scale(self) -> float:
+        return self._variance / self.problem.rows.count
+
+    @functools.cached_property
+    def _variance(self) -> float:
+        few, _ = self.problem.rows.sample(_SAMPLED, self.problem.seed)
+        return self.problem.kernel.alpha(few) ** 2 or 1.0
+
+    def leave_one_out(self, lams: list[float]) -> list[float]:
+        """One task for each λ; rows beyond a few thousand are sampled."""
+        p = self.problem
+        calls = [(p.rows, p.kernel, lam, self._variance, p.floor, p.seed, p.backend) for lam in lams]
+        return p.executor.map(leave_one_out_on_worker, calls, name="leave-one-out", gpu=p.backend == "cupy")
+
+    def residual(self, solved: Solved, lam: float) -> float:
+        return relative_residual(self.problem, solved.weights.astype(np.float64), lam)
+
+    def close(self) -> None:
+        """Nothing of these is left behind, but for the tiles of a fit that was interrupted."""
+
+
+def leave_one_out_on_worker(
+    rows: RowsRef, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
+) -> float:
+    """Leave-one-out log loss of (a sample of) the rows at one λ."""
+    X, y = rows.sample(LOO_ROWS, seed)
+    return leave_one_out_loss(kernel, to_device(X, backend), y, rows.n_classes, lam, rows.count, variance, floor)
+
+
+def precision_for(problem: Problem, lam: float) -> tuple[float, Need]:
+    """Mean of k(x, x), and what a solve at this λ needs (see `kme_dist.core.precision`)."""
+    n, kernel = problem.rows.count, problem.kernel
+    few, _ = problem.rows.sample(_SAMPLED, problem.seed)
+    diag = kernel.diag(few)
+    scale = float(np.mean(diag, dtype=np.float64)) or 1.0
+    # |K| grows with the number of rows: scaled up from that of the sample.
+    need = decide(problem.rows.dtype, n, float(np.max(diag)), n * lam, lambda: gram_norm(kernel, few) * n / len(few))
+    return scale, need

@@ -1,0 +1,21 @@
+"""The fit of weights of explicit features: ridge regression on φ(x), any number of rows, in one pass over them."""
+
+from __future__ import annotations
+
+from kme_dist.core.sums import Features
+from kme_dist.run.fit import equations
+from kme_dist.run.fit.additive import gather
+from kme_dist.run.fit.problem import Cost, Problem, Size
+
+
+def cost(size: Size) -> Cost:
+    return equations.cost(size)
+
+
+def prepare(problem: Problem) -> equations.Equations:
+    """Sum over the rows."""
+    assert problem.features is not None
+    few, _ = problem.rows.read(0, 1)
+    basis = Features(problem.features, int(problem.features.forward(few).shape[1]))
+    statistics = gather(problem.rows, basis, executor=problem.executor, scratch=problem.scratch)
+    return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch)

@@ -1,0 +1,91 @@
+"""The Gram matrix in panels of rows: products K S by tasks that compute the tiles they need, or find them stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.objective import one_hot
+from kme_dist.data.plan import Span
+from kme_dist.data.rows import RowsRef
+from kme_dist.run.fit.problem import Problem
+from kme_dist.run.scratch import Scratch
+
+_SMALLEST, _LARGEST = 256, 4_096
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """Which rows, cut into which blocks, and whether tiles are kept in the scratch place."""
+
+    token: str
+    rows: RowsRef
+    kernel: Kernel
+    blocks: tuple[Span, ...]
+    scratch: Scratch
+    cached: bool
+
+    def X(self, i: int) -> np.ndarray:
+        return np.asarray(self.rows.read(*self.blocks[i])[0])
+
+    def tile(self, i: int, j: int) -> np.ndarray:
+        """K(block i, block j)."""
+        if j > i:
+            return self.tile(j, i).T
+        name = f"K-{i}-{j}"
+        if self.cached and self.scratch.has(name):
+            return self.scratch.load(name)
+        K = self.kernel.gram(self.X(i)) if i == j else self.kernel.gram(self.X(i), self.X(j))
+        if self.cached:
+            self.scratch.save(name, K)
+        return np.asarray(K)
+
+
+def panel_rows(n: int) -> int:
+    """A sixteenth of the rows, within what pays: by n alone, since the cut decides the rounding."""
+    return int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
+
+
+def make_panels(problem: Problem, dtype: str) -> Panels:
+    n = problem.rows.count
+    rows = problem.rows.in_precision(dtype)
+    token = os.urandom(6).hex()
+    # Kept tiles lie in the page cache of the workers' machines, so what counts is the memory of all of them.
+    cached = n * n // 2 * np.dtype(dtype).itemsize < 0.5 * problem.memory * problem.executor.workers
+    blocks = tuple(rows.blocks(problem.tile_rows or panel_rows(n)))
+    return Panels(token, rows, problem.kernel, blocks, problem.scratch.child(f"pcg-{token}"), cached)
+
+
+def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
+    y = np.concatenate([panels.rows.read(*panels.blocks[i])[1] for i in blocks])
+    return np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
+
+
+def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> np.ndarray:
+    """K(block i, blocks `over`) S: what a worker does."""
+    S = panels.scratch.load(name)
+    total, at = 0.0, 0
+    for j in over:
+        tile = panels.tile(i, j)
+        part = S[at : at + tile.shape[1]]
+        total = total + (tile @ part.astype(tile.dtype)).astype(np.float64)
+        at += tile.shape[1]
+    return np.asarray(total)
+
+
+def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
+    """|(K + nλI) V - Y| / |Y| with a freshly computed K in double precision, panel by panel."""
+    panels = replace(make_panels(problem, "float64"), cached=False)
+    everything = tuple(range(len(panels.blocks)))
+    panels.scratch.save("S", V)
+    try:
+        calls = [(panels, i, everything, "S") for i in everything]
+        P = np.concatenate(problem.executor.map(multiply_panel, calls, name="gram-product"))
+    finally:
+        panels.scratch.clear()
+    Y = labels(panels, everything)
+    return float(np.linalg.norm(P + problem.rows.count * lam * V - Y) / np.linalg.norm(Y))
