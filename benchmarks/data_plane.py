@@ -30,9 +30,9 @@ import pyarrow.parquet as pq
 import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from kme_dist.data.batches import plan_batches, read_batch, read_batches
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import RowsRef
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -157,14 +157,15 @@ def batch_reads(folder: Path, rows: int, repeats: int = 150) -> None:
     path = _random_set(folder, rows)
     data = open_dataset(path, cache_bytes=0)  # every read decodes its chunks
     X = zarr.open_array(path / "X", mode="r")
-    plans = {mode: plan_batches(data, batch_size=2000, mode=mode) for mode in ("contiguous", "blocks", "rows")}
+    ref = RowsRef.of(data, split=None)
+    plans = {mode: ref.plan(2000, mode=mode) for mode in ("contiguous", "blocks", "rows")}
     times: dict[str, list[float]] = {"bare": [], **{mode: [] for mode in plans}}
     for step in range(repeats):
         start, stop = plans["contiguous"].batch(step).spans[0]
         times["bare"].append(timed(lambda: X[start:stop]))  # noqa: B023
         for mode, plan in plans.items():
             if mode != "rows" or step < 5:
-                times[mode].append(timed(lambda: read_batch(data, plan, step)))  # noqa: B023
+                times[mode].append(timed(lambda: ref.batch(plan, step)))  # noqa: B023
     bare = float(np.median(times["bare"]))
     print(f"batches: bare zarr slice of 2000 rows of X {1e3 * bare:.2f} ms; ours read X and y")
     for mode, wanted in (("contiguous", "1.3"), ("blocks", "6"), ("rows", "any")):
@@ -175,8 +176,8 @@ def batch_reads(folder: Path, rows: int, repeats: int = 150) -> None:
 def prefetch_waits(folder: Path, rows: int, steps: int = 40) -> None:
     data = open_dataset(_random_set(folder, rows))
     for mode in ("contiguous", "blocks"):
-        plan = plan_batches(data, batch_size=2000, mode=mode)
-        with read_batches(data, plan, range(steps)) as batches:
+        ref = RowsRef.of(data, split=None)
+        with ref.batches(ref.plan(2000, mode=mode), range(steps)) as batches:
             next(batches)
             batches.waited_s, begin = 0.0, time.perf_counter()
             for batch in batches:

@@ -15,22 +15,31 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.data.batches import plan_batches, read_batch
-from kme_dist.data.dataset import RowSource, joined
+from kme_dist.data.dataset import CACHE_BYTES, RowSource, joined
 from kme_dist.data.plan import BatchPlan, BatchRef, Span, spans_within
+from kme_dist.data.prefetch import Prefetched
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
 _SAMPLED_CHUNKS = 64  # of rows that are neither in random order nor few enough for the cache
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one batch."""
+
+    number: int
+    X: Any
+    y: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,15 +164,55 @@ class RowsRef:
         X, y = self.source.take(numbers - edges[part] + starts[part])
         return self._scaled(X), y
 
+    def plan(
+        self, batch_size: int, seed: int = 0, *, mode: str = "auto", order: str = "permutation", blocks: int = 4
+    ) -> BatchPlan:
+        """Batches of these rows: a function of their number, the batch size and the seed.
+
+        `mode` "rows" gathers exact random rows, which is what "auto" takes where the cache of an open data set holds
+        all of them; beyond that it is about a hundred times slower to read than "contiguous", which rows that were
+        shuffled at ingest get. Others get "blocks": random rows from `blocks` random chunks a batch. "contiguous" on
+        rows that were not shuffled makes batches of neighbours, and has to be asked for by name.
+        """
+        if mode == "auto":
+            # In double precision whatever the stored one is: the same rows make the same batches however they are kept.
+            cached = 8 * self.source.features * self.count <= CACHE_BYTES
+            mode = "rows" if cached else "contiguous" if self.source.shuffled is not None else "blocks"
+        size = min(batch_size, self.count)
+        return BatchPlan(self.ranges, size, seed, mode, order, self.source.chunk_rows, blocks)
+
     def batch(self, plan: BatchPlan, number: int) -> tuple[Any, Any]:
         """Batch `number` of a plan for these rows, scaled."""
-        with metered("read"):
-            found = read_batch(self.source, plan, number)
-        return self._scaled(found.X), found.y
+        ref = plan.batch(number)
+        if any(stop > self.source.rows for _, stop in ref.spans):
+            raise ConfigError(
+                f"{self.path}: the plan reaches beyond its {self.source.rows} rows; it was made for other data."
+            )
+        return self.read_drawn(ref)
 
-    def plan(self, batch_size: int, seed: int) -> BatchPlan:
-        """Batches of these rows: a function of their number, the batch size and the seed."""
-        return plan_batches(self.source, batch_size=min(batch_size, self.count), seed=seed, ranges=self.ranges)
+    def batches(
+        self,
+        plan: BatchPlan,
+        numbers: Iterable[int],
+        *,
+        prefetch: int = 2,
+        transfer: Callable[[np.ndarray], Any] | None = None,
+    ) -> Prefetched[Batch]:
+        """The batches of these numbers, in order, up to `prefetch` of them ready before they are asked for.
+
+        `transfer` is applied to X and to y on the reading thread: the place to copy to a device through pinned memory,
+        so that the copy overlaps with the work on the batch before. The result counts `waited_s`, the time its consumer
+        stood idle.
+        """
+
+        def produce() -> Iterator[Batch]:
+            for number in numbers:
+                X, y = self.batch(plan, number)
+                if transfer is not None:
+                    X, y = transfer(X), None if y is None else transfer(y)
+                yield Batch(number, X, y)
+
+        return Prefetched(produce, prefetch)
 
     def sample(self, size: int, seed: int) -> tuple[Any, Any]:
         """About `size` random rows (all, where there are no more), read in few pieces; scaled, with labels.
@@ -176,8 +225,7 @@ class RowsRef:
         """Which rows `sample` takes, for those who read the same ones of another source beside this one."""
         if size >= self.count:
             return BatchRef(0, self.ranges)
-        whole = plan_batches(self.source, batch_size=size, seed=seed, order="sampling", blocks=_SAMPLED_CHUNKS)
-        drawn = replace(whole, ranges=self.ranges).batch(0)
+        drawn = self.plan(size, seed, order="sampling", blocks=_SAMPLED_CHUNKS).batch(0)
         return drawn if drawn.rows is None else BatchRef(0, (), np.sort(drawn.rows))
 
     def read_drawn(self, drawn: BatchRef) -> tuple[Any, Any]:

@@ -26,9 +26,9 @@ from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel, Linear
 from kme_dist.core.objective import generalisation_bound, one_hot
-from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
@@ -254,12 +254,12 @@ class MCEClassifier(EmbeddingClassifier):
         self.history_ = [record for candidate in trained.candidates for record in candidate.history]
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.kernel_, self.regularization_ = trained.best.kernel, fit.regularization
-        sample = plan_batches(data, batch_size=min(_SAMPLE_ROWS, fit.rows), seed=recipe.seed, split=split)
-        batch = read_batch(data, sample, 0)
-        rows = devices.to_device(self.scaling_.apply(batch.X, devices.precision(fit.embedding.weights)), self._device())
+        ref = RowsRef.of(data, split=split, scaling=self.scaling_, dtype=devices.precision(fit.embedding.weights))
+        X, y = ref.batch(ref.plan(_SAMPLE_ROWS, recipe.seed), 0)
+        rows = devices.to_device(X, self._device())
         with devices.blas_threads(1):
-            self.bound_ = self._bound(rows, np.asarray(batch.y), fit.rows)
-            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(batch.y), fit.rows)
+            self.bound_ = self._bound(rows, np.asarray(y), fit.rows)
+            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(y), fit.rows)
         return self
 
     def _on_device(self, embedding: Any) -> Any:

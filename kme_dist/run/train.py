@@ -23,8 +23,8 @@ from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Linear
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.regularization import scale_to_data
-from kme_dist.data.batches import plan_batches, read_batch
 from kme_dist.data.dataset import RowSource
+from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
@@ -284,16 +284,15 @@ def _start(
     assert dataset.classes is not None
     floor = recipe.floor(rows, len(dataset.classes))
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
-    call = (dataset, split, without_functions(recipe), scaling, dtype, floor, min(SAMPLE_ROWS, rows))
+    sampled = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
+    call = (sampled, without_functions(recipe), floor)
     return executor.map(start_on_sample, [call], name="starting-point")[0]
 
 
-def start_on_sample(
-    source: RowSource, split: str | None, recipe: Recipe, scaling: Scaling, dtype: str, floor: float, sample: int
-) -> tuple[Kernel, float]:
+def start_on_sample(rows: RowsRef, recipe: Recipe, floor: float) -> tuple[Kernel, float]:
     """The function that a worker runs: kernel and λ that suit a random sample of rows."""
-    batch = read_batch(source, plan_batches(source, batch_size=sample, seed=recipe.seed, split=split), 0)
-    X, y, n_classes = scaling.apply(batch.X, dtype), np.asarray(batch.y), source.n_classes
+    X, y = rows.batch(rows.plan(SAMPLE_ROWS, recipe.seed), 0)
+    n_classes = rows.n_classes
     if recipe.objective == "auto":
         return scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed)
     width = median_length_scale(X, recipe.seed)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.data.batches import plan_batches
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
@@ -34,9 +33,7 @@ def test_the_same_rows_in_memory_and_on_disk_make_the_same_plans_samples_and_sta
     for name in ("count", "minimum", "maximum", "mean", "squares"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
     for step in (0, 7):
-        plans = (
-            plan_batches(source, batch_size=9, seed=3, split=split) for source, split in ((rows, None), (data, "train"))
-        )
+        plans = (RowsRef.of(source, split=split).plan(9, 3) for source, split in ((rows, None), (data, "train")))
         a, b = (plan.batch(step).rows for plan in plans)
         np.testing.assert_array_equal(a, b)
     parts = [

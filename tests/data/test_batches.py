@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.data.batches import plan_batches, read_batch, read_batches
 from kme_dist.data.ingest import ingest
 from kme_dist.data.plan import MODES, ORDERS, BatchPlan, permuted
 from kme_dist.data.prefetch import Prefetched
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 
 RANGES = ((5, 20_000), (30_000, 41_001))
@@ -123,11 +123,12 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("mode", [*MODES, "auto"])
 def test_batches_hold_the_rows_of_the_plan(data, mode):
-    plan = plan_batches(data, batch_size=700, seed=3, split="train", mode=mode)
-    with read_batches(data, plan, range(30)) as batches:
+    train = RowsRef.of(data, split="train")
+    plan = train.plan(700, 3, mode=mode)
+    with train.batches(plan, range(30)) as batches:
         for step, batch in enumerate(batches):
             rows = rows_of(plan, step)
-            assert batch.step == step
+            assert batch.number == step
             assert rows.max() < 15_000
             np.testing.assert_array_equal(batch.X[:, 0], 3 * rows)
             np.testing.assert_array_equal(batch.y, rows % 7)
@@ -138,14 +139,14 @@ def test_the_mode_follows_from_the_size_of_the_rows_and_their_order(data, tmp_pa
     X = np.zeros((3000, 2), np.float32)
     shuffled, ordered = ingest(X, tmp_path / "a.zarr", shuffle=0), ingest(X, tmp_path / "b.zarr")
     for kept in (shuffled, ordered, ArrayRows(X, None), data):
-        assert plan_batches(kept, batch_size=100).mode == "rows", "the cache holds all of them"
-    monkeypatch.setattr("kme_dist.data.batches.CACHE_BYTES", 3000 * 2 * 8 - 1)
-    assert plan_batches(shuffled, batch_size=100).mode == "contiguous"
+        assert RowsRef.of(kept, split=None).plan(100).mode == "rows", "the cache holds all of them"
+    monkeypatch.setattr("kme_dist.data.rows.CACHE_BYTES", 3000 * 2 * 8 - 1)
+    assert RowsRef.of(shuffled).plan(100).mode == "contiguous"
     for kept in (ordered, ArrayRows(X, None)):
-        assert plan_batches(kept, batch_size=100).mode == "blocks"
-    assert plan_batches(ordered, batch_size=100) == plan_batches(ordered, batch_size=100, mode="blocks")
+        assert RowsRef.of(kept).plan(100).mode == "blocks"
+    assert RowsRef.of(ordered).plan(100) == RowsRef.of(ordered).plan(100, mode="blocks")
     with pytest.raises(ConfigError, match="no split 'dev'; there are train, test"):
-        plan_batches(data, batch_size=100, split="dev")
+        RowsRef.of(data, split="dev")
 
 
 def test_transfer_runs_on_the_reading_thread(data):
@@ -155,10 +156,11 @@ def test_transfer_runs_on_the_reading_thread(data):
         threads.add(threading.current_thread().name)
         return array.sum()
 
-    plan = plan_batches(data, batch_size=100)
-    with read_batches(data, plan, [4, 2], transfer=transfer) as batches:
-        got = [(batch.step, float(batch.X)) for batch in batches]
-    assert got == [(s, float(read_batch(data, plan, s).X.sum())) for s in (4, 2)]
+    rows = RowsRef.of(data, split=None)
+    plan = rows.plan(100)
+    with rows.batches(plan, [4, 2], transfer=transfer) as batches:
+        got = [(batch.number, float(batch.X)) for batch in batches]
+    assert got == [(s, float(rows.batch(plan, s)[0].sum())) for s in (4, 2)]
     assert threads == {"kme-prefetch"}
 
 
