@@ -42,7 +42,7 @@ from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.lanes import Lanes
 from kme_dist.run.learn import batch_gradient, kernel_batches, learn_on_dataset
 from kme_dist.run.learners import KernelLearner
-from kme_dist.run.trainer import LearnSettings
+from kme_dist.run.settings import LearnSettings
 
 FEATURES, CLASSES = 54, 7
 

@@ -67,8 +67,8 @@ from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import describe_map, start_of, with_parameters
 from kme_dist.run.maps import restore_features
+from kme_dist.run.settings import LearnSettings, Record
 from kme_dist.run.sharing import share
-from kme_dist.run.trainer import LearnSettings, Record
 
 _CHUNK_ROWS = 4_096
 

@@ -43,7 +43,7 @@ from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import Batches, learn, learn_softmax
 from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, assemble, start_of, with_parameters
 from kme_dist.run.maps import as_features, restore_features
-from kme_dist.run.trainer import LearnSettings, Record
+from kme_dist.run.settings import LearnSettings, Record
 
 _WHOLE_ROWS = 20_000  # up to this number of rows an exact gradient is one batch; beyond, three passes over the chunks
 

@@ -34,8 +34,8 @@ from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_lab
 from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
+from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
-from kme_dist.run.trainer import OBJECTIVES, Record
 
 _SAMPLE_ROWS = 20_000  # sample of the rows of the fit: for the bound, and for the calibration
 

@@ -84,7 +84,7 @@ from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import assemble, log_parameters
 from kme_dist.run.means import BLOCK_ROWS
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.trainer import LearnSettings, Record
+from kme_dist.run.settings import LearnSettings, Record
 
 _SLAB_ROWS = 2_048  # of z and l(D, y), both wide, held at a time
 _LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages

@@ -43,7 +43,8 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import run_identity
 from kme_dist.run.learners import log_parameters
-from kme_dist.run.trainer import LearnSettings, Record, Round, Trainer
+from kme_dist.run.settings import LearnSettings, Record
+from kme_dist.run.trainer import Round, Trainer
 
 PREFIX = "features."
 CACHE_BYTES = 256 << 20

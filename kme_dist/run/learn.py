@@ -51,18 +51,8 @@ from kme_dist.run.learners import (
     mean_objectives,
     short_digest,
 )
-from kme_dist.run.trainer import (
-    Callback,
-    LearnSettings,
-    LengthScalePrior,
-    Outcome,
-    PlayRound,
-    Record,
-    Round,
-    Stepper,
-    Trainer,
-    without_schedule,
-)
+from kme_dist.run.settings import LearnSettings, Record, without_schedule
+from kme_dist.run.trainer import Callback, LengthScalePrior, Outcome, PlayRound, Round, Stepper, Trainer
 
 BATCH_ROWS = 1000  # where the settings leave the batch size open
 KEPT_BYTES = 64 << 20  # rows that are kept from step to step where every batch holds all of them

@@ -36,7 +36,7 @@ from kme_dist.core.objective import (
 )
 from kme_dist.errors import DataError
 from kme_dist.run.executors import tree_combine
-from kme_dist.run.trainer import LearnSettings
+from kme_dist.run.settings import LearnSettings
 
 PREFIX = "features."
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"

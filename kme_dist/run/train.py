@@ -33,7 +33,7 @@ from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
-from kme_dist.run.trainer import LearnSettings, Record
+from kme_dist.run.settings import LearnSettings, Record
 
 SELECTED = ("rcb", "validation")  # what objective "auto" chooses between
 SEARCHED = ("median", "cv")  # objectives that are searches on a sample

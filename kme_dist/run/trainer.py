@@ -16,57 +16,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, length_scale_names
-from kme_dist.core.objective import COMPLEXITY_WEIGHT, Objective
-from kme_dist.errors import ConfigError, KMEError
+from kme_dist.core.objective import Objective
+from kme_dist.errors import KMEError
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
+from kme_dist.run.settings import LearnSettings, Record, without_schedule
 
-OBJECTIVES = ("rcb", "validation", "loo", "erm")
-Record = dict[str, Any]
 HISTORY_RECORDS = 1000  # kept where not all of them are; the callback sees every one
 _MEAN = "averaged"  # beside the slots of the optimiser
-
-
-@dataclass(frozen=True)
-class LearnSettings:
-    """Everything that decides a learning run, apart from data and starting point."""
-
-    objective: str = "rcb"
-    risk: str = "sum"
-    complexity_weight: float | None = None  # None: 4e for rcb, 1 for validation and leave-one-out, 0 for erm
-    steps: int = 1000
-    batch_size: int | None = None  # None: all rows in every step
-    learning_rate: float = 0.1
-    schedule: Callable[[float, int], optim.Schedule] | None = None  # (rate, steps) -> schedule; None: constant
-    optimizer: str = "adam"
-    clip_norm: float | None = None
-    frozen: tuple[str, ...] = ()
-    train_share: float = 0.5  # of a batch, for the validation objective
-    prior_width: float | None = None  # how far, in e-folds, length scales may stray from their start; None: freely
-    patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(f"objective={self.objective!r} cannot be learned; choose one of {', '.join(OBJECTIVES)}")
-        if self.steps < 0:
-            raise ConfigError(f"steps={self.steps}: must be an integer >= 0")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate={self.learning_rate!r}: must be a positive number")
-
-    @property
-    def tau(self) -> float:
-        if self.objective == "erm":
-            return 0.0
-        if self.complexity_weight is not None:
-            return self.complexity_weight
-        return COMPLEXITY_WEIGHT if self.objective == "rcb" else 1.0
 
 
 class LengthScalePrior:
@@ -125,11 +88,6 @@ class Stepper:
     @property
     def _optimizer(self) -> optim.Optimizer:
         return optim.optimizer_by_name(self.settings.optimizer)
-
-
-def without_schedule(settings: LearnSettings) -> LearnSettings:
-    """As settings travel to workers: the schedule is a function, and the driver's business."""
-    return replace(settings, schedule=None)
 
 
 def _finite(value: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.cen import CENClassifier
 from kme_dist.run.learners import NetworkLearner, start_of
-from kme_dist.run.trainer import LearnSettings
+from kme_dist.run.settings import LearnSettings
 
 EXPLICIT = CENClassifier(hidden=(16,), steps=60, regularization=0.001)
 IMPLICIT = CENClassifier(hidden=(8,), head="gaussian", steps=15)

@@ -16,7 +16,7 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.full import full_gradient, learn_features
-from kme_dist.run.trainer import LearnSettings
+from kme_dist.run.settings import LearnSettings
 
 CLASSES = 3
 

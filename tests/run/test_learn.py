@@ -27,7 +27,8 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.learn import BatchRecord, batch_gradient, kernel_batches, learn_on_dataset
 from kme_dist.run.learners import KernelLearner, log_parameters, mean_named, mean_objectives
-from kme_dist.run.trainer import LearnSettings, Trainer
+from kme_dist.run.settings import LearnSettings
+from kme_dist.run.trainer import Trainer
 
 FEATURES = 5
 KERNEL = Gaussian(length_scale=np.full(FEATURES, 0.8))

@@ -10,7 +10,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.scaling import Scaling
 from kme_dist.run.learn import Batches, learn_softmax
 from kme_dist.run.learners import SoftmaxLearner
-from kme_dist.run.trainer import LearnSettings
+from kme_dist.run.settings import LearnSettings
 
 
 @pytest.fixture
