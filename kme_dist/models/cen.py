@@ -308,6 +308,7 @@ class CENClassifier(EmbeddingClassifier):
             features=self.features_,
             retune=self.refit_regularization,
             floor=floor,
+            backend=self.backend,
         )
         self.probability_floor_, self.regularization_ = floor, head.regularization
         self.weights_ = np.ascontiguousarray(head.embedding.weights)

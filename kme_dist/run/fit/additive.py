@@ -75,14 +75,14 @@ def _basis(ref: BasisRef) -> tuple[Basis, str]:
     return Centres(ref.kernel, to_device(centres, device)), device
 
 
-def publish(basis: Basis, scratch: Scratch) -> BasisRef:
+def publish(basis: Basis, scratch: Scratch, backend: str = "auto") -> BasisRef:
     """Put a basis where workers find it."""
     token = os.urandom(6).hex()
     if isinstance(basis, Centres):
         scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
-        return BasisRef(token, scratch, basis.kernel, None, basis.size)
+        return BasisRef(token, scratch, basis.kernel, None, basis.size, backend)
     assert isinstance(basis, Features)
-    return BasisRef(token, scratch, None, basis.features, basis.size)
+    return BasisRef(token, scratch, None, basis.features, basis.size, backend)
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,10 @@ def _same_points(one: Basis, other: Basis) -> bool:
 # --- over an executor -------------------------------------------------------------------------------
 
 
-def gather(rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch) -> Statistics:
-    """The statistics of all rows."""
+def gather(rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch, backend: str = "auto") -> Statistics:
+    """The statistics of all rows, summed on `backend` ("auto": as each worker has it)."""
     statistics = Statistics(basis)
-    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch))
+    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend))
     return statistics
 
 
@@ -331,10 +331,10 @@ def _unmet(rows: RowsRef, statistics: Statistics) -> tuple[list[Span], list[Span
 
 
 def _sum(
-    rows: RowsRef, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch
+    rows: RowsRef, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch, backend: str = "auto"
 ) -> tuple[Part, Sample]:
     """Sum over spans by tasks of about equal size; added up here in the order of the rows."""
-    ref = publish(basis, scratch)
+    ref = publish(basis, scratch, backend)
     calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]
     total, ledger, sample = None, [], None
     for summed in ordered(executor, sum_chunks, calls, name="sum-chunks"):

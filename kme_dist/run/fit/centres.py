@@ -29,7 +29,13 @@ def prepare(problem: Problem) -> Prepared:
         problem.executor.solo_threads,
     )  # fmt: skip
     points = problem.executor.map(centres_on_worker, [call], name="choose-centres")[0]
-    statistics = gather(rows, Centres(problem.kernel, points), executor=problem.executor, scratch=problem.scratch)
+    statistics = gather(
+        rows,
+        Centres(problem.kernel, points),
+        executor=problem.executor,
+        scratch=problem.scratch,
+        backend=problem.backend,
+    )
     facts = {"centre_choice": problem.centre_choice, "centre_sample_rows": size}
     if centres < rows.count:
         facts = {"centres": len(points), **facts}

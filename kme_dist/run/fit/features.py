@@ -17,5 +17,7 @@ def prepare(problem: Problem) -> equations.Equations:
     assert problem.features is not None
     few, _ = problem.rows.read(0, 1)
     basis = Features(problem.features, int(problem.features.forward(few).shape[1]))
-    statistics = gather(problem.rows, basis, executor=problem.executor, scratch=problem.scratch)
+    statistics = gather(
+        problem.rows, basis, executor=problem.executor, scratch=problem.scratch, backend=problem.backend
+    )
     return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch)
