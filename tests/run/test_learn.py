@@ -468,7 +468,7 @@ def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "run it again with: kme-dist learn" in errors
+    assert "resume with: kme-dist learn" in errors
     assert metrics.read_text().count("\n") == 10
     code, printed, errors = call(arguments)
     assert code == 0, errors
