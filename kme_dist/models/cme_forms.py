@@ -131,7 +131,7 @@ def pack(model: ConditionalEmbedding, left: LeftOut | None) -> tuple[Arrays, Fac
         arrays["weights"] = np.asarray(model.weights.matrix)
     elif isinstance(model.weights, Inverse):
         facts["tolerance"] = model.weights.tolerance
-        arrays |= {f"solved/{key}": value for key, value in model.weights.remembered.items()}
+        arrays |= {f"solved/{key}": value for key, value in model.weights.solutions.items()}
     return arrays, facts
 
 
@@ -160,6 +160,6 @@ def unpack(
     if "tolerance" in facts:
         solver = inverse(kernel, lam, X, Y)
         solver.tolerance = float(facts["tolerance"])
-        solver.remembered |= {n.removeprefix("solved/"): v for n, v in arrays.items() if n.startswith("solved/")}
+        solver.solutions |= {n.removeprefix("solved/"): v for n, v in arrays.items() if n.startswith("solved/")}
         return ConditionalEmbedding(kernel, target_kernel, X, Y, solver, lam), left
     return solve_embedding(kernel, target_kernel, X, Y, lam), None

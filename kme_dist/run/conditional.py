@@ -328,7 +328,7 @@ class Inverse:
     ) -> None:
         self.pairs, self.kernel, self.regularization, self.solver = pairs, kernel, regularization, solver
         self.executor, self.tolerance, self.seed = executor, tolerance, seed
-        self.remembered: dict[str, np.ndarray] = {}
+        self.solutions: dict[str, np.ndarray] = {}
 
     def forward(self, K: Any) -> np.ndarray:
         return self.solve(np.asarray(K, dtype=np.float64))
@@ -336,13 +336,13 @@ class Inverse:
     def adjoint(self, H: Any) -> np.ndarray:
         H = np.ascontiguousarray(H, dtype=np.float64)
         key = hashlib.sha256(repr(H.shape).encode() + H.tobytes()).hexdigest()[:16]
-        if key in self.remembered:
-            return self.remembered[key]
+        if key in self.solutions:
+            return self.solutions[key]
         found = self.solve(H)
         if H.shape[1] <= _WIDE:
-            while len(self.remembered) >= _KEPT_SOLUTIONS:
-                self.remembered.pop(next(iter(self.remembered)))
-            self.remembered[key] = found
+            while len(self.solutions) >= _KEPT_SOLUTIONS:
+                self.solutions.pop(next(iter(self.solutions)))
+            self.solutions[key] = found
         return found
 
     def solve(self, B: np.ndarray) -> np.ndarray:

@@ -83,7 +83,7 @@ class Executor(Protocol):
 
 
 def tree_combine(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
-    """Combine neighbours, then neighbours of those, and so on: the order is a function of the count alone."""
+    """Combine neighbours, then neighbours of those, and so on: the order depends only on the count."""
     level = list(items)
     while len(level) > 1:
         pairs = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]

@@ -19,7 +19,7 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import Statistics
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose
 from kme_dist.run.fit.equations import Equations
-from kme_dist.run.fit.problem import Fit, Prepared, Problem
+from kme_dist.run.fit.problem import Fit, Prepared, Problem, silent
 from kme_dist.run.scratch import Scratch
 
 
@@ -64,17 +64,18 @@ def fit_on_dataset(
     backend : "numpy" or "cupy", for the factorisation of `cholesky`
     report : called with one line for each stage of the fit
     """
-    began, say = time.perf_counter(), report or (lambda line: None)
+    began, report = time.perf_counter(), report or silent
     split = dataset.training_split(split)
     if not isinstance(scaling, Scaling):
         scaling = Scaling.of(dataset.split_statistics(split), scaling)
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
     chosen = choose(solver, rows.count, centres, features, room, dtype)
-    say(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
+    report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
         rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
-        tile_rows=tile_rows, backend=backend, centres=centres, centre_choice=centre_choice, features=features, say=say,
+        tile_rows=tile_rows, backend=backend, centres=centres, centre_choice=centre_choice, features=features,
+        report=report,
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune, chosen, rows.count, scaling)

@@ -23,7 +23,7 @@ from kme_dist.run.scratch import Scratch
 CENTRES = 2_000  # default number of centres
 
 
-def _silent(line: str) -> None:
+def silent(line: str) -> None:
     pass
 
 
@@ -44,7 +44,7 @@ class Problem:
     centres: int | None = None
     centre_choice: str = "rpcholesky"
     features: FeatureMap | None = None
-    say: Callable[[str], None] = _silent
+    report: Callable[[str], None] = silent
 
 
 @dataclass(frozen=True)

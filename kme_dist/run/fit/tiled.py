@@ -145,7 +145,7 @@ def _factor(tiles: Tiles, problem: Problem) -> None:
     run(factor_diagonal, [(tiles, 0)], name="factor-diagonal")
     for j in range(count - 1):
         run(factor_tile, [(tiles, i, j) for i in range(j + 1, count)], name="factor-tile")
-        problem.say(f"fit: column {j + 2} of {count}")
+        problem.report(f"fit: column {j + 2} of {count}")
 
 
 def apply_inverse(tiles: Tiles, B: np.ndarray, problem: Problem) -> np.ndarray:
