@@ -228,7 +228,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Once learning has ended: those of other settings, which it replaces, are removed."""
-        for damaged in (line for checkpoints in self.opened for line in checkpoints.passed_over):
+        for damaged in (line for checkpoints in self.opened for line in checkpoints.damaged):
             self.run.say(f"skipped a damaged checkpoint: {damaged}")
         for other in self.path.parent.iterdir() if self.path.parent.exists() else ():
             if other != self.path:

@@ -59,7 +59,7 @@ def listed(heading):
     """The files of a walk in the order of the page, and those that all walks use and nobody needs to open."""
     section = re.search(rf"### {heading}\n(.*?)(?=\n##)", PAGE, re.S).group(1)
     walk = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.M)
-    helpers = re.findall(r"`([\w/]+\.py)`", section.split("Used on the way:")[1])
+    helpers = re.findall(r"`([\w/]+\.py)`", section.split("Also used:")[1])
     return walk, helpers
 
 
@@ -85,12 +85,12 @@ def stored(tmp_path):
 def test_a_batch_walks_from_zarr_to_the_update(stored, monkeypatch):
     real, found = Trainer.run, []
 
-    def run(self, play_round, *arguments):
+    def run(self, run_round, *arguments):
         def start():
-            real(self, play_round, *arguments)
+            real(self, run_round, *arguments)
 
         found.extend(traced(start))
-        return real(self, play_round, *arguments)
+        return real(self, run_round, *arguments)
 
     monkeypatch.setattr(Trainer, "run", run)
     data = kme.open_dataset(stored.path)

@@ -13,12 +13,13 @@ ROOMS = [
     "kme_dist/cli",
     "kme_dist/ops",
     "kme_dist/report",
+    "kme_dist/run",
+    "kme_dist/models",
     "kme_dist/data/leases.py",
     "pipelines/job.py",
     "deploy",
-    "docs/jobs.md",
-    "docs/observing.md",
-    "docs/operations.md",
+    "docs",
+    "README.md",
 ]
 # What was found, as a regular expression, and what to write instead.
 PHRASES = {
@@ -45,6 +46,18 @@ PHRASES = {
     r"columns and categories then hold": "so that its encoding is reused",
     r"\b(told_work|travelling|_talker|count_no_more)\b": "run_stage, without_schedule, stderr_printer, unregister",
     r"\bdef (judge|alone)\b|\bclass Play\b": "evaluate, solo_threads, RoundFn",
+    r"\b(play_round|PlayRound|_travelling|reads_apart)\b": "run_round, RoundFn, without_schedule, has_readers",
+    r"\bjudg(e|es|ed|ing)\b": "evaluate",
+    r"\b(was|were|is|are) asked for\b": "requested",
+    r"\b(was|were) (not )?at hand\b": "available",
+    r"\b(and|or) \w+( \w+)? alike\b": "both ... and ...",
+    r"\bchosen? again\b": "retune",
+    r"\b(lies?|lay) (in|beside|where) (the|a|it|them)\b": "is in, is stored in",
+    r"\bscratch place\b": "scratch folder",
+    r"\bcomes? home\b": "is returned",
+    r"\bpassed over\b": "skipped",
+    r"\bwhere nobody says\b": "default",
+    r"\bso many (rows|steps|times|centres)\b": "this many, number of",
 }
 TEXT = {".py", ".md", ".yaml", ".yml", ".json", ".service", ".timer", ".sbatch", ""}
 SKIPPED = {"CHANGELOG.md", "glossary.md"}  # history, and the page that lists the words not to use

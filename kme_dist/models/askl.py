@@ -6,14 +6,14 @@
 >>> model.predict(X[:3]).shape
 (3,)
 
-    variant     kernel            frequencies      penalty on W     on the features
-    "sk"        stationary        as drawn         |W|²_F           -
-    "nsk"       non-stationary    as drawn         |W|²_F           -
+    variant     kernel            frequencies      penalty on W     penalty on features
+    "sk"        stationary        random           |W|²_F           -
+    "nsk"       non-stationary    random           |W|²_F           -
     "skl"       stationary        learned          |W|²_F           -
     "nskl"      non-stationary    learned          |W|²_F           -
     "askl"      non-stationary    learned          |W|_*            |φ(X)|²_F
 
-The learned map is `features_`: `MCEClassifier(features=model.features_)` makes an embedding with probabilities of it.
+The learned map is `features_`; `MCEClassifier(features=model.features_)` is an embedding on it, with probabilities.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _CHUNK_ROWS = 4_096
 
 @dataclass(frozen=True)
 class SpectralLearner:
-    """One batch of the spectral objective."""
+    """Evaluates a batch by the spectral objective."""
 
     features: Any
     variant: Variant
@@ -123,7 +123,7 @@ def _softmax(scores: Any) -> Any:
 
 
 class _ASKL(Estimator):
-    """What classifier and regressor share; see `ASKLClassifier` for the parameters."""
+    """Base of classifier and regressor; see `ASKLClassifier` for the parameters."""
 
     features_: Any
     weights_: np.ndarray
@@ -242,7 +242,7 @@ class _ASKL(Estimator):
         self.bound_ = self._bound(source, n_classes)
 
     def _start(self) -> maps.Spectral:
-        """The map that learning begins with."""
+        """The initial feature map."""
         return maps.spectral(
             self.n_features_in_,
             int(self.features),
@@ -253,7 +253,7 @@ class _ASKL(Estimator):
         )
 
     def _bound(self, source: Batches, n_classes: int | None) -> float:
-        """The bound at the training rows (at those of the first chunk, where there are many)."""
+        """The bound at the training rows (of the first chunk, if there are several)."""
         X, y = source.first_chunk()
         total, squares, lipschitz = 0.0, 0.0, 0.0
         for rows in row_blocks(len(y), _CHUNK_ROWS):
@@ -268,7 +268,7 @@ class _ASKL(Estimator):
         outputs = self.weights_.shape[1]
         return generalisation_bound(total / n, nuclear_norm(self.weights_), squares, n, outputs, lipschitz)
 
-    # --- using and storing -----------------------------------------------------------------------
+    # --- predicting, storing --------------------------------------------------------------------
 
     def _scores(self, X: Any) -> np.ndarray:
         """Wᵀφ(x)."""
@@ -303,15 +303,15 @@ def _has_probabilities(model: Any) -> bool:
 
 
 class ASKLClassifier(Classifier, _ASKL):
-    """Spectral kernel learning for classes.
+    """Spectral kernel learning for classification.
 
     Parameters
     ----------
     variant : {"askl", "nskl", "skl", "nsk", "sk"}
     features, form, deviation : D frequencies, normal with this deviation; "D" (cosines, one phase for both sets of
-        frequencies), "2D" (cosines and sines), or "independent": phases of their own for each set, as the paper prints
-        it, which makes the kernel of drawn frequencies a stationary one.
-    loss : {"hinge", "cross_entropy", "squared"}; the paper's is the hinge, probabilities come with cross entropy.
+        frequencies), "2D" (cosines and sines), or "independent": separate phases for each set, as printed in the paper,
+        which makes the kernel of random frequencies stationary.
+    loss : {"hinge", "cross_entropy", "squared"}; the paper uses hinge; probabilities require cross entropy.
     weight_penalty, feature_penalty : λ₁ and λ₂.
     batch_size, batches_per_step, epochs, learning_rate, schedule, optimizer : stochastic learning.
     scaling, backend, dtype, client, random_state : as in `CENClassifier`.
@@ -370,10 +370,10 @@ class ASKLClassifier(Classifier, _ASKL):
         callback: Callable[[Record], None] | None = None,
         checkpoints: str | Path | Checkpoints | None = None,
     ) -> Self:
-        """Learn frequencies and weights from a table with labels, or from an open `Dataset`.
+        """Learn frequencies and weights from a table and its labels, or from an open `Dataset`.
 
-        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to
-        resume from.
+        `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
+        after an interruption.
         """
         self._check_settings()
         with contextlib.ExitStack() as stack:
@@ -383,22 +383,22 @@ class ASKLClassifier(Classifier, _ASKL):
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """The scores Wᵀφ(x); with two classes, how far the second leads the first."""
+        """The scores Wᵀφ(x); with two classes, second minus first."""
         scores = self._scores(X)
         return scores if len(self.classes_) > 2 else scores[:, 1] - scores[:, 0]
 
     def _decide(self, X: Any) -> np.ndarray:
-        """Scores, or probabilities where there are any: the label is the largest of either."""
+        """Probabilities for cross entropy, else scores; the label is the largest."""
         scores = self._scores(X)
         return np.asarray(_softmax(scores)) if self.loss == "cross_entropy" else scores
 
     def probabilities(self, P: np.ndarray) -> np.ndarray:
-        """Class probabilities from what `embedding_` decides: the same."""
+        """Class probabilities from the decisions of `embedding_`, which are the same."""
         return P
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities, where the loss was cross entropy."""
+        """Probabilities; only for loss="cross_entropy"."""
         return super().predict_proba(X)
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
@@ -413,10 +413,10 @@ class ASKLClassifier(Classifier, _ASKL):
 
     @property
     def embedding_(self) -> SoftmaxEmbedding:
-        """What batch inference asks: f(x) are the probabilities themselves."""
+        """For batch inference: f(x) are the probabilities."""
         self._check_fitted()
         if not _has_probabilities(self):
-            raise ConfigError(f"loss={self.loss!r} gives no probabilities to store; fit with loss='cross_entropy'")
+            raise ConfigError(f"loss={self.loss!r} gives no probabilities; fit with loss='cross_entropy'")
         return SoftmaxEmbedding(self.features_, self.weights_)
 
     def _pack(self) -> tuple[Arrays, Facts]:
@@ -429,7 +429,7 @@ class ASKLClassifier(Classifier, _ASKL):
 
 
 class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
-    """Spectral kernel learning for numbers, centred and scaled inside; parameters as in `ASKLClassifier`."""
+    """Spectral kernel learning for regression; targets are scaled internally. Parameters as in `ASKLClassifier`."""
 
     loss = "squared"
 
@@ -440,18 +440,18 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         callback: Callable[[Record], None] | None = None,
         checkpoints: str | Path | Checkpoints | None = None,
     ) -> Self:
-        """Learn frequencies and weights from a table with numbers to predict, or from an open `Dataset`.
+        """Learn frequencies and weights from a table and numeric targets, or from an open `Dataset`.
 
-        `callback` receives the record of every step; `checkpoints` is a folder to save to and, after a kill, to
-        resume from.
+        `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
+        after an interruption.
         """
         self._check_settings()
         with contextlib.ExitStack() as stack:
             data: RowSource
             if isinstance(X, Dataset):
                 if X.classes is not None or X.y is None or y is not None:
-                    raise DataError(f"{X.path}: fit(dataset) takes a data set with numbers to predict, and no y")
-                self._remember_names(X.feature_names)
+                    raise DataError(f"{X.path}: fit(dataset) requires a data set with numeric targets, and no y")
+                self._record_names(X.feature_names)
                 data = X
             else:
                 X, y = self._fit_rows(X, y, y_numeric=True)

@@ -1,4 +1,4 @@
-"""Classes of bags: every example is a sample, represented by its kernel mean. Support measure machines.   [KMSE, 6.2.3]
+"""Support measure machines: classify bags of rows, each represented by its kernel mean.   [KMSE, 6.2.3]
 
 >>> import numpy as np
 >>> rng = np.random.default_rng(0)
@@ -8,7 +8,7 @@
 >>> float(clf.score(bags[30:], kinds[30:]))
 1.0
 
-A bag is an array of rows (or a list of anything that the kernel takes); bags may differ in size. The kernel between
+A bag is an array of rows (or a list of objects that the kernel accepts); bags may differ in size. The kernel between
 bags is <μ_i, μ_j> ("linear") or exp(-|μ_i - μ_j|²/2σ²) ("gaussian"; the paper's formula lacks the minus sign).
 """
 
@@ -33,7 +33,7 @@ from kme_dist.models.settings import Rule, integer, one_of, positive, up_to_one
 
 
 class _BagMachine(Estimator):
-    """What both machines share: kernel means of bags and the Gram matrix between them."""
+    """Base of both machines: kernel means of bags and the Gram matrix between them."""
 
     _FITTED: ClassVar[str] = "machine_"
     _RULES: ClassVar[Mapping[str, Rule]] = {
@@ -52,9 +52,9 @@ class _BagMachine(Estimator):
     machine_: Any
 
     def _bags(self, bags: Sequence[Any], reset: bool = False) -> list[Any]:
-        """Rows of every bag; all of them, and those of the fit, have the same columns."""
+        """Rows of every bag, checked to have the same columns as those of the fit."""
         if not len(bags):
-            raise DataError("there are no bags; give a list of arrays, one for each example")
+            raise DataError("bags is empty; pass a list of arrays, one for each example")
         found = []
         for number, bag in enumerate(bags):
             try:
@@ -65,17 +65,17 @@ class _BagMachine(Estimator):
         if len(widths) > 1:
             raise DataError(f"bags differ in their number of features: {sorted(widths)}")
         if reset:
-            self._remember_columns(bags[0], found[0])
+            self._record_columns(bags[0], found[0])
         for number, (bag, rows) in enumerate(zip(bags, found, strict=True)):
             try:
                 self._check_columns(bag, rows)
-            except ValueError as error:  # ours, and what scikit-learn says of names
+            except ValueError as error:  # ours, and scikit-learn's on feature names
                 raise DataError(f"bag {number}: {error}") from error
         return found
 
     def _prepare(self, bags: Sequence[Any]) -> np.ndarray:
-        """Keep the bags with their weights; the Gram matrix of the kernel between them, its mean diagonal being 1: the
-        settings of a machine mean the same whatever the kernel's magnitude."""
+        """Keep the bags with their weights; returns the Gram matrix between them, scaled to a mean diagonal of 1, so
+        that C and nu do not depend on the magnitude of the kernel."""
         found = self._bags(bags, reset=True)
         self.kernel_ = kernel_for(self.kernel, rows_of(_stacked(found)), self.random_state)
         self._keep(found)
@@ -84,8 +84,8 @@ class _BagMachine(Estimator):
         self.width_ = self.width
         if self.level == "gaussian" and self.width is None:
             distances = np.sqrt(np.maximum(self.norms_[:, None] + self.norms_[None, :] - 2 * G, 0.0))
-            apart = distances[distances > 0]
-            self.width_ = float(np.median(apart)) if apart.size else 1.0
+            nonzero = distances[distances > 0]
+            self.width_ = float(np.median(nonzero)) if nonzero.size else 1.0
         G = self._second_level(G, self.norms_)
         self.unit_ = float(np.mean(np.diagonal(G))) or 1.0
         return np.asarray(G / self.unit_)
@@ -95,14 +95,14 @@ class _BagMachine(Estimator):
         self.weights_ = np.concatenate([self._weigh(bag) for bag in bags])
 
     def _weigh(self, bag: Any) -> np.ndarray:
-        """Weights of the rows of a bag; a bag of one row is that row, which nothing tells how to shrink."""
+        """Weights of the rows of a bag; a single row is not shrunk, since its shrinkage cannot be estimated."""
         if self.estimator == "kme" or row_count(bag) < 2:
             return np.full(row_count(bag), 1.0 / row_count(bag))
         K = np.asarray(self.kernel_.gram(bag), dtype=np.float64)
         return np.asarray(gram_weights(self.estimator, K, positive_part=self.positive_part).weights)
 
     def _inner(self, points: Any, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """<μ_i, μ_j> of given bags (down) and of those kept (across), a bag at a time."""
+        """<μ_i, μ_j> of the given bags (rows) and the kept ones (columns), one bag at a time."""
         ends = np.cumsum(sizes)
         across = np.zeros((len(self.weights_), len(self.sizes_)))
         starts = np.cumsum(self.sizes_) - self.sizes_
@@ -121,7 +121,7 @@ class _BagMachine(Estimator):
         return np.asarray(np.exp(-0.5 * distances / self.width_**2))  # type: ignore[operator]
 
     def gram(self, bags: Sequence[Any]) -> np.ndarray:
-        """The kernel between given bags (down) and those of the fit (across)."""
+        """The kernel between the given bags (rows) and those of the fit (columns)."""
         self._check_fitted()
         found = self._bags(bags)
         points, sizes = _stacked(found), np.array([row_count(bag) for bag in found])
@@ -131,7 +131,7 @@ class _BagMachine(Estimator):
         return self._second_level(G, norms)
 
     def decision_function(self, bags: Sequence[Any]) -> np.ndarray:
-        """How far each bag lies on the side of its class; of one class, positive inside the region of the fit."""
+        """The decision function of the support vector machine; for one class, positive for inliers."""
         G = self.gram(bags)
         return np.asarray(self.machine_.decision_function(G / self.unit_))
 
@@ -139,7 +139,7 @@ class _BagMachine(Estimator):
         return {**super()._stored_settings(), "kernel": self.kernel_.to_config()}
 
     def _pack(self) -> tuple[Arrays, Facts]:
-        """Bags, and what was chosen; the small machine on top is solved again when it is loaded."""
+        """Bags and chosen settings; the support vector machine is solved again at loading."""
         arrays, facts = {"sizes": self.sizes_}, {"width": self.width_}
         if hasattr(self, "labels_"):
             facts |= put_labels(self.labels_, "labels")
@@ -163,9 +163,9 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
     kernel : of the rows; a name gets the median distance between them as its length scale.
     estimator : of the mean of a bag: "kme", "b-kmse", "r-kmse" or "s-kmse".
     level : kernel between the means: "linear" or "gaussian".   width : σ of the latter; None: the median distance.
-    C : how much a mistake costs.   positive_part, random_state : as in KernelMean.
+    C : cost of a misclassified bag.   positive_part, random_state : as in KernelMean.
 
-    Bags are not rows of a table, so this is a classifier of its own kind: `fit(bags, y)`, `predict(bags)`.
+    Bags are not rows of a table, so the calls are `fit(bags, y)` and `predict(bags)`.
     """
 
     _RULES: ClassVar[Mapping[str, Rule]] = {**_BagMachine._RULES, "C": positive()}
@@ -194,9 +194,9 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
         check_labels(y)
         self.labels_ = np.asarray(y)
         if len(self.labels_) != len(bags):
-            raise DataError(f"{len(bags)} bags and {len(self.labels_)} labels; their numbers must be equal")
+            raise DataError(f"{len(bags)} bags but {len(self.labels_)} labels; the numbers must be equal")
         if len(np.unique(self.labels_)) < 2:
-            raise DataError("y holds one class only; a classifier needs bags of at least two classes")
+            raise DataError("y has only one class; a classifier requires at least two")
         self.machine_ = SVC(C=self.C, kernel="precomputed").fit(self._prepare(bags), self.labels_)
         self.classes_ = self.machine_.classes_
         return self
@@ -210,7 +210,7 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
 class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
     """Outliers among bags: the one-class support measure machine.
 
-    `nu` bounds the share of training bags called outliers; the other parameters are those of SupportMeasureClassifier.
+    `nu` bounds the share of outliers among the training bags; other parameters as in SupportMeasureClassifier.
     `predict` gives 1 for bags like those of the fit and -1 for outliers, by the sign of `decision_function`.
     """
 
@@ -235,7 +235,7 @@ class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
         self.random_state = random_state
 
     def fit(self, bags: Sequence[Any], y: Any = None) -> Self:
-        """Kernel means of the bags, then the smallest region of them."""
+        """Kernel means of the bags, then the smallest region that contains them."""
         self._check_settings()
         self.machine_ = OneClassSVM(kernel="precomputed", nu=self.nu).fit(self._prepare(bags))
         return self

@@ -1,14 +1,14 @@
-"""What every estimator is: a constructor stores, `fit` learns, `save` writes arrays and JSON, `load` reads them.
+"""The base class of all estimators: constructors store, `fit` learns, `save` writes arrays and JSON, `load` reads them.
 
-An estimator of this package says what is its own; the rest is here.
+A subclass defines:
 
-    _RULES              what its settings must be (see `models.settings`); `_check_settings` compares them at `fit`
-    _check_together     settings that are fine one by one but not together
-    _FITTED             the attribute that a fit leaves behind
-    _pack, _unpack      arrays and facts of a fitted model, and a model filled in from them
+    _RULES              rules for its settings (see `models.settings`), checked at `fit`
+    _check_together     rules for combinations of settings
+    _FITTED             the attribute set by `fit`
+    _pack, _unpack      a fitted model to arrays and facts, and back
 
-Columns are remembered by `fit` (`feature_names_in_`, `n_features_in_`) and compared by every question after it; they
-are stored with the model. A data set's generated names (x0, x1, ...) stand for positions, not for names.
+`fit` records the columns (`feature_names_in_`, `n_features_in_`), every later call checks them, and they are stored
+with the model. Generated names of a data set (x0, x1, ...) are positions, not names.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kme_dist.models.settings import Rule
 from kme_dist.run.executors import Executor
 from kme_dist.run.sharing import executor_for
 
-Arrays = dict[str, Any]  # of NumPy, or of the device that a model is on
+Arrays = dict[str, Any]  # NumPy arrays, or those of the model's device
 Facts = dict[str, Any]
-Own = Mapping[str, Any]  # classes of the user by name: kernels, and torch networks
+Own = Mapping[str, Any]  # user-defined classes by name: kernels and torch networks
 
 FORMAT = 1
 DTYPES = ("float32", "float64")
-_NUMBERS: Any = [np.float64, np.float32]  # types that a table of numbers may keep
-# What `load` opens: each class, and the module that is imported when one turns up.
-_HOMES = {
+_NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
+# What `load` opens: each class, and its module, imported on demand.
+_MODULES = {
     "ASKLClassifier": "kme_dist.models.askl",
     "ASKLRegressor": "kme_dist.models.askl",
     "CENClassifier": "kme_dist.models.cen",
@@ -60,9 +60,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     _RULES: ClassVar[Mapping[str, Rule]] = {}
     _FITTED: ClassVar[str] = "embedding_"
-    _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that a loaded model has as they were learned, by `_unpack`
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that `_unpack` restores, with their learned values
 
-    client: Any = None  # of those that take no client: this process
+    client: Any = None  # for estimators without a client: this process
     backend: str = "numpy"
     random_state: Any
     scaling_: Any
@@ -73,17 +73,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     # --- settings --------------------------------------------------------------------------------
 
     def _check_settings(self, *names: str) -> None:
-        """Compare settings (all, or those named) with the rules: the first that is wrong is a ConfigError."""
+        """Check settings (all, or those named): ConfigError for the first invalid one."""
         for name in names or self._RULES:
             self._RULES[name].check(name, getattr(self, name))
         if not names:
             self._check_together()
 
     def _check_together(self) -> None:
-        """Settings that contradict each other; none by default."""
+        """Check combinations of settings; none by default."""
 
     def _seed(self) -> int:
-        """The seed that was given, or a fresh one for None."""
+        """The given seed, or a random one for None."""
         self._check_settings("random_state")
         if self.random_state is None:
             return int(np.random.SeedSequence().generate_state(1)[0])
@@ -97,10 +97,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     # --- columns ---------------------------------------------------------------------------------
 
-    def _remember_columns(self, X: Any, rows: Any) -> None:
-        """At fit: `feature_names_in_` where X has names, `n_features_in_` where its rows are a matrix."""
+    def _record_columns(self, X: Any, rows: Any) -> None:
+        """At fit: set `feature_names_in_` if X has names, `n_features_in_` if its rows are a matrix."""
         if isinstance(X, Dataset):
-            self._remember_names(X.feature_names)
+            self._record_names(X.feature_names)
             return
         self.fitted_to_dataset_ = False
         validate_data(self, X, "no_validation", reset=True, skip_check_array=True, ensure_2d=False)
@@ -109,11 +109,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         elif hasattr(self, "n_features_in_"):
             del self.n_features_in_
 
-    def _remember_names(self, names: Sequence[Any]) -> None:
-        """The same for a data set: names and width as it has them.
+    def _record_names(self, names: Sequence[Any]) -> None:
+        """The same for a data set.
 
-        Its rows are read as plain arrays, so plain arrays may be asked about without the warning that scikit-learn has
-        for a model with names; tables with names are checked by them.
+        Its rows are read as plain arrays, so plain arrays may be predicted without scikit-learn's warning for a model
+        with feature names; names of tables are checked.
         """
         self.fitted_to_dataset_ = True
         self.n_features_in_ = len(names)
@@ -124,7 +124,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.feature_names_in_ = np.array(given, dtype=object)
 
     def _check_columns(self, X: Any, rows: Any) -> None:
-        """At a question: names as scikit-learn checks them (another order is refused), as many features as at fit."""
+        """At prediction: check names as scikit-learn does (the order matters) and the number of features."""
         if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
             validate_data(self, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
         wanted = getattr(self, "n_features_in_", None)
@@ -132,19 +132,19 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             return
         if not isinstance(rows, np.ndarray):
             raise DataError(
-                f"{type(self).__name__} was fitted to rows of {wanted} numbers; got a {type(rows).__name__} of other "
-                "things. Pass a table of numbers with the same columns"
+                f"{type(self).__name__} was fitted to rows of {wanted} numbers, got a {type(rows).__name__}; "
+                "pass a table of numbers with the same columns"
             )
         if rows.shape[1] != wanted:
             raise DataError(
-                f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting {wanted} features, as many as "
-                "it was fitted to; pass the same columns"
+                f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting {wanted} features as "
+                "input; pass the columns of the fit"
             )
 
     # --- rows ------------------------------------------------------------------------------------
 
     def _fit_rows(self, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
-        """At fit: scikit-learn's `validate_data`, after dates and labels of mixed types were refused."""
+        """At fit: scikit-learn's `validate_data`, after refusing dates and labels of mixed types."""
         check_columns(X)
         check_labels(y)
         self.fitted_to_dataset_ = False
@@ -154,10 +154,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return found
 
     def _query_rows(self, X: Any) -> Any:
-        """At a question: rows with the columns of the fit, scaled, on the device, in double precision.
+        """At prediction: rows with the columns of the fit, scaled, on the device, in double precision.
 
-        In double whatever the model's precision: weights can be large, and single precision would make a row's result
-        depend on the rows that come with it (matrix products of other shapes add up in other orders).
+        Double whatever the model's precision: weights can be large, and in single precision the result of a row would
+        depend on the other rows of the call (matrix products of different shapes sum in different orders).
         """
         self._check_fitted()
         check_columns(X)
@@ -171,15 +171,15 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _check_fitted(self) -> None:
         check_is_fitted(self, self._FITTED)
 
-    # --- storing ---------------------------------------------------------------------------------
+    # --- saving and loading ----------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the fitted model as Zarr arrays and JSON; `kme_dist.load` brings it back without running code."""
+        """Write the fitted model as Zarr arrays and JSON; `kme_dist.load` restores it without running code."""
         self._check_fitted()
         arrays, facts = self._pack()
         names = [str(name) for name in getattr(self, "feature_names_in_", [])]
         attributes = {
-            "model": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _HOMES),
+            "model": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _MODULES),
             "model_format": FORMAT,
             "settings": self._stored_settings(),
             "feature_names": names,
@@ -190,22 +190,22 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         store.save_arrays(path, {name: devices.to_host(array) for name, array in arrays.items()}, attributes)
 
     def _pack(self) -> tuple[Arrays, Facts]:
-        """What there is to store of a fitted model, beside settings and columns."""
+        """Arrays and facts of a fitted model, besides settings and columns."""
         raise TypeError(f"{type(self).__name__} must define _pack")
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
-        """Fill in a model that has its settings, from what `_pack` gave. One that was stored before the number of
-        features was kept finds `n_features_in_` in its arrays."""
+        """Restore a model that has its settings from the result of `_pack`. Models stored by versions that did not keep
+        the number of features derive `n_features_in_` from their arrays."""
         raise TypeError(f"{type(self).__name__} must define _unpack")
 
     def _stored_settings(self) -> dict[str, Any]:
-        """Settings as JSON holds them; what it cannot hold (clients, networks, feature maps) is None."""
+        """Settings as JSON; None for what JSON cannot represent (clients, networks, feature maps)."""
         chosen = {name: value for name, value in self.get_params(deep=False).items() if name not in self._IN_FACTS}
         return {name: _to_json(value) for name, value in chosen.items()}
 
     @classmethod
     def _restored(cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Own) -> Self:
-        settings = dict(found.get("settings", {}))  # of some models older versions kept facts only
+        settings = dict(found.get("settings", {}))  # older versions stored only facts for some models
         for name in ("kernel", "head"):
             if isinstance(settings.get(name), Mapping):
                 settings[name] = from_config(settings[name], own=own)
@@ -215,7 +215,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return model
 
     def _restore_columns(self, found: Mapping[str, Any]) -> None:
-        """Names and width as stored; models stored before names were kept have none."""
+        """Names and number of features as stored; models of older versions have none."""
         self.fitted_to_dataset_ = bool(found.get("fitted_to_dataset", False))
         if found.get("feature_names"):
             self.feature_names_in_ = np.array(found["feature_names"], dtype=object)
@@ -228,22 +228,22 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: Mapping[str, Any] | None = None) -> Any:
     """Load a saved model. Arrays and JSON only: nothing in the folder is ever run.
 
-    A model with a kernel or a torch network of your own needs its class back: `kernels={"Tanimoto": Tanimoto}`,
+    For a model with your own kernel or torch network pass its class: `kernels={"Tanimoto": Tanimoto}`,
     `networks={"MyNet": MyNet}`.
     """
     arrays, found = store.load_arrays(path)
     name = found.get("model")
-    if not isinstance(name, str) or name not in _HOMES:
-        raise DataError(f"{path} holds {name or found.get('format')!r}, not a kme-dist model")
+    if not isinstance(name, str) or name not in _MODULES:
+        raise DataError(f"{path} is {name or found.get('format')!r}, not a kme-dist model")
     if found.get("model_format") != FORMAT:
         raise DataError(f"{path} has model format {found.get('model_format')!r}; this version reads format {FORMAT}")
-    kind = getattr(importlib.import_module(_HOMES[name]), name)
+    kind = getattr(importlib.import_module(_MODULES[name]), name)
     try:
         return kind._restored(arrays, found, {**(kernels or {}), **(networks or {})})
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, KMEError):
             raise
-        raise CorruptError(f"{path} is not a complete model: {error!r}; save it again") from error
+        raise CorruptError(f"{path} is an incomplete model: {error!r}; save it again") from error
 
 
 # --- parts of stored models -----------------------------------------------------------------------------
@@ -258,13 +258,13 @@ def stored_scaling(arrays: Mapping[str, np.ndarray], at: str = "scaling/") -> Sc
 
 
 def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
-    """Rows among the arrays of a model; rows that are not numbers (texts) among its facts."""
+    """Put rows into the arrays of a model; rows that are not numeric (strings) into its facts."""
     if hasattr(rows, "shape"):
         arrays[name] = np.asarray(rows)
     elif all(isinstance(row, str | int | float | bool) for row in rows):
         facts[name] = list(rows)
     else:
-        raise DataError(f"rows of type {type(rows[0]).__name__} cannot be stored; arrays, texts and numbers can")
+        raise DataError(f"rows of type {type(rows[0]).__name__} cannot be stored; use arrays, strings or numbers")
 
 
 def get_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: str) -> Any:
@@ -272,7 +272,7 @@ def get_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: s
 
 
 def put_labels(labels: np.ndarray, name: str = "classes") -> Facts:
-    """Labels, and their type, among the facts of a model."""
+    """Labels and their dtype as facts of a model."""
     values = labels.tolist()
     if not all(isinstance(value, str | int | float | bool) for value in values):
         raise DataError(f"labels of type {type(values[0]).__name__} cannot be stored; use strings or numbers")
@@ -282,12 +282,12 @@ def put_labels(labels: np.ndarray, name: str = "classes") -> Facts:
 def get_labels(facts: Mapping[str, Any], name: str = "classes") -> np.ndarray:
     dtype = np.dtype(facts[f"{name}_dtype"])
     if dtype.kind not in "biufUO":
-        raise CorruptError(f"labels of type {dtype} do not belong in a model")
+        raise CorruptError(f"labels of dtype {dtype} are not valid in a model")
     return np.array(facts[name], dtype=dtype)
 
 
 def _to_json(setting: Any) -> Any:
-    """A setting as JSON holds it; None for what JSON cannot hold."""
+    """A setting as JSON; None if JSON cannot represent it."""
     try:
         return _plain(setting)
     except TypeError:
@@ -305,4 +305,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(part) for part in value]
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    raise TypeError(f"{type(value).__name__} cannot be represented in JSON")

@@ -1,4 +1,4 @@
-"""Conditional embedding networks: features and regularisation learned together, the classifier on top in closed form.
+"""Conditional embedding networks: features and regularisation learned together, with the classifier in closed form.
 
 >>> from sklearn.datasets import load_iris
 >>> X, y = load_iris(return_X_y=True)
@@ -45,7 +45,7 @@ from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner,
 from kme_dist.run.maps import as_features, restore_features
 from kme_dist.run.settings import LearnSettings, Record
 
-_WHOLE_ROWS = 20_000  # up to this number of rows an exact gradient is one batch; beyond, three passes over the chunks
+_WHOLE_ROWS = 20_000  # up to this many rows an exact gradient is one batch; above, three passes over the chunks
 
 
 class CENClassifier(EmbeddingClassifier):
@@ -53,35 +53,35 @@ class CENClassifier(EmbeddingClassifier):
 
     Parameters
     ----------
-    hidden, activation : sizes of the dense layers, and what each of them (the last too) applies: "relu", "tanh",
+    hidden, activation : sizes of the dense layers, and their activation (also of the last one): "relu", "tanh",
         "gelu", "cosine". Weights start truncated normal with deviation 0.1, biases at 0.1, as published.
-    head : "linear" (W in closed form, algorithm 2), or a kernel by name or value (algorithm 1 on the features).
+    head : "linear" (W in closed form, algorithm 2), or a kernel or its name (algorithm 1 on the features).
     network : instead of dense layers: a feature map of `kme_dist.core.features`, a config of one, a `torch.nn.Module`,
         or {"name": "torch", "architecture": NAME, ...} (see `kme_dist.run.torch_features`).
-    dropout, independent_masks : features of the last layer left out while learning; with `independent_masks` W is
-        solved under one mask and evaluated under another (the published convolutional network): in truth a validation
-        inside the batch.
+    dropout, independent_masks : rate of features of the last layer dropped while learning; with `independent_masks`
+        W is solved under one mask and evaluated under another (the published convolutional network), in effect a
+        validation within the batch.
     alpha : 1 as published, or "batch": the supremum of |φ(x)| over the batch. (With the supremum the published networks
         collapse.)
     objective : "rcb": a batch is evaluated by its own W, as published. "validation": each half of a batch by the W of
-        the other half, which needs no bound to tell learning from memory (and larger batches).
+        the other half, which needs no bound against overfitting, but larger batches.
     loss : "log" of the decision probability of a row's class, as published, or "softmax": cross entropy of the softmax
-        of ten times the decision probabilities, by which networks learn faster.
+        of ten times the decision probabilities, with which networks learn faster.
     risk, complexity_weight : the loss summed or averaged, and τ (None: 4e).
-    regularization : where λ starts.   refit_regularization : choose λ again by leave-one-out on the learned features.
-    batch_size : rows of a step; None takes all of them: the exact gradient.
-    batches_per_step : batches averaged in a step; what a cluster does side by side.
+    regularization : initial λ.   refit_regularization : retune λ by leave-one-out on the learned features.
+    batch_size : rows per batch; None: all rows, the exact gradient.
+    batches_per_step : batches averaged in a step; evaluated in parallel on a cluster.
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
-    average : what is kept is the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
+    average : keep the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
     scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
-    client : a dask.distributed.Client. The workers read the rows of a stored data set, or of a copy of rows in memory.
-    compare_softmax : where `fit` is given rows to watch, the same network is learned under a softmax layer too, from
-        the same start, by the same batches, rate and dropout; its curve is `softmax_curve_`. Takes as long again.
+    client : a dask.distributed.Client. Workers read the rows of a stored data set, or a shared copy of rows in memory.
+    compare_softmax : if `fit` gets `watch`, the same network is also learned with a softmax layer, from the same start
+        with the same batches, rate and dropout; its curve is `softmax_curve_`. Doubles the time.
 
     Attributes
     ----------
     features_ : the learned map.   weights_ : W of the linear head.   regularization_, classes_, history_, bound_.
-    curve_, softmax_curve_ : one record per epoch where `fit` was given rows to watch.
+    curve_, softmax_curve_ : one record per epoch if `fit` got `watch`.
     """
 
     _FITTED: ClassVar[str] = "features_"
@@ -174,9 +174,9 @@ class CENClassifier(EmbeddingClassifier):
         """Learn the features and λ, then solve for the weights on all rows.
 
         X is a table with y its labels, or an open `Dataset`. `callback` receives the record of every step. `watch` is a
-        pair of rows and labels: after every epoch W is solved on all training rows and evaluated there, see `curve_`.
-        `checkpoints` is a folder to save to while learning; after a kill the same call resumes from there, to the
-        same bits. Checkpoints of other settings or rows are refused.
+        pair of rows and labels: after every epoch W is solved on all training rows and evaluated on them, see `curve_`.
+        `checkpoints` is a folder to save to while learning; after an interruption the same call resumes from there, to
+        the same bits. Checkpoints of other settings or rows are refused.
         """
         self._check_settings()
         report = callback or (_print_record if self.verbose else None)
@@ -208,17 +208,17 @@ class CENClassifier(EmbeddingClassifier):
             self._learn(source, report, watch, saved)
 
     def adopt(self, data: RowSource, features: Any, fit: Fit, floor: float) -> Self:
-        """Become the model of explicit features that was fitted to `data`."""
+        """Take over a fit with explicit features to `data`."""
         self.features_, self.weights_ = features, fit.embedding.weights
         self.embedding_ = mce.FeatureEmbedding(features, self.weights_)
         self.scaling_, self.regularization_, self.probability_floor_ = fit.scaling, fit.regularization, floor
         self.classes_ = np.asarray(data.classes)
-        self._remember_names(data.feature_names)
+        self._record_names(data.feature_names)
         self.bound_ = math.nan
-        self._forget_curves()
+        self._reset_curves()
         return self
 
-    def _forget_curves(self) -> None:
+    def _reset_curves(self) -> None:
         self.curve_: list[Record] = []
         self.softmax_curve_: list[Record] = []
         self.history_: list[Record] = []
@@ -232,7 +232,7 @@ class CENClassifier(EmbeddingClassifier):
     ) -> None:
         features, settings = self._start(), self._settings(source.count)
         head = self._kernel_head()
-        self._forget_curves()
+        self._reset_curves()
         if head is not None:
             self._learn_kernel(OnFeatures(head, features), source, settings, report, saved)
             return
@@ -291,7 +291,7 @@ class CENClassifier(EmbeddingClassifier):
             self.softmax_curve_ = [_point(record, per_epoch) for record in history if "watched_accuracy" in record]
 
     def _solve(self, start: Any, parameters: optim.Named, source: Batches, settings: LearnSettings) -> None:
-        """W on all rows, for the features that `parameters` stand for."""
+        """W on all rows, for the features with `parameters`."""
         self.features_ = with_parameters(start, parameters)
         self._fit_head(source, float(np.exp(parameters["regularization"])))
 
@@ -323,11 +323,11 @@ class CENClassifier(EmbeddingClassifier):
         report: Callable[[Record], None] | None,
         saved: Checkpoints | None,
     ) -> None:
-        """The exact gradient of all rows in every step, by three passes over the chunks."""
+        """The exact gradient of all rows in every step, in three passes over the chunks."""
         if self.alpha == "batch" or self.dropout or (self.objective, self.loss, self.average) != ("rcb", "log", 0):
             raise ConfigError(
-                "exact full gradients have alpha=1, no dropout, objective='rcb', loss='log' and no average; set "
-                "batch_size to have anything else"
+                "exact full gradients require a numeric alpha, no dropout, objective='rcb', loss='log' and no average; "
+                "set batch_size for anything else"
             )
         learned = full.learn_features(
             data,
@@ -388,11 +388,11 @@ class CENClassifier(EmbeddingClassifier):
         if self.alpha != "batch" and not (isinstance(self.alpha, int | float) and self.alpha > 0):
             raise ConfigError(f"alpha={self.alpha!r}: must be a positive number or 'batch'")
         if self._kernel_head() is not None and (self.objective, self.loss, self.average) != ("rcb", "log", 0):
-            raise ConfigError("objective='validation', loss='softmax' and average go with head='linear'")
+            raise ConfigError("objective='validation', loss='softmax' and average require head='linear'")
         if self.independent_masks and not self.dropout:
-            raise ConfigError("independent_masks needs dropout above 0: there is nothing to mask")
+            raise ConfigError("independent_masks requires dropout > 0")
         if self._kernel_head() is not None and (self.dropout or self.alpha == "batch"):
-            raise ConfigError("a kernel head takes no dropout and finds its own supremum; use head='linear'")
+            raise ConfigError("dropout and alpha='batch' require head='linear'")
 
     def _kernel_head(self) -> Kernel | None:
         if isinstance(self.head, str) and self.head == "linear":
@@ -471,7 +471,7 @@ class CENClassifier(EmbeddingClassifier):
 
 
 def _point(record: Record, per_epoch: int) -> Record:
-    """Of the curve: what the rows to watch said after an epoch."""
+    """A point of the curve: the accuracy on the rows of `watch` after an epoch."""
     kept = {"step": record["step"], "seconds": record["seconds"]}
     return {"epoch": record["step"] // per_epoch, "accuracy": record["watched_accuracy"], **kept}
 

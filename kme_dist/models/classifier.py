@@ -1,8 +1,8 @@
-"""What classifiers share: rows with classes to learn from, and labels, probabilities, entropies and expectations.
+"""Base classes of classifiers: labelled rows for `fit`; labels, probabilities, entropies and expectations.
 
-Classifier             has `_decide(X)`, a column for each class of which the largest is the label, and
-                       `probabilities(P)`, which makes probabilities of such columns
-EmbeddingClassifier    decides by an embedding: `decision_probabilities`, clip-normalised and calibrated
+Classifier             has `_decide(X)`, one column per class, the largest of which is the label, and
+                       `probabilities(P)`, which turns such columns into probabilities
+EmbeddingClassifier    uses an embedding: `decision_probabilities`, clip-normalised and calibrated
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from kme_dist.run.sharing import share
 
 
 class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
-    """Any classifier of rows."""
+    """Base of all classifiers of rows."""
 
     classes_: np.ndarray
 
     # --- fitting ---------------------------------------------------------------------------------
 
     def _labelled_rows(self, X: Any, y: Any, stack: contextlib.ExitStack) -> tuple[RowSource, str | None]:
-        """Rows with codes of classes, from a table with y or from a data set; where workers share a machine with this
-        process, the folder through which they read rows in memory (until `stack` closes)."""
+        """Rows with class codes, from a table and y or from a data set; and the folder from which local workers read
+        rows in memory (until `stack` closes)."""
         if isinstance(X, Dataset):
             if y is not None:
                 raise DataError(f"{X.path} has its own labels; call fit(dataset) without y")
             if X.classes is None:
                 raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
             _check_classes(X.classes)
-            self._remember_names(X.feature_names)
+            self._record_names(X.feature_names)
             return X, None
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
         classes, codes = classes_of(y)
@@ -55,11 +55,11 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         raise TypeError(f"{type(self).__name__} must define _decide")
 
     def probabilities(self, P: np.ndarray) -> np.ndarray:
-        """Class probabilities from what `_decide` gives; the label has the largest of them."""
+        """Class probabilities from the result of `_decide`; the label has the largest one."""
         raise TypeError(f"{type(self).__name__} must define probabilities")
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most probable class: the largest decision, and the largest of `predict_proba`, in every row."""
+        """The most probable class of every row, by the decision as well as by `predict_proba`."""
         best = self._decide(X).argmax(axis=1)
         return np.asarray(self.classes_[best])
 
@@ -69,7 +69,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def entropy(self, X: Any) -> np.ndarray:
         """Uncertainty of the probabilities, in nats."""
-        return np.asarray(mce.rkhs_entropy(self.predict_proba(X)))  # they are normalised already
+        return np.asarray(mce.rkhs_entropy(self.predict_proba(X)))  # already normalised
 
     def expectation(self, X: Any, g: Any) -> np.ndarray:
         """E[g(Y) | x] under `predict_proba`: never outside the values of g.
@@ -82,7 +82,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
 
 class EmbeddingClassifier(Classifier):
-    """A classifier by decision probabilities f(x) of `embedding_`, clip-normalised above `probability_floor_`."""
+    """A classifier with decision probabilities f(x) of `embedding_`, clip-normalised above `probability_floor_`."""
 
     embedding_: Any
     probability_floor: float | None
@@ -90,7 +90,7 @@ class EmbeddingClassifier(Classifier):
     calibration_: Calibration = Calibration()
 
     def _floor(self, n: int) -> float:
-        """The least probability of a label after n rows: 1/(n + m) unless it is given."""
+        """The least probability of a label after n rows: 1/(n + m) unless set."""
         self._check_settings("probability_floor")
         return 1.0 / (n + len(self.classes_)) if self.probability_floor is None else float(self.probability_floor)
 
@@ -103,15 +103,15 @@ class EmbeddingClassifier(Classifier):
         return self.decision_probabilities(X)
 
     def probabilities(self, P: np.ndarray) -> np.ndarray:
-        """Class probabilities from decision probabilities: clip-normalised, then calibrated where asked for. The class
-        with the largest decision probability, which is the label, has the largest probability too."""
+        """Class probabilities from decision probabilities: clip-normalised, then calibrated if requested. The label,
+        the class with the largest decision probability, also has the largest probability."""
         return class_probabilities(P, self.probability_floor_, self.calibration_)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Decision probabilities; with two classes, as scikit-learn wants it, how far the second leads the first.
+        """Decision probabilities; with two classes, as scikit-learn requires, second minus first.
 
-        That lead is of the probabilities, so that it ranks rows as `predict_proba` does; ties (both at the floor) go by
-        the decision probabilities.
+        The difference is that of the probabilities, so that it ranks rows as `predict_proba` does; ties (both at the
+        floor) are broken by the decision probabilities.
         """
         P = self.decision_probabilities(X)
         if len(self.classes_) > 2:
@@ -137,12 +137,12 @@ class EmbeddingClassifier(Classifier):
 
 
 def in_memory(part: Any) -> Any:
-    """A Dask array or data frame, gathered; anything else as it is."""
+    """A Dask array or data frame, computed; anything else unchanged."""
     return part.compute() if hasattr(part, "dask") and hasattr(part, "compute") else part
 
 
 def classes_of(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Classes in order, and the number of its class for every row."""
+    """Sorted classes, and the class number of every row."""
     check_classification_targets(y)
     classes, codes = np.unique(y, return_inverse=True)
     _check_classes(classes)
@@ -151,7 +151,7 @@ def classes_of(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_classes(classes: Any) -> None:
     if len(classes) < 2:
-        raise DataError(f"y holds one class only ({classes[0]!r}); a classifier needs rows of at least two classes")
+        raise DataError(f"y has only one class ({classes[0]!r}); a classifier requires at least two")
 
 
 def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:
@@ -164,5 +164,5 @@ def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:
         return np.asarray([g[label] for label in classes.tolist()], dtype=np.float64)
     values = np.asarray(g, dtype=np.float64)
     if values.shape[:1] != classes.shape:
-        raise DataError(f"expectation: needs one value for each of {len(classes)} classes, got shape {values.shape}")
+        raise DataError(f"expectation: expected one value for each of {len(classes)} classes, got shape {values.shape}")
     return values

@@ -12,9 +12,9 @@ True
 >>> bool(low[0] < np.sin(1.0) < high[0])
 True
 
-Targets are vectors, labels (`target_kernel="delta"`, when it equals the multiclass conditional embedding), texts, or
-whatever the target kernel takes. Exact solvers keep the weights implicit: E[h(Y) | x] is solved for when it is asked.
-A data set on disk is fitted in place, by centres or features in one pass.
+Targets are vectors, labels (`target_kernel="delta"`, equal to the multiclass conditional embedding), strings, or any
+objects that the target kernel accepts. Exact solvers keep the weights implicit: E[h(Y) | x] is solved on demand. A data
+set on disk is fitted in place, by centres or features in one pass.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from kme_dist.run.fit import SOLVERS, choose
 from kme_dist.run.maps import as_features
 from kme_dist.run.means import random_features
 
-_SELECTION_ROWS = 1_200  # pairs by which kernel and λ are chosen
+_SELECTION_ROWS = 1_200  # pairs used to choose kernel and λ
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
-_CHOICE_ROWS = 20_000  # rows that centres are chosen among
-_QUERY_ROWS = 1_024  # of quantiles at a time
+_CHOICE_ROWS = 20_000  # rows to choose centres from
+_QUERY_ROWS = 1_024  # quantiles are computed for at a time
 
 
 class ConditionalMeanEmbedding(Estimator):
@@ -78,29 +78,29 @@ class ConditionalMeanEmbedding(Estimator):
     kernel : of the inputs: a name (length scale by cross-validation), a kernel, or a list of kernels to choose from.
     target_kernel : of the targets: a name (length scale is the median distance), "delta" for labels, or a kernel.
     regularization : λ, or None to choose it by cross-validation.
-    folds : None leaves out one pair at a time; a number is that of the folds. In closed form either way.
+    folds : number of folds; None: leave-one-out. In closed form either way.
     learn_steps : number of gradient steps of the held-out loss that learn the input kernel and λ (0: none).
         The loss is |L(y, ·) - μ(x)|² over held-out pairs plus `complexity_weight` times the Hilbert-Schmidt norm of the
-        embedding: for arbitrary targets what the complexity bound is for classes, but as a heuristic; no generalisation
-        bound is known for it, and the target kernel is never learned, since the loss is measured in it.
+        embedding: for arbitrary targets a heuristic counterpart of the complexity bound for classes (no generalisation
+        bound is known). The target kernel is never learned, since the loss is measured in it.
     complexity_weight, learning_rate : of that learning.
     solver : "cholesky" (exact, n x n in memory), "tiled" and "pcg" (exact, out of core), "nystrom" (centres) and
         "features" (explicit features; one pass over the rows for either), or "auto".
-    features : of solver "features": a feature map, or how many random frequencies of the kernel.
-    tolerance : of solver "pcg": relative residual.
-    centres, centre_choice : how many, and "rpcholesky", "uniform" or "kmeans++".
+    features : for solver "features": a feature map, or the number of random frequencies of the kernel.
+    tolerance : for solver "pcg": relative residual.
+    centres, centre_choice : their number, and "rpcholesky", "uniform" or "kmeans++".
     target_centres : number of targets to project on, so that the model's size does not grow with the rows; None keeps
-        all targets, where they are in memory.
+        all targets, if they are in memory.
     scaling : {"standard", "unit", None} of numeric inputs.
     client : a distributed.Client.   random_state : integer >= 0.
 
     Attributes
     ----------
     embedding_ : kernel, centres, targets and weights.   kernel_, target_kernel_, regularization_ : what was chosen.
-    solver_, solver_reason_ : which solver, and why.
+    solver_, solver_reason_ : the solver, and the reason for it.
     scores_ : (kernel, λ, held-out error) of every candidate, on a sample.   history_ : one record per learning step.
-    retuned_ : errors of the λ that "pcg", "nystrom" and "features" tried on all rows, after the kernel was chosen.
-    n_features_in_, feature_names_in_ : of numeric inputs; names where a data frame or a data set brought them.
+    retuned_ : error of each λ that "pcg", "nystrom" and "features" tried on all rows, after choosing the kernel.
+    n_features_in_, feature_names_in_ : of numeric inputs; names if a data frame or data set has them.
     """
 
     _RULES: ClassVar[Mapping[str, Rule]] = {
@@ -157,7 +157,7 @@ class ConditionalMeanEmbedding(Estimator):
     def fit(self, X: Any, Y: Any = None) -> Self:
         """Fit to pairs of rows, or to a data set whose labels (or columns, named by Y) are the targets."""
         self._check_settings()
-        with blas_threads(1):  # whatever the machine has, the same bits
+        with blas_threads(1):  # the same bits on any number of cores
             return self._fit(self._pairs(X, Y))
 
     def _fit(self, pairs: Pairs) -> Self:
@@ -174,7 +174,7 @@ class ConditionalMeanEmbedding(Estimator):
             kernel, lam, self.history_ = learn_kernel(
                 learner, some_X, some_Y, lam, steps=self.learn_steps, learning_rate=self.learning_rate
             )
-            if self.regularization is None:  # λ learned on batches is not right for all rows
+            if self.regularization is None:  # λ learned on batches does not suit all rows
                 kernel, lam = self._choose(some_X, some_Y, pairs.count, [kernel])
             else:
                 lam = float(self.regularization)
@@ -189,20 +189,20 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _check_together(self) -> None:
         if self.features is not None and self.solver not in ("auto", "features"):
-            raise ConfigError(f"features are for solver='features', not {self.solver!r}; leave one of them out")
+            raise ConfigError(f"features require solver='features', not {self.solver!r}; remove one of them")
 
     def _pairs(self, X: Any, Y: Any) -> Pairs:
         if isinstance(X, Dataset):
             pairs = Pairs.of(X, Y, self.scaling)
             self.scaling_ = pairs.inputs.scale
-            self._remember_names([X.feature_names[i] for i in pairs.inputs.columns])
+            self._record_names([X.feature_names[i] for i in pairs.inputs.columns])
             return pairs
         if Y is None:
-            raise DataError("fit needs targets: fit(X, Y), or a data set that has them")
+            raise DataError("targets are missing: call fit(X, Y), or pass a data set that has them")
         (rows, _), targets = rows_of(X).read(), self._targets(Y)
         if row_count(targets) != row_count(rows):
-            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; their numbers must be equal")
-        self._remember_columns(X, rows)
+            raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
+        self._record_columns(X, rows)
         self.scaling_ = Scaling.learn(rows, self.scaling) if isinstance(rows, np.ndarray) else None
         return Pairs.in_tables(self._scaled(rows), targets)
 
@@ -215,17 +215,17 @@ class ConditionalMeanEmbedding(Estimator):
         return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
 
     def _query_rows(self, X: Any) -> Any:
-        """Inputs of a question, as those of the fit: the same columns, on the same scale."""
+        """Inputs to predict, with the columns and scaling of the fit."""
         rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
         return self._scaled(rows)
 
     def _query_targets(self, Y: Any) -> Any:
-        """Targets of a question."""
+        """Targets to evaluate, checked against those of the fit."""
         found, own = as_targets(self._targets(Y), self.target_kernel_), self.embedding_.targets
         shapes = [getattr(part, "shape", ()) for part in (found, own)]
         if shapes[0][1:] != shapes[1][1:]:
-            raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; they differ in width")
+            raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; the widths must be equal")
         return found
 
     def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
@@ -247,24 +247,24 @@ class ConditionalMeanEmbedding(Estimator):
         centres = self.centres or self.target_centres
         found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
         if self.solver == "auto" and found == "tiled" and not pairs.inputs.source.features:
-            return "nystrom", "inputs that are not numeric cannot be stored in tiles"
+            return "nystrom", "non-numeric inputs cannot be stored in tiles"
         return found, reason
 
     def _feature_map(self, X: Any, kernel: Kernel) -> FeatureMap | None:
-        """The map that was given, or random Fourier features of the kernel where features are asked for."""
+        """The given map, or random Fourier features of the kernel if features are requested."""
         if self.solver != "features" and self.features is None:
             return None
         if self.features is not None and not isinstance(self.features, int | np.integer):
             return as_features(self.features, np.shape(X)[1], self.random_state)  # type: ignore[no-any-return]
         if kernel.name not in SAMPLERS:
             raise ConfigError(
-                f"{kernel!r} has no random features; choose a kernel of {', '.join(SAMPLERS)}, give a feature map as "
-                "`features`, or use another solver"
+                f"{kernel!r} has no random features; choose one of {', '.join(SAMPLERS)}, set `features` to a feature "
+                "map, or use another solver"
             )
         return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state)
 
     def _fit_exact(self, pairs: Pairs) -> ConditionalEmbedding:
-        """By one factorisation here, or by tiles or conjugate gradients over the rows where they are."""
+        """By one factorisation here, or by tiles or conjugate gradients over the stored rows."""
         X, Y = pairs.read()
         Y = as_targets(Y, self.target_kernel_)
         labels = isinstance(self.target_kernel_, Delta)
@@ -300,7 +300,7 @@ class ConditionalMeanEmbedding(Estimator):
             if not hosts <= {"127.0.0.1", "::1", "localhost"}:
                 raise DataError(
                     f"rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
-                    "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
+                    "read them (kme_dist.ingest((X, y), path)) and pass fit(kme_dist.open_dataset(path))"
                 )
         return Inverse(
             pairs, self.kernel_, self.regularization_, self.solver_, executor=self._executor(),
@@ -312,7 +312,7 @@ class ConditionalMeanEmbedding(Estimator):
         if labels and pairs.targets is not None and pairs.in_memory:
             return np.unique(pairs.targets.read()[0])
         if labels and pairs.targets is None and (classes := pairs.inputs.source.classes) is not None:
-            return np.asarray(classes)  # a sample of the rows may lack a rare one
+            return np.asarray(classes)  # a sample may miss a rare class
         Y = as_targets(pairs.sample(_CHOICE_ROWS, self.random_state)[1], self.target_kernel_)
         if labels:
             return np.unique(Y)
@@ -320,7 +320,7 @@ class ConditionalMeanEmbedding(Estimator):
         return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self.random_state))
 
     def _fit_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
-        """Centres or features of the inputs; targets projected, or all kept where that is wanted and they are here."""
+        """Centres or features of the inputs; targets projected, or all kept if requested and in memory."""
         X, _ = pairs.sample(_CHOICE_ROWS, self.random_state)
         basis: Basis
         if features is not None:
@@ -345,27 +345,27 @@ class ConditionalMeanEmbedding(Estimator):
         self.regularization_ = found.regularization
         return found
 
-    # --- asking ----------------------------------------------------------------------------------
+    # --- predicting ------------------------------------------------------------------------------
 
     def coefficients(self, X: Any) -> np.ndarray:
-        """a(x), one row for each row of X and one column for each target that the model holds."""
+        """a(x), one row for each row of X and one column for each target of the model."""
         model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
             return np.asarray(model.coefficients(rows)).T
 
     def expectation(self, X: Any, h: Callable[[Any], Any] | Any, centred: bool | None = None) -> np.ndarray:
-        """E[h(Y) | x]: `h` takes the targets and returns a value (or row of values) for each, or is those values.
+        """E[h(Y) | x]: `h` maps the targets to a value (or row of values) each, or is an array of those values.
 
-        The weights a(x) do not add up to one (λ draws them towards 0, and far from all rows they are 0), so h is
-        centred by its mean h̄ over the training rows: h̄ + Σ_i a_i(x) (h(y_i) - h̄), which is drawn towards h̄. With
-        `centred=False` it is Σ_i a_i(x) h(y_i), the inner product of h and μ(x). None centres for all targets but
+        The weights a(x) do not add up to one (λ shrinks them towards 0, and far from all rows they are 0), so h is
+        centred by its mean h̄ over the training rows: h̄ + Σ_i a_i(x) (h(y_i) - h̄), which shrinks towards h̄. With
+        `centred=False` it is Σ_i a_i(x) h(y_i), the inner product of h and μ(x). None centres for all targets except
         labels (`target_kernel="delta"`), where the plain sum is that of the decision probabilities of the multiclass
-        embedding. With target centres h̄ is the mean of h as the target kernel sees it, exact for E[Y | x] itself.
+        embedding. With target centres h̄ is the mean of h projected on them, exact for E[Y | x] itself.
         """
         model, rows = self._fitted(), self._query_rows(X)
         targets = model.targets
         if isinstance(targets, np.ndarray) and targets.ndim == 2 and targets.shape[1] == 1:
-            targets = targets[:, 0]  # scalar targets, as they were given
+            targets = targets[:, 0]  # scalar targets, as given
         values = np.ascontiguousarray(h(targets) if callable(h) else h, dtype=np.float64)
         if centred is None:
             centred = not isinstance(self.target_kernel_, Delta)
@@ -377,12 +377,12 @@ class ConditionalMeanEmbedding(Estimator):
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf":
             raise DataError(
-                "the targets are not numeric and have no mean; use expectation(X, h) with a function of them"
+                "the targets are not numeric and have no mean; use expectation(X, h) with a numeric function h"
             )
         return self.expectation(X, lambda y: y)
 
     def evaluate(self, X: Any, Y: Any) -> np.ndarray:
-        """μ(x)(y) for every row of X (down) and every target of Y (across)."""
+        """μ(x)(y) for every row of X (rows) and every target of Y (columns)."""
         model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
             return np.asarray(model.evaluate(rows, self._query_targets(Y)))
@@ -390,31 +390,31 @@ class ConditionalMeanEmbedding(Estimator):
     def quantiles(self, X: Any, levels: Sequence[float]) -> np.ndarray:
         """Conditional quantiles of scalar targets, one row for each row of X.
 
-        They are those of the leave-one-out residuals of the training rows around the prediction at x, the rows near x
-        counting most (see `kme_dist.core.intervals`). Of labels (`target_kernel="delta"`) they are the quantiles of the
-        labels under the weights a(x), negative ones counting as none.
+        They are quantiles of the leave-one-out residuals of the training rows around the prediction at x, weighted
+        towards rows near x (see `kme_dist.core.intervals`). For labels (`target_kernel="delta"`) they are the quantiles
+        of the labels under the weights a(x), with negative weights set to 0.
         """
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf" or targets.size != len(targets):
-            raise DataError("quantiles are of scalar targets; take expectations of functions of others")
-        asked = np.asarray(levels, dtype=np.float64).reshape(-1)
-        if not ((asked >= 0) & (asked <= 1)).all():
-            raise ConfigError(f"levels={levels!r}: quantiles need levels from 0 to 1")
+            raise DataError("quantiles require scalar targets; use expectation(X, h) for others")
+        wanted = np.asarray(levels, dtype=np.float64).reshape(-1)
+        if not ((wanted >= 0) & (wanted <= 1)).all():
+            raise ConfigError(f"levels={levels!r}: must be numbers from 0 to 1")
         if isinstance(self.target_kernel_, Delta):
-            return conditional_quantiles(targets.reshape(-1), self.coefficients(X).T, asked)
-        return np.concatenate([left.quantiles(f[:, 0], Z, asked) for left, f, Z in self._around(X)])
+            return conditional_quantiles(targets.reshape(-1), self.coefficients(X).T, wanted)
+        return np.concatenate([left.quantiles(f[:, 0], Z, wanted) for left, f, Z in self._around(X)])
 
     def interval(self, X: Any, coverage: float = 0.9, local: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper ends of an interval for a new target at every row of X, for every output: by jackknife+.
+        """Lower and upper ends of a prediction interval at every row of X, for every output, by jackknife+.
 
-        A new target falls inside with about this probability (without `local` with at least 2 coverage - 1, whatever
-        the distribution). With `local` the width follows the size of the residuals near x, without it is nearly the
-        same everywhere. Residuals are leave-one-out, of at most 1,000 rows ("tiled" and "pcg": 512). Infinite where
-        rows are too few for the coverage.
+        It covers a new target with about this probability (without `local` with at least 2 coverage - 1, whatever the
+        distribution). With `local` the width follows the size of the residuals near x, without it is nearly constant.
+        Residuals are leave-one-out, of at most 1,000 rows ("tiled" and "pcg": 512). Infinite if there are too few rows
+        for the coverage.
         """
         model = self._fitted()
         if not are_numbers(model.targets, self.target_kernel_):
-            raise DataError("intervals are of numeric targets; take expectations of functions of others")
+            raise DataError("intervals require numeric targets; use expectation(X, h) for others")
         if not 0 < coverage < 1:
             raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
         parts = [left.interval(f, Z, float(coverage), local) for left, f, Z in self._around(X)]
@@ -422,14 +422,14 @@ class ConditionalMeanEmbedding(Estimator):
         return (low[:, 0], high[:, 0]) if low.shape[1] == 1 else (low, high)
 
     def _around(self, X: Any) -> Iterator[tuple[LeftOut, np.ndarray, np.ndarray]]:
-        """What quantiles and intervals need, some rows at a time: residuals, predictions, and z(x) as rows."""
+        """For quantiles and intervals, in blocks of rows: residuals, predictions, and z(x) as rows."""
         model, rows = self._fitted(), self._query_rows(X)
         with blas_threads(1):
             if self._left is None:
                 if isinstance(model.weights, Explicit):
                     raise ConfigError(
-                        "this embedding kept no residuals (a sparse form of centres, or stored by an older version); "
-                        "ask the embedding it was made from, or fit it again"
+                        "this embedding has no residuals (a sparse form of centres, or stored by an older version); "
+                        "use the embedding it was made from, or fit again"
                     )
                 self._left = left_out(model, model.weights, model.targets, self.random_state)
             assert self._left is not None
@@ -439,9 +439,9 @@ class ConditionalMeanEmbedding(Estimator):
                 yield self._left, predicted[part], Z
 
     def sample(self, X: Any, size: int, candidates: Any = None) -> list[Any]:
-        """For every row of X `size` targets by kernel herding: an evenly weighted sample whose mean is near μ(x).
+        """For every row of X, `size` targets by kernel herding: an evenly weighted sample whose mean is close to μ(x).
 
-        They are chosen among `candidates`, by default the targets that the model holds; a list with one entry (an array
+        They are chosen from `candidates`, by default the targets of the model. Returns a list with one entry (an array
         or a list of targets) for each row.
         """
         model, rows = self._fitted(), self._query_rows(X)
@@ -455,12 +455,12 @@ class ConditionalMeanEmbedding(Estimator):
         """|L(y, ·) - μ(x)|² of every pair, in the target kernel's Hilbert space."""
         model, rows, targets = self._fitted(), self._query_rows(X), self._query_targets(Y)
         if row_count(rows) != row_count(targets):
-            raise DataError(f"{row_count(rows)} inputs and {row_count(targets)} targets; their numbers must be equal")
+            raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
         with blas_threads(1):
             return np.asarray(model.errors(rows, targets))
 
     def score(self, X: Any, Y: Any) -> float:
-        """Minus the mean of `errors`: larger is better."""
+        """The negative mean of `errors`: larger is better."""
         return -float(np.mean(self.errors(X, Y)))
 
     def _fitted(self) -> ConditionalEmbedding:
@@ -480,12 +480,12 @@ class ConditionalMeanEmbedding(Estimator):
         refit: bool = True,
         steps: int = 200,
     ) -> list[SparseEmbedding]:
-        """Embeddings with fewer and fewer zeros: one for each γ (method "fista") or number of pivots ("cholesky").
+        """Embeddings with fewer and fewer zeros, one for each γ (method "fista") or number of pivots ("cholesky").
 
         penalty : "element" | "row" (targets) | "column" (inputs)
-        gammas : how many, or which; for method "cholesky" how many numbers of pivots, or which
-        refit : solve again on what the penalty kept (it also shrinks what it keeps)
-        steps : of FISTA, which finishes what a splitting of the problem has begun
+        gammas : their number, or a list; for method "cholesky" numbers of pivots
+        refit : solve again for the kept entries (which the penalty shrinks)
+        steps : of FISTA, which refines the solution of a splitting method
         """
         forms = sparse_forms(self._fitted(), penalty, gammas, method, refit, steps)
         return [SparseEmbedding(**self.get_params(deep=False))._adopt(self, form) for form in forms]
@@ -495,10 +495,10 @@ class ConditionalMeanEmbedding(Estimator):
         return dense_weights(self._fitted())
 
     def _pack(self) -> tuple[Arrays, Facts]:
-        """The model that comes back predicts the same bits on the same machine: its arrays are those that were saved,
-        in the same order, and an exact one ("cholesky") is factorised again, at once, from the same rows by the same
-        steps. "tiled" and "pcg" solve again when something is asked that was not asked before saving; that agrees to
-        the precision of the solve ("pcg": `tolerance`)."""
+        """A loaded model predicts the same bits on the same machine: its arrays are the saved ones, in the same order,
+        and an exact one ("cholesky") is factorised again at loading, from the same rows by the same steps. "tiled" and
+        "pcg" solve again for right sides that were not solved before saving; results agree to the precision of the
+        solve ("pcg": `tolerance`)."""
         arrays, facts = pack(self._fitted(), self._left)
         if self.scaling_ is not None:
             arrays |= scaling_arrays(self.scaling_, at="")
@@ -527,13 +527,13 @@ class ConditionalMeanEmbedding(Estimator):
 
 
 class SparseEmbedding(ConditionalMeanEmbedding):
-    """A sparse form of a fitted embedding: predicts like it, from the few inputs and targets that it kept.
+    """A sparse form of a fitted embedding: predicts like it, from fewer inputs and targets.
 
     Attributes
     ----------
-    gamma_ : the penalty's weight.   density_ : share of the entries of the dense weights that are not zero.
-    distance_, relative_distance_ : to the dense embedding in the Hilbert-Schmidt norm, and as a share of its own norm.
-    penalised_distance_ : the relative distance before the entries that were kept were solved for again.
+    gamma_ : the penalty's weight.   density_ : share of nonzero entries of the dense weights.
+    distance_, relative_distance_ : to the dense embedding in the Hilbert-Schmidt norm, and relative to its norm.
+    penalised_distance_ : the relative distance before refitting the kept entries.
     """
 
     gamma_: float
@@ -543,7 +543,7 @@ class SparseEmbedding(ConditionalMeanEmbedding):
     penalised_distance_: float
 
     def _adopt(self, dense: ConditionalMeanEmbedding, form: SparseForm) -> SparseEmbedding:
-        """Become this form of a fitted embedding: its columns and scale, fewer rows."""
+        """Take over a sparse form of a fitted embedding, with the columns and scaling of the dense one."""
         for name in ("scaling_", "n_features_in_", "feature_names_in_", "fitted_to_dataset_"):
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))

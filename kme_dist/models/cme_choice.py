@@ -1,4 +1,4 @@
-"""Which kernels, and which λ: candidates for a conditional embedding, scored by held-out error in closed form."""
+"""Choice of kernel and λ for a conditional embedding, by held-out error in closed form."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kme_dist.run.maps import as_features
 
 Score = tuple[Kernel, float, float]  # kernel, λ, held-out error
 
-_WIDTHS = (0.25, 0.5, 1.0, 2.0)  # times the median distance
+_WIDTHS = (0.25, 0.5, 1.0, 2.0)  # multiples of the median distance
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.1, 0.5)  # n λ / mean k(x, x)
 _OWN: dict[str, type[Kernel]] = {"delta": Delta}
 
 
 def target_kernel(given: Any, Y: Any, seed: int) -> Kernel:
-    """A kernel of targets as given; one given by name gets the median distance as its length scale."""
+    """The kernel of targets; one given by name gets the median distance as its length scale."""
     if not isinstance(given, str):
         return kernels.from_config(given, own=_OWN)
     if given == "delta":
@@ -33,7 +33,7 @@ def target_kernel(given: Any, Y: Any, seed: int) -> Kernel:
 
 
 def input_kernels(given: Any, features: Any, X: Any, seed: int) -> list[Kernel]:
-    """Kernels of inputs to choose from: those given, that of a feature map, or one name with several widths."""
+    """Candidate kernels of inputs: those given, that of a feature map, or one name with several widths."""
     if features is not None and not isinstance(features, int | np.integer):
         return [OnFeatures(Linear(), as_features(features, np.shape(X)[1], seed))]
     if not isinstance(given, str):
@@ -55,8 +55,8 @@ def score_kernels(
     folds: int | None,
     seed: int,
 ) -> list[Score]:
-    """Held-out error of every kernel and λ on the pairs given, which stand for `rows` pairs: a λ that is tried is that
-    of all of them at the same shift nλ."""
+    """Held-out error of every kernel and λ on the given pairs, a sample of `rows` pairs: each λ is scaled to all rows
+    such that the shift nλ stays the same."""
     n = row_count(X)
     L = np.asarray(targets_by.gram(Y), dtype=np.float64)
     parts = None

@@ -1,4 +1,4 @@
-"""Other forms of a fitted conditional embedding: sparse ones, and the arrays and facts it is stored as."""
+"""Sparse forms of a fitted conditional embedding, and its stored form as arrays and facts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kme_dist.run.maps import restore_features
 
 @dataclass(frozen=True)
 class SparseForm:
-    """An embedding that kept few inputs and targets, with what its questions need and what it lost."""
+    """An embedding with few inputs and targets, and its distance to the dense one."""
 
     embedding: ConditionalEmbedding
-    left_out: LeftOut | None  # residuals, where the rows that were kept can tell them
+    left_out: LeftOut | None  # residuals, if available from the kept rows
     gamma: float
-    density: float  # share of the entries of the dense weights that are not zero
+    density: float  # share of nonzero entries of the dense weights
     distance: float  # to the dense embedding in the Hilbert-Schmidt norm
     relative_distance: float
-    penalised_distance: float  # relative, before the entries that were kept were solved for again
+    penalised_distance: float  # relative, before refitting the kept entries
 
 
 def sparse_forms(
@@ -57,7 +57,7 @@ def sparse_forms(
 def dense_weights(model: ConditionalEmbedding) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """W, K of the centres and L of the targets."""
     if model.features is not None:
-        raise ConfigError("sparse forms choose among rows, and solver='features' keeps none; use another solver")
+        raise ConfigError("sparse forms select rows, and solver='features' keeps none; use another solver")
     K = np.asarray(model.kernel.gram(model.centres), dtype=np.float64)
     L = np.asarray(model.target_kernel.gram(model.targets), dtype=np.float64)
     return np.asarray(model.weights.forward(np.eye(len(K)))), K, L
@@ -75,18 +75,18 @@ def _sparse_form(
     )  # fmt: skip
     left = None
     if not isinstance(model.weights, Explicit) and are_numbers(targets, model.target_kernel) and len(rows) > 1:
-        # Rows and targets are the same here; what a target adds to the prediction at its own row is its leverage.
+        # Rows and targets coincide here; the weight of a target in the prediction at its own row is its leverage.
         X = select(model.centres, rows)
         Z = np.asarray(small.basis(X), dtype=np.float64).T
         room = np.maximum(1 - np.sum(kept * Z, axis=1), 0.05)
-        apart = targets - np.asarray(small.centred_expectation(X, targets))
-        left = LeftOut.of(kept.T, Z, apart / room[:, None])
+        errors = targets - np.asarray(small.centred_expectation(X, targets))
+        left = LeftOut.of(kept.T, Z, errors / room[:, None])
     density, relative = step.nonzero / M.size, step.distance / whole
     return SparseForm(small, left, step.gamma, density, step.distance, relative, penalised)
 
 
 def _sparse_base(model: ConditionalEmbedding, L: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Weights of the targets that were kept in the mean over all training rows."""
+    """Weights of the kept targets in the mean over all training rows."""
     if not len(rows):
         return np.zeros(0)
     features = np.asarray(model.mean(L))[rows]
@@ -100,7 +100,7 @@ def _sparse_base(model: ConditionalEmbedding, L: np.ndarray, rows: np.ndarray) -
 
 
 def pack(model: ConditionalEmbedding, left: LeftOut | None) -> tuple[Arrays, Facts]:
-    """An embedding and the residuals that go with it; a factor is not stored, what conjugate gradients solved is."""
+    """An embedding and its residuals; a factor is not stored, solutions of conjugate gradients are."""
     arrays: Arrays = {}
     facts: Facts = {
         "kernel": model.kernel.to_config(),
@@ -116,16 +116,14 @@ def pack(model: ConditionalEmbedding, left: LeftOut | None) -> tuple[Arrays, Fac
         facts["features"] = features.to_config()
         arrays |= {f"features/{name}": value for name, value in features.arrays.items()}
         if isinstance(model.kernel, OnFeatures):
-            facts["kernel"] = None  # it is the map's own
+            facts["kernel"] = None  # defined by the map
     targets = model.targets
     if isinstance(targets, np.ndarray) and targets.dtype.kind not in "biuf":
         targets = targets.tolist()
     put_rows(arrays, facts, "targets", targets)
     if model.base is not None:
         arrays["base"] = np.asarray(model.base)
-    stored = isinstance(
-        model.weights, Explicit | Inverse
-    )  # what a factor gives is the same when it is factorised again
+    stored = isinstance(model.weights, Explicit | Inverse)  # a factor gives the same residuals when recomputed
     if left is not None and stored:
         for name in ("columns", "residuals", "sizes"):
             arrays[f"left_out/{name}"] = getattr(left, name)
@@ -133,7 +131,7 @@ def pack(model: ConditionalEmbedding, left: LeftOut | None) -> tuple[Arrays, Fac
         arrays["weights"] = np.asarray(model.weights.matrix)
     elif isinstance(model.weights, Inverse):
         facts["tolerance"] = model.weights.tolerance
-        arrays |= {f"solved/{key}": value for key, value in model.weights.remembered.items()}
+        arrays |= {f"solved/{key}": value for key, value in model.weights.solutions.items()}
     return arrays, facts
 
 
@@ -143,7 +141,7 @@ def unpack(
     own: Own,
     inverse: Callable[[Kernel, float, Any, Any], Inverse],
 ) -> tuple[ConditionalEmbedding, LeftOut | None]:
-    """And back. `inverse(kernel, λ, X, Y)` makes the weights of a model that is solved for when it is asked."""
+    """The inverse of `pack`. `inverse(kernel, λ, X, Y)` makes the weights of a model that is solved on demand."""
     known: dict[str, type[Kernel]] = {"delta": Delta, **own}
     features = restore_features(facts["features"], arrays, own) if "features" in facts else None
     own_kernel = facts["kernel"] is None
@@ -162,6 +160,6 @@ def unpack(
     if "tolerance" in facts:
         solver = inverse(kernel, lam, X, Y)
         solver.tolerance = float(facts["tolerance"])
-        solver.remembered |= {n.removeprefix("solved/"): v for n, v in arrays.items() if n.startswith("solved/")}
+        solver.solutions |= {n.removeprefix("solved/"): v for n, v in arrays.items() if n.startswith("solved/")}
         return ConditionalEmbedding(kernel, target_kernel, X, Y, solver, lam), left
     return solve_embedding(kernel, target_kernel, X, Y, lam), None

@@ -33,8 +33,8 @@ from kme_dist.models.settings import Rule, integer, one_of
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean
 
-_START_ROWS = 5_000  # rows that the starting clusters are found among
-_ROWS = 1_024  # of which densities are computed at a time
+_START_ROWS = 5_000  # rows for the initial clusters
+_ROWS = 1_024  # densities are computed for at a time
 
 
 class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
@@ -42,17 +42,17 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
 
     Parameters
     ----------
-    n_components : how many Gaussians.
+    n_components : number of Gaussians.
     kernel : a Gaussian, linear, or polynomial kernel of degree 2 or 3; a name gets the median distance as length scale.
-        A linear kernel sees means only and one of degree 2 the first two moments: what the kernel does not see stays as
-        the starting clusters have it.
-    estimator : the mean to match: "kme", "b-kmse", "r-kmse" or "s-kmse". (A common factor (1 - α) of the weights says
-        that the mean is shrunk, and the mixture, whose shares add up to one, meets it as well as it can.)
-    starts : from how many sets of clusters; the best fit is kept.   client, random_state : as in KernelMean.
+        A linear kernel depends only on means, one of degree 2 on the first two moments: what the kernel does not depend
+        on stays as in the initial clusters.
+    estimator : the mean to match: "kme", "b-kmse", "r-kmse" or "s-kmse". (A shrunk mean has weights with the
+        common factor 1 - α; the mixture, whose shares add up to one, is the nearest one to it.)
+    starts : number of initial clusterings; the best fit is kept.   client, random_state : as in KernelMean.
 
     Attributes
     ----------
-    shares_, means_, variances_ : of the Gaussians.   loss_ : |μ_mixture - μ̂|² but for a constant.
+    shares_, means_, variances_ : of the Gaussians.   loss_ : |μ_mixture - μ̂|² up to a constant.
     """
 
     _FITTED: ClassVar[str] = "shares_"
@@ -84,7 +84,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
         self._check_settings()
         sample = rows_of(X)
-        self._remember_columns(X, sample.read()[0] if sample.in_memory else None)
+        self._record_columns(X, sample.read()[0] if sample.in_memory else None)
         if self.n_components > sample.count:
             raise ConfigError(f"n_components={self.n_components}: must be at most {sample.count}, the number of rows")
         self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
@@ -157,7 +157,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
 
 
 def _clusters(rows: np.ndarray, k: int, seed: int) -> tuple[np.ndarray, Gaussians]:
-    """Shares, means and variances of k-means clusters, with a share of the overall variance for tight ones."""
+    """Shares, means and variances of k-means clusters, regularised by the overall variance."""
     overall = rows.var(axis=0) + 1e-9 * (1 + np.abs(rows).max())
     found = KMeans(k, n_init=1, random_state=seed).fit(rows)
     counts = np.bincount(found.labels_, minlength=k)

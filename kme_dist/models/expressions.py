@@ -1,14 +1,14 @@
-"""Functions of the class, for conditional expectations E[g(Y) | x]: given as values, as a mapping, or as a small file.
+"""Functions of the class, for conditional expectations E[g(Y) | x]: as values, a mapping, or a small file.
 
     class_values([0, 1, 5], classes)                       # one value for each class, in the order of `classes`
     class_values({"cat": 1, "dog": 3}, classes)            # by name
     class_values("cost.yaml", classes)                     # a YAML or JSON file, with either of
 
-        values: {cat: 1, dog: 3, other: 0}                 # `default: 0` may stand for classes that are not named
-        expression: (y - 3) ** 2 if y > 3 else 0           # y is the class itself, where classes are numbers
+        values: {cat: 1, dog: 3, other: 0}                 # `default: 0` for classes that are not listed
+        expression: (y - 3) ** 2 if y > 3 else 0           # y is the class, if classes are numbers
 
 An expression is arithmetic on numbers and nothing else: + - * / // % **, comparisons, `if else`, `and or not`, and abs,
-min, max, exp, log, sqrt. It is walked node by node, never run as code.
+min, max, exp, log, sqrt. It is interpreted node by node, never run as code.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def class_values(given: Any, classes: Sequence[Any]) -> np.ndarray:
         values = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"an expectation needs numbers, one for each of {len(labels)} classes; got {given!r}"
+            f"an expectation must have one number for each of {len(labels)} classes, got {given!r}"
         ) from None
     if values.shape != (len(labels),) or not np.isfinite(values).all():
         raise ConfigError(
-            f"an expectation needs one finite number for each of {len(labels)} classes, got {_briefly(values)}"
+            f"an expectation must have one finite number for each of {len(labels)} classes, got {_briefly(values)}"
         )
     return values
 
@@ -88,15 +88,15 @@ def _briefly(values: np.ndarray) -> str:
 def _from_file(path: Path, labels: list[Any]) -> Any:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes; a file of class values is small")
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes, the limit for class values")
         tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a file of class values: {error}") from None
     if not isinstance(tree, dict) or not set(tree) <= {"values", "default", "expression"} or len(tree) == 0:
-        raise ConfigError(f"{path}: needs `values:` with a number for each class, or `expression:` in y; saw {tree!r}")
+        raise ConfigError(f"{path}: expected `values:` with a number per class, or `expression:` in y; got {tree!r}")
     if "expression" in tree:
         if len(tree) > 1:
-            raise ConfigError(f"{path}: `expression` and `values` exclude each other")
+            raise ConfigError(f"{path}: `expression` and `values` are mutually exclusive")
         return [evaluate(str(tree["expression"]), label, str(path)) for label in labels]
     values = tree.get("values")
     if isinstance(values, Mapping):
@@ -111,14 +111,14 @@ def _from_mapping(values: Mapping[Any, Any], labels: list[Any], where: str, defa
         raise ConfigError(f"{where}: {unknown[0]!r} is not a class; the classes are {', '.join(map(str, labels[:20]))}")
     missing = [label for label in labels if str(label) not in by_name]
     if missing and default is None:
-        raise ConfigError(f"{where}: there is no value for class {missing[0]!r}; add it, or a `default`")
+        raise ConfigError(f"{where}: no value for class {missing[0]!r}; add it, or a `default`")
     return [by_name.get(str(label), default) for label in labels]
 
 
 def evaluate(text: str, label: Any, where: str = "expression") -> float:
     """The value of an expression in `y`, the class."""
     if len(text) > MAX_EXPRESSION:
-        raise ConfigError(f"{where}: an expression of {len(text)} characters; at most {MAX_EXPRESSION} are allowed")
+        raise ConfigError(f"{where}: the expression has {len(text)} characters, the limit is {MAX_EXPRESSION}")
     if isinstance(label, str):
         try:
             label = float(label)
@@ -127,7 +127,7 @@ def evaluate(text: str, label: Any, where: str = "expression") -> float:
     try:
         return float(_value(ast.parse(text.strip(), mode="eval").body, float(label)))
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{where}: {text!r} has no value at y = {label:g} ({error})") from None
+        raise ConfigError(f"{where}: {text!r} cannot be evaluated at y = {label:g} ({error})") from None
 
 
 def _value(node: ast.expr, y: float) -> float:
@@ -150,4 +150,4 @@ def _value(node: ast.expr, y: float) -> float:
             return _value(body if _value(test, y) else orelse, y)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
             return float(_CALLS[name](*(_value(part, y) for part in args)))
-    raise ValueError(f"{ast.unparse(node)!r} is not allowed in it")
+    raise ValueError(f"{ast.unparse(node)!r} is not allowed")

@@ -1,9 +1,9 @@
-"""The multiclass conditional embedding: a classifier that learns its kernel, calibrates itself and can be shrunk.
+"""The multiclass conditional embedding: a classifier that learns its kernel and can be calibrated and compressed.
 
-clf = MCEClassifier(calibration="temperature").fit(X, y)        # by leave-one-out, nothing held out
+clf = MCEClassifier(calibration="temperature").fit(X, y)        # by leave-one-out, without held-out rows
 clf.calibrate(X_held_out, y_held_out, method="isotonic")
 small = clf.compress(n_centres=200)
-small.compression_                                              # what that cost
+small.compression_                                              # the loss of accuracy
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kme_dist.run.maps import as_features, features_of, restore_features, with_f
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 
-_SAMPLE_ROWS = 20_000  # sample of the rows of the fit: for the bound, and for the calibration
+_SAMPLE_ROWS = 20_000  # of the fit, sampled for the bound and the calibration
 
 
 class MCEClassifier(EmbeddingClassifier):
@@ -46,36 +46,36 @@ class MCEClassifier(EmbeddingClassifier):
     Parameters
     ----------
     kernel : str or Kernel
-        A name ("gaussian" and other stationary kernels get one length scale per feature) or a kernel object; where
-        learning starts.
+        A name ("gaussian" and other stationary kernels get one length scale per feature) or a kernel object;
+        the start of learning.
     objective : {"auto", "rcb", "validation", "loo", "erm", "cv", "median"}
-        What is learned from. "auto" starts from the best common length scale, learns by the complexity bound and by
-        batch validation with length scales held near that start, and keeps the one whose full fit has the lower
+        The quantity minimised. "auto" starts from the best common length scale, learns by the complexity bound and by
+        batch validation with length scales kept near that start, and keeps the one whose full fit has the lower
         leave-one-out log loss. "cv" is a k-fold grid search over one length scale and λ, "median" the median-distance
         heuristic.
     refit_regularization : bool
-        Choose λ again on all rows by leave-one-out after learning; False keeps the learned one, as published.
+        Retune λ on all rows by leave-one-out after learning; False keeps the learned one, as published.
     risk, complexity_weight : the loss summed ("sum") or averaged ("mean"), and the multiplier τ of the complexity term
         (None: 4e for rcb, 1 for validation and loo).
-    regularization : where λ starts; with steps=0 kernel and λ are used as given.
-    batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None chooses by the number of rows.
-    scaling : {"unit", "standard", None}; learned inside the model and applied to queries too.
+    regularization : initial λ; with steps=0 kernel and λ are used as given.
+    batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None depends on the number of rows.
+    scaling : {"unit", "standard", None}; learned by the model and applied to all rows.
     solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres.
-    backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it carries three digits;
-        solves that need more, and raw rows (scaling=None) that it cannot tell apart, are done in float64 all the same.
-    random_state : integer >= 0; decides batches, splits and centres.
+    backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it gives three digits;
+        solves that need more, and unscaled rows whose differences it cannot resolve, use float64.
+    random_state : integer >= 0; determines batches, splits and centres.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
-        cannot prove anything rarer; 0 is the published clip-normalisation.
+        cannot support anything rarer; 0 is the published clip-normalisation.
     calibration : {"none", "temperature", "isotonic"}
-        A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see `calibrate`,
-        too. Labels do not depend on it.
-    features : a feature map (or its config) that scaled rows are taken through first; the kernel stands on it. With
-        solver="features", or a linear kernel, the fit solves for the weights of the features themselves: p x p
-        equations instead of n x n. A number is that of random features of the learned kernel.
+        A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see also
+        `calibrate`. Labels do not depend on it.
+    features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
+        linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
+        the number of random features of the learned kernel.
 
     Attributes
     ----------
-    kernel_, regularization_ : what was learned.   classes_ : the labels.   objective_ : the objective that was kept.
+    kernel_, regularization_ : what was learned.   classes_ : the labels.   objective_ : that of the best candidate.
     history_ : one record per step.   bound_ : the generalisation bound at the training rows, a diagnostic.
 
     Examples
@@ -151,10 +151,10 @@ class MCEClassifier(EmbeddingClassifier):
     def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
-        X is a table of numbers with y its labels, or an open `Dataset` (its "train" split where it has one), which
+        X is a table of numbers with y its labels, or an open `Dataset` (its "train" split if it has one), which
         has its own labels. `callback` receives the record of every learning step (see `history_`).
 
-        Here and over a `client` the same work is done in the same order: what comes out has the same bits.
+        The result has the same bits in this process and with a `client`.
         """
         self._check_settings()
         report = callback or (_print_record if self.verbose else None)
@@ -176,8 +176,8 @@ class MCEClassifier(EmbeddingClassifier):
         return self
 
     def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
-        """Where tasks leave arrays for each other: beside a data set, which workers elsewhere reach, while they do not
-        reach a folder of this machine."""
+        """Where tasks exchange arrays: beside a data set, since workers on other hosts cannot reach a folder of this
+        machine."""
         if self.client is None or not isinstance(data, Dataset):
             return folder
         place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
@@ -191,29 +191,29 @@ class MCEClassifier(EmbeddingClassifier):
         name = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "name", "")
         if count and name not in SAMPLERS:
             raise ConfigError(
-                f"features={self.features}: kernel={self.kernel!r} has no random features; choose a kernel of "
-                f"{', '.join(SAMPLERS)}, or give a feature map"
+                f"features={self.features}: kernel={self.kernel!r} has no random features; choose one of "
+                f"{', '.join(SAMPLERS)}, or pass a feature map"
             )
         if count and self.solver not in ("auto", "features"):
             raise ConfigError(
-                f"features={self.features} random features are solved for by solver='features', not {self.solver!r}; "
-                "leave one of them out"
+                f"features={self.features} random features require solver='features', not {self.solver!r}; "
+                "remove one of them"
             )
         if self.solver != "features":
             return
         if self.features is None and name != "linear":
             raise ConfigError(
-                "solver='features' needs explicit features: give `features` (a feature map, or how many random "
+                "solver='features' requires explicit features: set `features` (a feature map, or a number of random "
                 "features of the kernel), or kernel='linear'"
             )
-        if not count and name != "linear" and self.kernel != "gaussian":  # the default stands for no choice
+        if not count and name != "linear" and self.kernel != "gaussian":  # the default counts as not set
             raise ConfigError(
-                f"solver='features' solves for weights of the features themselves, and kernel={self.kernel!r} on top "
-                "of them has none; leave the kernel out, or use another solver"
+                f"solver='features' does not support kernel={self.kernel!r} on top of the features; "
+                "remove the kernel, or use another solver"
             )
 
     def recipe(self, data: RowSource) -> Recipe:
-        """The settings for whoever learns and fits with them."""
+        """The settings as a recipe for learning and fitting."""
         width, seed = data.features, self._seed()
         if self.features is not None and not isinstance(self.features, int | np.integer):
             width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
@@ -242,12 +242,12 @@ class MCEClassifier(EmbeddingClassifier):
         )
 
     def adopt(self, data: RowSource, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
-        """Become the model that was trained on (a split of) `data`."""
+        """Take over the result of training on (a split of) `data`."""
         assert data.classes is not None
         split, fit = data.training_split(split), trained.fit
         self.classes_ = np.asarray(data.classes)
         if isinstance(data, Dataset):
-            self._remember_names(data.feature_names)
+            self._record_names(data.feature_names)
         self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
         self.probability_floor_ = recipe.floor(fit.rows, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
@@ -296,7 +296,7 @@ class MCEClassifier(EmbeddingClassifier):
         return self
 
     def _leave_one_out_calibration(self, rows: Any, codes: np.ndarray, total: int | None = None) -> Calibration:
-        """From scaled rows of the fit, or a sample of its `total` rows, as if each had been left out."""
+        """From leave-one-out predictions of scaled rows of the fit, or of a sample of its `total` rows."""
         if self.calibration == "none":
             return Calibration()
         Y = one_hot(codes, len(self.classes_), self.embedding_.weights)
@@ -305,7 +305,7 @@ class MCEClassifier(EmbeddingClassifier):
         return Calibration.fit(self.calibration, p, codes, self.probability_floor_)
 
     def _with_centres(self) -> mce.Embedding:
-        """The embedding; one of explicit features is a linear kernel with the unit vectors as centres."""
+        """The embedding; explicit features become a linear kernel with the unit vectors as centres."""
         found = self.embedding_
         if isinstance(found, mce.Embedding):
             return found
@@ -321,14 +321,14 @@ class MCEClassifier(EmbeddingClassifier):
         X: Any = None,
         y: Any = None,
     ) -> Self:
-        """A copy with fewer centres: `n_centres`, or as few as keep the function within a relative error.
+        """A copy with fewer centres: `n_centres`, or the fewest within a relative error of `tolerance`.
 
-        `compression_` of the copy states the loss: the relative error in the kernel's norm, how many labels stay and
-        the largest change of a decision on the rows of X (the centres themselves where X is not given), and with y the
-        accuracy before and after. `method` is "greedy" or "herding".
+        `compression_` of the copy reports the loss: the relative error in the kernel's norm, the share of unchanged
+        labels and the largest change of a decision on the rows of X (default: the centres), and with y the accuracy
+        before and after. `method` is "greedy" or "herding".
         """
         if not isinstance(self.embedding_, mce.Embedding):
-            raise ConfigError("compress chooses among centres, and solver='features' has none; ask for fewer features")
+            raise ConfigError("compress selects centres, and solver='features' has none; fit with fewer features")
         found = compress(self.embedding_, centres=n_centres, tolerance=tolerance, method=method)
         small = copy.copy(self)
         small.embedding_ = found.embedding
@@ -403,8 +403,8 @@ class MCEClassifier(EmbeddingClassifier):
 
     def _restore_columns(self, found: Mapping[str, Any]) -> None:
         super()._restore_columns(found)
-        if found.get("columns"):  # how runs stored names before models had them
-            self._remember_names(found["columns"])
+        if found.get("columns"):  # where older versions stored the names
+            self._record_names(found["columns"])
 
 
 def _print_record(record: Record) -> None:

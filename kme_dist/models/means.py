@@ -1,4 +1,4 @@
-"""Kernel means of samples, and the Parzen-window classifier that compares them.   [KMSE]
+"""Kernel means of samples, and a Parzen-window classifier based on them.   [KMSE]
 
 >>> import numpy as np
 >>> X = np.random.default_rng(0).normal(size=(30, 2))
@@ -10,8 +10,8 @@ True
 >>> round(mean.distance(KernelMean("kme", mean.kernel_).fit(X)), 3) > 0
 True
 
-Samples are arrays, lists of anything that the kernel takes, or data sets on disk: those are read block by block, also
-when the mean is evaluated, and only a few numbers are kept. On a cluster (`client`) the blocks go to the workers.
+Samples are arrays, lists of objects that the kernel accepts, or data sets on disk, which are read block by block, also
+when the mean is evaluated, with only a few numbers kept. With a `client` the blocks are read by the workers.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from kme_dist.models.settings import Rule, integer, one_of, positive
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, mean_inner, spectrum_sample
 
 _MEDIAN_ROWS = 2_000
-_SELECTION_ROWS = 2_000  # rows by which a length scale is chosen
+_SELECTION_ROWS = 2_000  # rows used to choose a length scale
 
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
-    """A kernel as given; one given by name gets the median distance between rows as its length scale."""
+    """The kernel; one given by name gets the median distance between rows as its length scale."""
     if not isinstance(kernel, str):
         return kernels.from_config(kernel)
     found = kernels.from_config({"name": kernel})
@@ -75,24 +75,24 @@ class KernelMean(Estimator):
         The plain mean; shrunk by an estimate of its risk; by leave-one-out; or along the eigenvectors of the covariance
         with the regularisation chosen by leave-one-out ("s-kmse", n³ work, or passes over the rows with centres).
     kernel : str or Kernel
-        A kernel, or a name whose length scale will be the median distance between rows.
+        A kernel, or a name, with the median distance between rows as length scale.
     regularization : λ of "s-kmse"; None chooses by leave-one-out.
-    target : a fitted KernelMean or a `Mean` f*, towards which to shrink; None is 0.
+    target : a fitted KernelMean or a `Mean` f* to shrink towards; None is 0.
     positive_part : for "b-kmse", the positive-part form of James and Stein, which shrinks more.
     sums : {"exact", "features"}
         Sums over all pairs of rows by tiles, O(n²), or estimated with random features, O(n · features); the standard
         error of the estimate is `rho_error_`.
-    features : how many random frequencies.
-    centres : of "s-kmse": number of rows to project on; None is exact up to 5,000 rows and takes 1,000 centres beyond.
+    features : number of random frequencies.
+    centres : of "s-kmse": number of rows to project on; None: exact up to 5,000 rows, else 1,000 centres.
     dtype : precision of the tiles.   client : a distributed.Client.   random_state : integer >= 0.
 
     Attributes
     ----------
-    weights_ : one weight per row (a single number for a data set on disk, whose rows all weigh the same), or per centre
-    shrinkage_ : α, the weight that f* gets.   rho_, varrho_ : means of all K_ij and of K_ii (not for "kme", nor where
-        there are centres).   regularization_ : λ of "s-kmse".   kernel_ : the kernel.
-    unexplained_, error_bound_ : which share of the kernel the centres leave out, and how far at most the mean may be
-        from the one without centres at the same λ, in the kernel's Hilbert space; 0 without centres.
+    weights_ : one weight per row (a single number for a data set on disk, whose rows have equal weights), or per centre
+    shrinkage_ : α, the weight that f* gets.   rho_, varrho_ : means of all K_ij and of K_ii (not for "kme" or with
+        centres).   regularization_ : λ of "s-kmse".   kernel_ : the kernel.
+    unexplained_, error_bound_ : the share of the kernel not explained by the centres, and a bound on the distance to
+        the mean without centres at the same λ, in the kernel's Hilbert space; 0 without centres.
     """
 
     _FITTED: ClassVar[str] = "fitted_"
@@ -134,10 +134,10 @@ class KernelMean(Estimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Estimate the mean from the rows of an array, a list, or a data set (its "train" split where it has one)."""
+        """Estimate the mean from the rows of an array, a list, or a data set (its "train" split if it has one)."""
         self._check_settings()
         sample = rows_of(X, self.dtype)
-        self._remember_columns(X, sample.read()[0] if sample.in_memory else None)
+        self._record_columns(X, sample.read()[0] if sample.in_memory else None)
         kernel = kernel_for(self.kernel, sample, self.random_state)
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
         frequencies = None
@@ -162,7 +162,7 @@ class KernelMean(Estimator):
 
     def _check_together(self) -> None:
         if self.centres is not None and self.estimator != "s-kmse":
-            raise ConfigError(f"centres={self.centres!r} are for estimator='s-kmse', not {self.estimator!r}")
+            raise ConfigError(f"centres={self.centres!r} requires estimator='s-kmse', not {self.estimator!r}")
 
     def _keep(self, fitted: FittedMean) -> None:
         self.fitted_ = fitted
@@ -197,7 +197,7 @@ class KernelMean(Estimator):
         widths = [getattr(mean, "n_features_in_", None) for mean in (self, other)]
         if widths[0] != widths[1]:
             raise DataError(
-                f"one mean is of rows of {widths[0]} features, the other of {widths[1]}; they need the same columns"
+                f"one mean has {widths[0]} features, the other {widths[1]}; they must have the same columns"
             )
         if a.kernel != b.kernel:
             raise ConfigError(f"means of different kernels cannot be compared: {a.kernel!r} and {b.kernel!r}")
@@ -231,7 +231,7 @@ class KernelMean(Estimator):
             own = fitted.weights if np.ndim(fitted.weights) == 0 else fitted.weights[at : at + len(block)]  # type: ignore[index]
             values = np.asarray(f(block.read()[0]), dtype=np.float64)
             if values.shape[:1] != (len(block),):
-                raise DataError(f"f needs to return one value for each of {len(block)} rows, got shape {values.shape}")
+                raise DataError(f"f must return one value for each of {len(block)} rows, got shape {values.shape}")
             total = total + np.broadcast_to(own, (len(block),)) @ values
             at += len(block)
         if fitted.target is not None and fitted.alpha:
@@ -241,7 +241,7 @@ class KernelMean(Estimator):
     # --- storing ---------------------------------------------------------------------------------
 
     def _pack(self) -> tuple[Arrays, Facts]:
-        """A mean of a data set keeps its address and needs it again."""
+        """A mean of a data set stores only its address, and requires the data set at loading."""
         fitted = self.fitted_
         arrays: Arrays = {"weights": np.asarray(fitted.weights)}
         facts: Facts = {
@@ -291,7 +291,7 @@ class ParzenClassifier(Classifier):
     With f_c(x) = <μ_c, k(x, ·)> - |μ_c|²/2 class a is preferred to class b where f_a(x) > f_b(x), which is the sign
     of <μ_a - μ_b, k(x, ·)> + (|μ_b|² - |μ_a|²)/2. Pairs are coupled into probabilities: with one slope s for all,
     P(a | a or b, x) = 1/(1 + exp(-s (f_a - f_b))) couples exactly to softmax(s f), and the majority of the pairwise
-    votes is its arg max. s is fitted to held-out rows of the training part.
+    votes is its arg max. s is fitted to held-out training rows.
 
     Parameters
     ----------
@@ -331,7 +331,7 @@ class ParzenClassifier(Classifier):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Choose the length scale and the slope inside the given rows, then the means of all of them."""
+        """Choose length scale and slope by cross-validation, then compute the means of all rows."""
         self._check_settings()
         X, y = self._fit_rows(X, y)
         self.classes_, codes = classes_of(y)
@@ -352,7 +352,7 @@ class ParzenClassifier(Classifier):
     def _candidates(self, rows: np.ndarray) -> list[Kernel]:
         if not isinstance(self.kernel, str):
             if self.length_scales is not None:
-                raise ConfigError("length_scales are for a kernel given by name; this one has its own")
+                raise ConfigError("length_scales require a kernel given by name; remove one of them")
             return [kernels.from_config(self.kernel)]
         kernel = kernels.from_config({"name": self.kernel})
         names = length_scale_names(kernel)
@@ -373,7 +373,7 @@ class ParzenClassifier(Classifier):
     def _splits(self, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         counts = np.bincount(labels, minlength=len(self.classes_))
         folds = int(min(self.folds, counts.min()))
-        # Shrinkage needs two rows of every class in every training part.
+        # Shrinkage requires two training rows of every class in every fold.
         if folds < 2 or (self.estimator != "kme" and counts.min() - -(-counts.min() // folds) < 2):
             every = np.arange(len(labels))
             return [(every, every)]
@@ -383,7 +383,7 @@ class ParzenClassifier(Classifier):
     def _held_out(
         self, kernel: Kernel, rows: np.ndarray, labels: np.ndarray, splits: list[tuple[np.ndarray, np.ndarray]]
     ) -> np.ndarray:
-        """f_c of every row under the means of the folds that do not hold it."""
+        """f_c of every row under the means of the folds without it."""
         K = kernel.gram(rows)
         scores = np.zeros((len(rows), len(self.classes_)))
         for train, test in splits:
@@ -392,7 +392,7 @@ class ParzenClassifier(Classifier):
         return scores
 
     def _means(self, kernel: Kernel, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights (n, m) and |μ_c|²/2, a class at a time: the largest Gram matrix is that of the largest class."""
+        """Weights (n, m) and |μ_c|²/2, one class at a time: the largest Gram matrix is that of the largest class."""
         weights, halves = np.zeros((len(rows), len(self.classes_))), np.zeros(len(self.classes_))
         for c in range(len(self.classes_)):
             own = np.flatnonzero(codes == c)
@@ -408,7 +408,7 @@ class ParzenClassifier(Classifier):
         return weights, halves
 
     def _one(self, K: np.ndarray) -> tuple[np.ndarray, float]:
-        """Weights and |μ|²/2 of one class; a class of one row is that row, which nothing tells how to shrink."""
+        """Weights and |μ|²/2 of one class; a single row is not shrunk, since its shrinkage cannot be estimated."""
         estimator = self.estimator if len(K) > 1 else "kme"
         weights = np.asarray(gram_weights(estimator, K, positive_part=self.positive_part).weights)
         return weights, 0.5 * float(weights @ K @ weights)
@@ -450,7 +450,7 @@ class ParzenClassifier(Classifier):
 
 
 def _fit_slope(scores: np.ndarray, labels: np.ndarray) -> float:
-    """s that gives the held-out rows the least log loss under softmax(s f)."""
+    """s that minimises the log loss of the held-out rows under softmax(s f)."""
     spread = float(np.std(scores[:, :1] - scores)) or 1.0
 
     def loss(log_slope: float) -> float:

@@ -1,4 +1,4 @@
-"""Are two samples of one distribution? The kernel two-sample test, in memory or out of core.
+"""The kernel two-sample test: are two samples from the same distribution? In memory or out of core.
 
 >>> import numpy as np
 >>> rng = np.random.default_rng(0)
@@ -7,7 +7,7 @@
 >>> same.p_value > 0.05, other.p_value < 0.05
 (True, True)
 
-Samples are arrays, lists of anything that the kernel takes, or data sets; blocks of rows go to the workers of `client`.
+Samples are arrays, lists of objects that the kernel accepts, or data sets, read by the workers of `client`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NULLS = {"unbiased": ("permutation", "spectral"), "block": ("normal",), "linear
 
 @dataclass(frozen=True)
 class MMDTest:
-    """The estimate of MMD² and how likely one as large is when both samples are of one distribution."""
+    """The estimate of MMD² and its p-value under the null that both samples have the same distribution."""
 
     statistic: float
     p_value: float
@@ -46,7 +46,7 @@ class MMDTest:
     null_values: np.ndarray = field(repr=False)  # draws of the statistic under the null; empty for a normal one
 
     def rejects(self, level: float = 0.05) -> bool:
-        """Whether the samples are told apart at this level."""
+        """Whether the null hypothesis is rejected at this level."""
         return self.p_value <= level
 
 
@@ -68,28 +68,26 @@ def mmd_test(
     ----------
     kernel : a kernel, or a name whose length scale is the median distance between rows of both samples.
     method : "unbiased" (all pairs, O(n²)), "block" (O(n · block_size)) or "linear" (O(n)).
-    null : of "unbiased": "permutation" (exact level; all relabellings in one walk over the tiles) or "spectral" (from
+    null : of "unbiased": "permutation" (exact level; all relabellings in one pass over the tiles) or "spectral" (from
         eigenvalues, asymptotic). The others are normal.
     permutations : relabellings, or draws of the spectral null.
-    block_size : of "block"; None is the root of the smaller sample's size.
+    block_size : for "block"; None: the square root of the smaller sample's size.
     """
     if method not in _NULLS:
         raise ConfigError(f"method={method!r} is unknown; choose one of {', '.join(_NULLS)}")
     null = _NULLS[method][0] if null is None else null
     if null not in _NULLS[method]:
-        raise ConfigError(f"null={null!r}: method {method!r} has {' and '.join(map(repr, _NULLS[method]))}")
+        raise ConfigError(f"null={null!r}: for method {method!r} choose {' or '.join(map(repr, _NULLS[method]))}")
     if permutations < 1:
         raise ConfigError(f"permutations={permutations}: must be an integer >= 1")
     first, second = rows_of(X), rows_of(Y)
     m, n = first.count, second.count
     if min(m, n) < 2:
-        raise DataError(f"a two-sample test needs at least two rows of each, got {m} and {n}")
+        raise DataError(f"a two-sample test requires at least two rows per sample, got {m} and {n}")
     widths = _features(first), _features(second)
     if widths[0] != widths[1]:
-        shown = ["no table of numbers" if width is None else f"{width} features" for width in widths]
-        raise DataError(
-            f"the first sample has {shown[0]}, the second {shown[1]}; two samples are compared by the same columns"
-        )
+        shown = ["no numeric features" if width is None else f"{width} features" for width in widths]
+        raise DataError(f"the first sample has {shown[0]}, the second {shown[1]}; they must have the same columns")
     _check_names(X, Y)
     pooled = _pooled(first, second, _SPECTRAL_ROWS, random_state)
     found = kernel_for(kernel, rows_of(pooled), random_state)
@@ -114,23 +112,21 @@ def mmd_test(
     calls = [(found, left, right, size, method) for left, right in pairs]
     count, mean, squares = executor.map_reduce(_blocks, calls, _merge, name="mmd-blocks")
     if count < 2:
-        raise DataError(f"method={method!r} needs at least two blocks of {size} rows of each sample; choose 'unbiased'")
+        raise DataError(f"method={method!r} requires at least two blocks of {size} rows per sample; choose 'unbiased'")
     spread = math.sqrt(squares / (count - 1) / count)
     p_value = float(norm.sf(mean / spread)) if spread > 0 else float(mean <= 0)
     return MMDTest(float(mean), p_value, method, null, found, np.zeros(0))
 
 
 def _features(rows: RowsRef) -> int | None:
-    """How many numbers a row has; None where rows are something else."""
+    """The number of features; None for non-numeric rows."""
     return rows.source.features or None
 
 
 def _check_names(X: Any, Y: Any) -> None:
     names = [list(part.columns) if hasattr(part, "columns") else None for part in (X, Y)]
     if None not in names and names[0] != names[1]:
-        raise DataError(
-            f"the samples have columns {names[0]!r} and {names[1]!r}; bring them into the same order: Y[X.columns]"
-        )
+        raise DataError(f"the samples have columns {names[0]!r} and {names[1]!r}; reorder them: Y[X.columns]")
 
 
 def _pooled(first: RowsRef, second: RowsRef, size: int, seed: int) -> Any:
@@ -142,14 +138,14 @@ def _pooled(first: RowsRef, second: RowsRef, size: int, seed: int) -> Any:
 
 
 def _labels(m: int, n: int, permutations: int, rng: np.random.Generator) -> np.ndarray:
-    """Bits (m + n, permutations + 1), packed: which rows count as the first sample; the first column is the truth."""
+    """Packed bits (m + n, permutations + 1): which rows count as the first sample; the first column is the truth."""
     truth = np.arange(m + n) < m
     columns = [truth, *(rng.permutation(truth) for _ in range(permutations))]
     return np.packbits(np.stack(columns, axis=1), axis=1)
 
 
 def _relabelled(kernel: Kernel, first: RowsRef, second: RowsRef, labels: np.ndarray, executor: Executor) -> np.ndarray:
-    """The unbiased statistic of every labelling, from one walk over all pairs of rows."""
+    """The unbiased statistic of every labelling, from one pass over all pairs of rows."""
     m, n = first.count, second.count
     blocks, at = [], 0
     for block in [*first.parts(_BLOCK_ROWS), *second.parts(_BLOCK_ROWS)]:
@@ -163,7 +159,7 @@ def _relabelled(kernel: Kernel, first: RowsRef, second: RowsRef, labels: np.ndar
 
 
 def _width(labels: np.ndarray, m: int) -> int:
-    """How many of the unpacked columns are labellings: padding has no ones."""
+    """The number of unpacked columns that are labellings: padding has no ones."""
     return int(np.sum(np.unpackbits(labels, axis=1).sum(axis=0, dtype=np.int64) == m))
 
 
@@ -205,6 +201,6 @@ def _merge(left: Moments, right: Moments) -> Moments:
     count = left[0] + right[0]
     if not count:
         return 0, 0.0, 0.0
-    apart = right[1] - left[1]
-    mean = left[1] + apart * right[0] / count
-    return count, mean, left[2] + right[2] + apart**2 * left[0] * right[0] / count
+    delta = right[1] - left[1]
+    mean = left[1] + delta * right[0] / count
+    return count, mean, left[2] + right[2] + delta**2 * left[0] * right[0] / count

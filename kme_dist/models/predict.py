@@ -1,4 +1,4 @@
-"""Batch inference: a model over the chunks of any input, exactly once, on this machine or on a cluster.
+"""Batch inference: apply a model to every chunk of an input exactly once, in this process or on a cluster.
 
     import kme_dist as kme
     kme.predict("model.zarr", "rows.zarr", "scores.zarr")                              # label and probability
@@ -6,8 +6,8 @@
                 outputs=("label", "entropy"), expectations={"cost": [0, 1, 5]}, top_k=3)
     kme.open_predictions("scores.zarr").labels(0, 10)
 
-Run it again and it does what is missing: nothing, or the chunks that a kill left undone, or the rows that were appended
-since. Workers open the model and the data by their paths, so both must lie where every worker can read them.
+A second call computes only what is missing: chunks left by an interruption, or rows appended since. Workers open model
+and data by their paths, so both must be where every worker can read them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from kme_dist.run.sharing import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
 FORMATS = ("zarr", "parquet")
-PROCESS_BYTES = 300 << 20  # Python, NumPy, SciPy, scikit-learn, Zarr, Arrow and Dask in a worker, before any data
+PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is wanted of every row."""
+    """The outputs to compute for every row."""
 
     names: tuple[str, ...]
     expectations: tuple[tuple[str, tuple[float, ...]], ...]
@@ -73,14 +73,14 @@ class Outputs:
             raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
         for name in expectations or {}:
             if not re.fullmatch(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]", name) or name == "c":
-                raise ConfigError(f"invalid name of an expectation: {name!r}; use letters, digits, '_', '-' and '.'")
+                raise ConfigError(f"invalid expectation name: {name!r}; use letters, digits, '_', '-' and '.'")
         k = 0 if top_k is None else top_k
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
-            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 1")
+            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 0")
         labels = classes.tolist()
         values = tuple((name, tuple(class_values(g, labels).tolist())) for name, g in (expectations or {}).items())
         if not (outputs or values or k):
-            raise ConfigError(f"outputs: nothing is asked for; choose from {', '.join(OUTPUTS)}")
+            raise ConfigError(f"outputs: empty; choose from {', '.join(OUTPUTS)}")
         names = tuple(name for name in OUTPUTS if name in outputs)
         return cls(names, values, bool(raw_expectations), min(int(k), len(classes)))
 
@@ -96,7 +96,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class PredictionPlan:
-    """What a worker has to know to predict a chunk; plain data, the same for all of them."""
+    """What a worker needs to predict a chunk: plain data, the same for all workers."""
 
     job: str
     model: str
@@ -130,25 +130,25 @@ def predict(
 
     Parameters
     ----------
-    model : path of a saved model, or a fitted one (which is then saved beside `out`, for the workers)
+    model : path of a saved model, or a fitted one (which is saved beside `out`, for the workers)
     data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
     expectations : name -> g, for E[g(Y) | x] under the probabilities; forms of g: `models.expressions`
-    raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: it may leave the values of g
+    raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: may exceed the values of g
     top_k : number of top classes, as `top_label` and `top_probability`
     format : "zarr" (arrays in one group) or "parquet" (one file for each chunk)
     split : of a data set; None takes all rows
-    like : a data set whose columns and categories Parquet is read by; id_column : a column to carry through
-    dtype : "float32", "float64", or "auto": single precision where it gives the same probabilities to 1e-3
+    like : a data set whose encoding is used for Parquet; id_column : a column to copy to the output
+    dtype : "float32", "float64", or "auto": single precision if it gives the same probabilities to 1e-3
     overwrite : replace the predictions of another model, or of data that changed
-    from_scratch : recompute every chunk, those that are done as well
-    progress : called with the rows that are done and the rows altogether
-    watch : called with the chunks that are done, have failed, and altogether; the rows done; and `retried`
+    from_scratch : recompute every chunk, also finished ones
+    progress : called with the rows done and the total rows
+    watch : called with the chunks done, failed and in total; the rows done; and `retried`
 
     Returns
     -------
-    Outcome : counts, seconds, and the chunks that could not be computed (`quarantined`), which hold no answers
+    Outcome : counts, seconds, and the chunks that could not be computed (`quarantined`), which have no outputs
     """
     place = Place.of(out)
     address, digest, fitted = _locate(model, place)
@@ -165,7 +165,7 @@ def predict(
         id_column=id_column,
     )
     if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
-        raise ConfigError(f"id_column={id_column!r} holds text, which Zarr arrays do not; choose format='parquet'")
+        raise ConfigError(f"id_column={id_column!r} is text, which Zarr arrays cannot hold; choose format='parquet'")
     working = _precision(fitted, dtype)
     fields = wanted.fields(len(fitted.classes_), source.id_field)
     classes = fitted.classes_.tolist()
@@ -179,7 +179,7 @@ def predict(
         "chunk_rows": source.source.output_rows,
         "data": source.describe(),
     }
-    if wanted.expectations:  # of which there was only the raw kind, and no word of it, in older records
+    if wanted.expectations:  # older records have no such entry and only raw expectations
         computed_from["expected_under"] = "decisions" if raw_expectations else "probabilities"
     job = short_digest(computed_from)
     state = {
@@ -208,7 +208,7 @@ def predict(
 
 
 def predict_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef) -> Receipt:
-    """On a worker: read, compute, store, record."""
+    """On a worker: read, compute, store, write the receipt."""
     if (receipt := recorded_chunk(plan.layout, plan.job, chunk, identity)) is not None:
         return receipt
     return compute_chunk(plan, chunk, identity, rows)
@@ -220,7 +220,7 @@ def compute_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef
     ids = None if rows.id_field is None else rows.read_ids(0, rows.count)
     X = X.reshape(len(X), -1)
     if len(X) != rows.count:
-        raise DataError(f"chunk {chunk} holds {len(X)} rows where {rows.count} were expected")
+        raise DataError(f"chunk {chunk} has {len(X)} rows, expected {rows.count}")
     _check_finite(X, chunk * plan.layout.chunk_rows)
     arrays = scorer.outputs(X, plan.wanted)
     if ids is not None:
@@ -229,7 +229,7 @@ def compute_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef
 
 
 class _Scorer:
-    """A model, loaded and prepared once in the life of a worker."""
+    """A model, loaded and prepared once per worker."""
 
     def __init__(self, model: Any, dtype: str) -> None:
         self.model, self.dtype = model, dtype
@@ -244,10 +244,10 @@ class _Scorer:
     def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
         f = self.decision(X)
         p, label = self.model.probabilities(f), f.argmax(axis=1)
-        stored = led_by(p.astype(np.float32), label)  # rounding may bring another class up to the first
+        stored = led_by(p.astype(np.float32), label)  # rounding may create ties with the first class
         arrays: dict[str, Any] = {"label": label, "probability": stored, "decision": f}
         if "entropy" in wanted.names:
-            arrays["entropy"] = mce.rkhs_entropy(p)  # p is normalised already
+            arrays["entropy"] = mce.rkhs_entropy(p)  # p is already normalised
         if "rkhs_entropy" in wanted.names:
             arrays["rkhs_entropy"] = mce.rkhs_entropy(f)
         for name, g in wanted.expectations:
@@ -263,17 +263,17 @@ class _Scorer:
 def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
     found = _model_digest(Place.of(address))
     if found != digest:
-        raise ConfigError(f"the model {address} has changed since this job began; start over with --from-scratch")
+        raise ConfigError(f"the model {address} has changed since this job started; restart with --from-scratch")
     return _Scorer(load(address), dtype)
 
 
 def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
-    """Address, digest and the model itself; one that only lives in memory is saved beside the output first."""
+    """Address, digest and the model; a model in memory is saved beside the output first."""
     if isinstance(model, str | Path):
         place = Place.of(model)
     else:
         if not hasattr(model, "save") or not hasattr(model, "embedding_"):
-            raise ConfigError(f"model: needs a fitted model or the path of a saved one, got {type(model).__name__}")
+            raise ConfigError(f"model: must be a fitted model or the path of a saved one, got {type(model).__name__}")
         place = out.sibling(f"{out.name}.model")
         model.save(place.address)
     return place.address, _model_digest(place), load(place.address)
@@ -283,7 +283,7 @@ def _model_digest(place: Place) -> str:
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
-        raise DataError(f"{place}: there is no model here; `kme-dist run` or `model.save(path)` makes one") from None
+        raise DataError(f"{place}: no model found; create one with `kme-dist run` or `model.save(path)`") from None
     return str(attributes.get("attributes_digest"))
 
 
@@ -298,8 +298,8 @@ def _precision(model: Any, dtype: str) -> str:
 
 
 def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> int:
-    """The most memory that predicting needs in a worker: Python with its libraries, the model twice (as stored and as
-    prepared), one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
+    """Peak memory of prediction on a worker: Python with its libraries, the model twice (as stored and as prepared),
+    one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
     fitted = load(model)
     source = open_rows(data, features=int(fitted.n_features_in_), split=split)
     dtype = _precision(fitted, "auto")
@@ -320,6 +320,4 @@ def _check_finite(X: np.ndarray, first_row: int) -> None:
     bad = np.argwhere(~np.isfinite(X))
     if len(bad):
         row, column = (int(index) for index in bad[0])
-        raise DataError(
-            f"row {first_row + row}, feature {column}: the value is {X[row, column]}, a finite one is needed"
-        )
+        raise DataError(f"row {first_row + row}, feature {column}: the value is {X[row, column]}, must be finite")

@@ -1,8 +1,8 @@
-"""Rules for the settings of estimators: declared once in a table, checked at the edge of `fit`.
+"""Rules for the settings of estimators: declared in a table, checked at the start of `fit`.
 
     _RULES = {"steps": integer(0), "batch_size": integer(1, optional=True), "dtype": one_of("float32", "float64")}
 
-A rule says whether a value will do, and what to say of one that will not.
+A rule is a predicate and the error message for values that fail it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kme_dist.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rule:
-    holds: Callable[[Any], bool]
-    says: str  # what follows "name=value"
+    is_valid: Callable[[Any], bool]
+    message: str  # after "name=value"
 
     def check(self, name: str, value: Any) -> None:
-        if not self.holds(value):
-            raise ConfigError(f"{name}={value!r}{self.says}")
+        if not self.is_valid(value):
+            raise ConfigError(f"{name}={value!r}{self.message}")
 
 
 def integer(least: int, *, optional: bool = False) -> Rule:
@@ -57,7 +57,7 @@ def one_of(*known: str | None) -> Rule:
 
 
 def _number(kinds: Any, within: Callable[[Any], bool], wanted: str, optional: bool) -> Rule:
-    def holds(value: Any) -> bool:
+    def is_valid(value: Any) -> bool:
         return (optional and value is None) or (isinstance(value, kinds) and bool(within(value)))
 
-    return Rule(holds, f": must be {wanted}{', or None' if optional else ''}")
+    return Rule(is_valid, f": must be {wanted}{', or None' if optional else ''}")

@@ -1,1 +1,1 @@
-"""Where mathematics meets data: the learning loop and the final solve."""
+"""Execution: training, fitting, prediction and evaluation, in this process or on the workers of a cluster."""

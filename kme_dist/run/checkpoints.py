@@ -1,12 +1,12 @@
-"""Where a learning run stands, on disk: written aside and renamed, checked when read, few kept.
+"""Checkpoints of a learning run: written atomically, verified when read, only the newest kept.
 
     checkpoints = Checkpoints("runs/covtype/checkpoints", every_steps=50, every_s=60, keep=3)
-    checkpoints.resume(identity)            # the newest Snapshot, or None when there is none
-    checkpoints.offer(snapshot, identity)   # writes when it is time to
+    checkpoints.resume(identity)            # the newest Snapshot, or None
+    checkpoints.offer(snapshot, identity)   # writes if due
 
-`identity` is plain data that says what is being learned from what: settings, starting point, digests of data and plan.
-A checkpoint of something else is never continued and never overwritten; the refusal names what differs. One that is
-damaged is passed over for the one before it.
+`identity` is plain data that identifies the run: settings, starting point, digests of data and plan. A checkpoint of
+another run is never resumed and never overwritten; the error names the difference. A damaged checkpoint is skipped for
+the one before it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FORMAT = "kme-dist/checkpoint"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that the next step depends on, besides the data."""
+    """Everything that the next step depends on, except the data."""
 
-    step: int  # steps made
+    step: int  # steps done
     parameters: Named  # logarithms
     optimizer: State
-    watch: dict[str, Any]  # of the stopping rule: plain numbers, and `best`, the best iterate, where there is one
+    watch: dict[str, Any]  # stopping rule: numbers, and `best`, the best iterate, if any
     seconds: float = 0.0  # spent so far
-    history: list[dict[str, Any]] = field(default_factory=list)  # records of the steps made, where a loop keeps them
+    history: list[dict[str, Any]] = field(default_factory=list)  # records of all steps, if kept
 
 
 class Checkpoints:
@@ -47,19 +47,19 @@ class Checkpoints:
         self, folder: str | Path, *, every_steps: int | None = 100, every_s: float | None = 60.0, keep: int = 3
     ) -> None:
         if keep < 1:
-            raise ConfigError(f"keep={keep}: at least one checkpoint has to be kept")
+            raise ConfigError(f"keep={keep}: must be an integer >= 1")
         self.folder = Path(folder)
         self.every_steps, self.every_s, self.keep = every_steps, every_s, keep
-        self.passed_over: list[str] = []  # damaged ones, for those who want to know
+        self.damaged: list[str] = []  # skipped by `resume`: path and error
         self._last_step, self._last_time = 0, time.monotonic()
 
     def beside(self, name: str) -> Checkpoints:
-        """A folder for something else that belongs to the same run."""
+        """A sibling folder for another learner of the same run."""
         folder = self.folder.with_name(f"{self.folder.name}-{name}")
         return Checkpoints(folder, every_steps=self.every_steps, every_s=self.every_s, keep=self.keep)
 
     def offer(self, snapshot: Snapshot, identity: Mapping[str, Any]) -> bool:
-        """Write the snapshot when enough steps or seconds have passed since the last one."""
+        """Write the snapshot if enough steps or seconds have passed since the last one."""
         steps, seconds = snapshot.step - self._last_step, time.monotonic() - self._last_time
         due = (self.every_steps and steps >= self.every_steps) or (self.every_s and seconds >= self.every_s)
         if due:
@@ -89,26 +89,26 @@ class Checkpoints:
             old.with_name(f".{old.name}.lock").unlink(missing_ok=True)
 
     def resume(self, identity: Mapping[str, Any]) -> Snapshot | None:
-        """The newest snapshot that is whole. ConfigError where it belongs to another run."""
+        """The newest complete snapshot; ConfigError if it belongs to another run."""
         for path in reversed(self._paths()):
             try:
                 arrays, found = store.load_arrays(path)
                 snapshot = _read(arrays, found)
             except (CorruptError, DataError, KeyError, TypeError, ValueError) as error:
-                self.passed_over.append(f"{path}: {error}")
+                self.damaged.append(f"{path}: {error}")
                 continue
             different = _difference(found.get("identity", {}), identity)
             if different:
                 raise ConfigError(
                     f"{self.folder} holds checkpoints of another run: {different}. Choose another output.folder, "
-                    "start over with --fresh, or go back to the settings and data of that run."
+                    "start over with --fresh, or restore the settings and data of that run."
                 )
             self._last_step, self._last_time = snapshot.step, time.monotonic()
             return snapshot
         return None
 
     def clear(self) -> None:
-        """Forget every snapshot."""
+        """Delete all snapshots."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _paths(self) -> list[Path]:
@@ -125,7 +125,7 @@ def _shape_of(name: str, value: np.ndarray) -> list[Any]:
 
 def _read(arrays: Mapping[str, np.ndarray], found: Mapping[str, Any]) -> Snapshot:
     if found.get("format") != FORMAT:
-        raise DataError(f"{found.get('format')!r} is no checkpoint")
+        raise DataError(f"{found.get('format')!r} is not a checkpoint")
     slots: dict[str, Named] = {}
     for slot, layout in found["layout"].items():
         named, start = {}, 0
@@ -144,7 +144,7 @@ def _read(arrays: Mapping[str, np.ndarray], found: Mapping[str, Any]) -> Snapsho
 
 
 def _written(value: float) -> float | str:
-    """JSON has no infinity, and texts keep every bit."""
+    """As text: JSON has no infinity, and hexadecimal keeps every bit."""
     return value if isinstance(value, int) else float(value).hex()
 
 
@@ -153,18 +153,18 @@ def _number(value: float | str) -> float:
 
 
 def _difference(stored: Any, wanted: Any, where: str = "") -> str:
-    """The first place where two trees of plain data differ, in words; empty when they agree."""
+    """The first difference between two trees of plain data, in words; empty if they are equal."""
     if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
         for key in sorted({*stored, *wanted}):
             inner = f"{where}.{key}" if where else str(key)
             if key not in stored or key not in wanted:
-                return f"{inner} is {'new' if key in wanted else 'gone'}"
+                return f"{inner} is {'new' if key in wanted else 'missing'}"
             if different := _difference(stored[key], wanted[key], inner):
                 return different
         return ""
     if stored == wanted:
         return ""
-    return f"{where} was {_short(stored)}, now it is {_short(wanted)}"
+    return f"{where} was {_short(stored)}, is now {_short(wanted)}"
 
 
 def _short(value: Any) -> str:
@@ -173,7 +173,7 @@ def _short(value: Any) -> str:
 
 
 def as_checkpoints(place: str | Path | Checkpoints | None) -> Checkpoints | None:
-    """A folder becomes checkpoints by the clock: steps of features take milliseconds or minutes."""
+    """Checkpoints in a folder, saved by time: steps on features take milliseconds or minutes."""
     if place is None or not isinstance(place, str | Path):
         return place
     return Checkpoints(place, every_steps=None, every_s=30.0)

@@ -1,33 +1,32 @@
 """Fitting conditional embeddings with every solver, and learning the input kernel.
 
     solve_embedding(kernel, target_kernel, X, Y, lam)       exact, in memory (kme_dist.core.conditional)
-    Inverse(pairs, kernel, lam, "tiled" | "pcg", ...)        exact, out of core: W = (K + nλI)⁻¹ as something to apply
+    Inverse(pairs, kernel, lam, "tiled" | "pcg", ...)        exact, out of core: W = (K + nλI)⁻¹ as an operator
     project(weights, target_kernel, Y, D)                   the same, on target centres D
-    left_out(embedding, weights, Y, seed)                   residuals of rows under the fit without them
-    fit_sums(kernel, target_kernel, pairs, lam, basis, D)   centres or features of inputs: one pass over the rows
+    left_out(embedding, weights, Y, seed)                   leave-one-out residuals of rows
+    fit_sums(kernel, target_kernel, pairs, lam, basis, D)   centres or features of inputs, in one pass
     learn_kernel(ConditionalLearner(kernel, target_kernel), X, Y, lam, ...)  input kernel by held-out loss
 
-W itself is n x n, so `Inverse` never forms it. What a prediction needs is W applied to something with few columns: to
-h(Y) for E[h(Y) | x] = k(x)ᵀ W h(Y), to L(Y, y) for μ(x)(y). Such right sides are solved for when they are asked about.
-With target centres D the right side L(Y, D) is known beforehand, and L_DD⁻¹ L_DY W is all that is kept.
+W is n x n, so `Inverse` never forms it. A prediction needs W applied to a matrix with few columns: to h(Y) for
+E[h(Y) | x] = k(x)ᵀ W h(Y), to L(Y, y) for μ(x)(y). Such right sides are solved on demand. With target centres D the
+right side L(Y, D) is known in advance, and only L_DD⁻¹ L_DY W is kept.
 
-Centres and features need sums over rows alone, G = Σ z zᵀ and B = Σ z l(D, y)ᵀ with z = k(C, x) or φ(x), taken block by
-block on any executor; then W = L_DD⁻¹ Bᵀ (G + nλM)⁻¹, M = K_CC or I. A data set on disk is never held in memory. With
-labels as targets and every label a centre the projection loses nothing.
+Centres and features need only sums over rows, G = Σ z zᵀ and B = Σ z l(D, y)ᵀ with z = k(C, x) or φ(x), computed block
+by block on any executor; then W = L_DD⁻¹ Bᵀ (G + nλM)⁻¹, M = K_CC or I. A data set on disk is never loaded as a whole.
+With labels as targets and every label a centre the projection is exact.
 
-λ is chosen anew on all rows where a closed form is at hand. With l(y) = R⁻¹ L(D, y), L_DD = R Rᵀ, the coordinates of
+λ is retuned on all rows where a closed form exists. With l(y) = R⁻¹ L(D, y), L_DD = R Rᵀ, the coordinates of
 L(y, ·) along the target centres, the leave-one-out residual of row i along them is
 
     (l(y_i) - f(x_i)) / (1 - z_iᵀ (G + nλM)⁻¹ z_i)         sums: the leverage of a row
     (W l(Y))_i / W_ii                                    conjugate gradients: columns of W for some rows
 
-and what lies across them does not depend on λ. Both are exact for each row; a random sample of rows is judged.
-Quantiles and intervals stand on the same residuals of the targets themselves: all rows of an exact embedding up to
-1,000, else a sample of 1,000 ("cholesky", "nystrom", "features") or of at most 512 ("tiled" and "pcg", where each takes
-a column of W).
+and the component orthogonal to them does not depend on λ. Both are exact for each row; a random sample of rows is
+evaluated. Quantiles and intervals use the same residuals of the targets themselves: of up to 1,000 rows ("cholesky",
+"nystrom", "features") or up to 512 ("tiled" and "pcg", where each takes a column of W), sampled if there are more.
 
-The mean over the rows that functions are centred by is a sum over rows like the others. With target centres it is kept
-as weights of these, which give the mean of numeric targets exactly (`marginal_weights`).
+Functions are centred by their mean over the rows, a sum like the others. With target centres it is kept as weights of
+these, which reproduce the mean of numeric targets exactly (`marginal_weights`).
 """
 
 from __future__ import annotations
@@ -87,14 +86,14 @@ from kme_dist.run.scratch import Scratch
 from kme_dist.run.settings import LearnSettings, Record
 
 _SLAB_ROWS = 2_048  # of z and l(D, y), both wide, held at a time
-_LEVERAGE_ROWS = 2_000  # judged by leave-one-out where that takes leverages
-_COLUMN_ROWS = 256  # and where it takes columns of W
-_LOOSE = 1e-3  # tolerance of conjugate gradients while λ is sought
-_LEARNED_ROWS = 400  # of a batch that the input kernel is learned from
+_LEVERAGE_ROWS = 2_000  # evaluated by leave-one-out from leverages
+_COLUMN_ROWS = 256  # and from columns of W
+_LOOSE = 1e-3  # tolerance of conjugate gradients while searching λ
+_LEARNED_ROWS = 400  # per batch when learning the input kernel
 _WIDE = 128  # right sides solved together by conjugate gradients
-_RESIDUAL_ROWS = 1_000  # rows left out for quantiles and intervals
-_LEAST_COLUMNS, _MOST_COLUMNS, _COLUMN_BYTES = 64, 512, 2**28  # and where each takes a solve and n numbers
-_REMEMBERED = 8  # solutions kept, of at most _WIDE columns
+_RESIDUAL_ROWS = 1_000  # evaluated for quantiles and intervals
+_LEAST_COLUMNS, _MOST_COLUMNS, _COLUMN_BYTES = 64, 512, 2**28  # the same if each takes a solve and n numbers
+_KEPT_SOLUTIONS = 8  # each of at most _WIDE columns
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Pairs:
 
     @classmethod
     def of(cls, data: Dataset, targets: Sequence[str | int] | None, scaling: str | None) -> Pairs:
-        """The rows of a data set; `targets` names columns that are predicted from the others (None: its labels)."""
+        """The rows of a data set; `targets` names the columns to predict from the others (None: the labels)."""
         if targets is None and data.y is None:
             raise DataError(f"{data.path} has no labels; name the target columns, e.g. fit(data, ['price'])")
         columns = tuple(_position(data, name) for name in targets or ())
@@ -118,7 +117,7 @@ class Pairs:
 
     @classmethod
     def in_tables(cls, X: Any, Y: Any) -> Pairs:
-        """Inputs and targets in memory, checked already."""
+        """Inputs and targets in memory, already validated."""
         return cls(RowsRef.of(ArrayRows(X, None)), RowsRef.of(ArrayRows(Y, None)))
 
     @property
@@ -130,12 +129,12 @@ class Pairs:
         return self.inputs.in_memory
 
     def parts(self, size: int = BLOCK_ROWS) -> list[Pairs]:
-        """All pairs in order, in parts for a task each."""
+        """All pairs in order, one part per task."""
         rest = [None] * len(self.inputs.blocks(size)) if self.targets is None else self.targets.parts(size)
         return [Pairs(rows, own) for rows, own in zip(self.inputs.parts(size), rest, strict=True)]
 
     def read(self) -> tuple[Any, Any]:
-        """All of them in memory."""
+        """All pairs, in memory."""
         X, y = self.inputs.read()
         return X, self._named(y) if self.targets is None else self.targets.read()[0]
 
@@ -177,12 +176,12 @@ def _moments(basis: Basis, target_kernel: Kernel, D: Any, pairs: Pairs) -> _Sums
 
 
 def are_numbers(Y: Any, target_kernel: Kernel) -> bool:
-    """Whether targets are rows of numbers, which have means and residuals; labels have probabilities."""
+    """Whether targets are numeric, with means and residuals; labels have probabilities."""
     return isinstance(Y, np.ndarray) and Y.dtype.kind in "biuf" and not isinstance(target_kernel, Delta)
 
 
 def as_targets(Y: Any, target_kernel: Kernel) -> Any:
-    """Scalar targets as one column, for kernels of vectors; labels and texts as they are."""
+    """Scalar targets as one column, for kernels of vectors; labels and strings unchanged."""
     if isinstance(target_kernel, Delta):
         return np.asarray(Y)
     if isinstance(Y, np.ndarray) and Y.dtype.kind in "biuf":
@@ -208,15 +207,15 @@ def fit_sums(
     seed: int = 0,
     variance: float = 1.0,
 ) -> tuple[ConditionalEmbedding, dict[float, float], LeftOut | None]:
-    """One pass over the rows, then systems of the size of the basis on the driver; the errors of the λ tried, and
-    leave-one-out residuals of a sample of rows where targets are numbers.
+    """One pass over the rows, then systems of the size of the basis on the driver. Returns the embedding, the error of
+    each λ tried, and, for numeric targets, leave-one-out residuals of a sample of rows.
 
-    `keep_targets` keeps every target (pairs in memory) instead of projecting on the centres, which then only judge λ.
-    `variance` is what the basis leaves out of the kernel as a factor (scale², for random features of a scaled kernel).
+    `keep_targets` keeps every target (pairs in memory) instead of projecting on the centres, then used only for λ.
+    `variance` is the factor of the kernel that the basis leaves out (scale², for random features of a scaled kernel).
     """
     calls = [(basis, target_kernel, target_centres, part) for part in pairs.parts()]
     total: _Sums = executor.map_reduce(_moments, calls, _Sums.plus, name="embedding-moments")
-    G, B = total.sums.G, total.sums.B  # of G the lower triangle, which is all that a factorisation reads
+    G, B = total.sums.G, total.sums.B  # only the lower triangle of G, which a factorisation reads
     n, metric = pairs.count, basis.metric()
     M = np.eye(basis.size) if metric is None else np.asarray(metric, dtype=np.float64)
     tried: dict[float, float] = {}
@@ -262,7 +261,7 @@ def _base(L: np.ndarray, mean_features: np.ndarray, D: Any, mean: np.ndarray, ta
 def _left_out_of_sums(
     model: ConditionalEmbedding, pairs: Pairs, basis: Basis, A: np.ndarray, seed: int
 ) -> LeftOut | None:
-    """(y - f(x)) / (1 - h), h = zᵀ A⁻¹ z the leverage, for a sample of rows under the fit to all."""
+    """(y - f(x)) / (1 - h), h = zᵀ A⁻¹ z the leverage, for a sample of rows under the full fit."""
     X, Y = pairs.sample(_RESIDUAL_ROWS, seed)
     Y = as_targets(Y, model.target_kernel)
     if not are_numbers(Y, model.target_kernel):
@@ -270,14 +269,14 @@ def _left_out_of_sums(
     Z = np.asarray(basis.rows(X), dtype=np.float64)
     columns = padded_solve(A, Z.T)
     room = np.maximum(1 - np.sum(columns * Z.T, axis=0), 1e-6)
-    apart = Y - np.asarray(model.centred_expectation(X, model.targets))
-    return LeftOut.of(columns, Z, apart / room[:, None])
+    errors = Y - np.asarray(model.centred_expectation(X, model.targets))
+    return LeftOut.of(columns, Z, errors / room[:, None])
 
 
 def _leverage_error(
     G: np.ndarray, B: np.ndarray, M: np.ndarray, shift: float, Z: np.ndarray, target_kernel: Kernel, Y: Any, D: Any
 ) -> float:
-    """Mean leave-one-out error of some pairs (Z, Y) under the fit to all; infinite where the system is singular."""
+    """Mean leave-one-out error of some pairs (Z, Y) under the full fit; infinite if the system is singular."""
     root = padded_factor(np.asarray(target_kernel.gram(D), dtype=np.float64))
     try:
         factor = padded_factor(G + shift * M)
@@ -296,8 +295,8 @@ def _mean_error(target_kernel: Kernel, Y: Any, along: np.ndarray, residuals: np.
 
 
 def padded_factor(A: np.ndarray) -> Factor:
-    """The Cholesky factor of a positive definite A that may be singular to rounding."""
-    # Gram matrices of near-equal centres are singular to rounding; the padding is below what the sums can resolve.
+    """The Cholesky factor of a positive definite A that may be numerically singular."""
+    # Gram matrices of near-equal centres are numerically singular; the padding is below the precision of the sums.
     return cholesky(np.asfortranarray(A + 1e-11 * np.trace(A) / len(A) * np.eye(len(A))))
 
 
@@ -310,10 +309,10 @@ def padded_solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
 
 
 class Inverse:
-    """W = (K + nλI)⁻¹ by "tiled" or "pcg", applied when it is asked for; what `adjoint` solved is remembered.
+    """W = (K + nλI)⁻¹ by "tiled" or "pcg", applied on demand; solutions of `adjoint` are cached.
 
-    Inputs in memory are stored in a temporary folder first, those of a data set are read where they are; the factor's
-    tiles, or the preconditioner, lie beside them for as long as this object lives.
+    Inputs in memory are first stored in a temporary folder, those of a data set are read in place; the tiles of the
+    factor, or the preconditioner, are stored beside them for the lifetime of this object.
     """
 
     def __init__(
@@ -329,7 +328,7 @@ class Inverse:
     ) -> None:
         self.pairs, self.kernel, self.regularization, self.solver = pairs, kernel, regularization, solver
         self.executor, self.tolerance, self.seed = executor, tolerance, seed
-        self.remembered: dict[str, np.ndarray] = {}
+        self.solutions: dict[str, np.ndarray] = {}
 
     def forward(self, K: Any) -> np.ndarray:
         return self.solve(np.asarray(K, dtype=np.float64))
@@ -337,13 +336,13 @@ class Inverse:
     def adjoint(self, H: Any) -> np.ndarray:
         H = np.ascontiguousarray(H, dtype=np.float64)
         key = hashlib.sha256(repr(H.shape).encode() + H.tobytes()).hexdigest()[:16]
-        if key in self.remembered:
-            return self.remembered[key]
+        if key in self.solutions:
+            return self.solutions[key]
         found = self.solve(H)
         if H.shape[1] <= _WIDE:
-            while len(self.remembered) >= _REMEMBERED:
-                self.remembered.pop(next(iter(self.remembered)))
-            self.remembered[key] = found
+            while len(self.solutions) >= _KEPT_SOLUTIONS:
+                self.solutions.pop(next(iter(self.solutions)))
+            self.solutions[key] = found
         return found
 
     def solve(self, B: np.ndarray) -> np.ndarray:
@@ -354,19 +353,19 @@ class Inverse:
         found, residual = self._gradients(B, self.regularization, self.tolerance)
         if residual > self.tolerance:
             raise NumericalError(
-                f"solver='pcg' reached a residual of {residual:.1e}, {self.tolerance:.1e} was asked for, at "
-                f"regularization {self.regularization:.1e}; raise `regularization` or `tolerance`, or use "
+                f"solver='pcg' reached a residual of {residual:.1e} at regularization {self.regularization:.1e}, above "
+                f"the tolerance of {self.tolerance:.1e}; raise `regularization` or `tolerance`, or use "
                 "solver='tiled' or 'nystrom'",
                 rows=self.pairs.count, regularization=self.regularization, dtype="float64",
             )  # fmt: skip
         return found
 
     def prepare(self) -> None:
-        """Factorise now rather than at the first question."""
+        """Factorise now rather than at the first query."""
         _ = self._tiles if self.solver == "tiled" else self._panels
 
     def retune(self, target_kernel: Kernel, Y: Any, D: Any) -> dict[float, float]:
-        """Choose λ by leave-one-out of some rows under the fit to all ("pcg"); the errors of what was tried."""
+        """Choose λ by leave-one-out of some rows under the full fit ("pcg"); returns the error of each λ tried."""
         n = self.pairs.count
         chosen = np.random.default_rng([self.seed, 8]).choice(n, min(n, _COLUMN_ROWS), replace=False)
         E = np.zeros((n, len(chosen)))
@@ -374,7 +373,7 @@ class Inverse:
         root = padded_factor(np.asarray(target_kernel.gram(D), dtype=np.float64))
         along = root.half_solve(target_kernel.gram(D, Y)).T
 
-        def judge(lam: float) -> float:
+        def evaluate(lam: float) -> float:
             columns, residual = self._gradients(E, lam, _LOOSE)
             own = columns[chosen, np.arange(len(chosen))]
             if residual > _LOOSE or not (own > 0).all():
@@ -384,14 +383,14 @@ class Inverse:
         few, _ = self._problem.rows.read(0, min(n, 1_000))
         scale = float(np.mean(self.kernel.diag(few))) or 1.0
         self.regularization, _, tried = search_regularization(
-            lambda lams: [judge(lam) for lam in lams], scale=scale / n, start=self.regularization
+            lambda lams: [evaluate(lam) for lam in lams], scale=scale / n, start=self.regularization
         )
         return tried
 
     def _gradients(self, B: np.ndarray, lam: float, tolerance: float) -> tuple[np.ndarray, float]:
         """W B by conjugate gradients, and the largest relative residual.
 
-        Right sides that depend on each other would cost the block its rank: those solved for are orthonormal.
+        Linearly dependent right sides would make the block rank-deficient, so an orthonormal basis of them is solved.
         """
         panels, F = self._panels
         size = np.linalg.norm(B, axis=0)
@@ -416,13 +415,11 @@ class Inverse:
         rows, token = self.pairs.inputs, os.urandom(6).hex()
         if not rows.in_memory:
             home = Place.of(rows.path)
-            place = home.sibling(f".{home.name}.embedding-{token}")  # where workers reach it too
+            place = home.sibling(f".{home.name}.embedding-{token}")  # where workers can reach it
         else:
             X, _ = rows.read()
             if not isinstance(X, np.ndarray):
-                raise ConfigError(
-                    f"solver={self.solver!r} needs inputs that are rows of numbers; use solver='cholesky' or 'nystrom'"
-                )
+                raise ConfigError(f"solver={self.solver!r} requires numeric inputs; use solver='cholesky' or 'nystrom'")
             folder = Path(tempfile.mkdtemp(prefix="kme-dist-"))
             place = Place.of(folder)
             rows = RowsRef.of(ingest(X, folder / "rows.zarr", dtype="float64"), dtype="float64")
@@ -441,7 +438,7 @@ class Inverse:
 
 
 def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> tuple[Explicit, np.ndarray]:
-    """L_DD⁻¹ L_DY W: weights on the target centres D alone; and those of the mean over all rows."""
+    """L_DD⁻¹ L_DY W: weights on the target centres D; and the weights of the mean over all rows."""
     L_YD = np.asarray(target_kernel.gram(Y, D), dtype=np.float64)
     L = np.asarray(target_kernel.gram(D), dtype=np.float64)
     mean = Y.mean(axis=0) if are_numbers(Y, target_kernel) else np.zeros(0)
@@ -452,8 +449,8 @@ def project(weights: Weights, target_kernel: Kernel, Y: Any, D: Any) -> tuple[Ex
 def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed: int) -> LeftOut:
     """Leave-one-out residuals of an exact embedding with W = (K + nλI)⁻¹, from columns of W for a sample of rows.
 
-    V_i / W_ii, V = W (y - ȳ), is the residual of row i under the fit to the others (with the mean of all). Where the
-    model has projected its targets (`Y` are those before), 1 - h_i = nλ W_ii serves its own residuals instead.
+    V_i / W_ii, V = W (y - ȳ), is the residual of row i under the fit to the others (with the mean of all). If the
+    model projected its targets (`Y` are the original ones), its residuals are divided by 1 - h_i = nλ W_ii instead.
     """
     n = row_count(Y)
     size = min(n, _RESIDUAL_ROWS)
@@ -468,20 +465,20 @@ def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed:
     own = columns[chosen, np.arange(size)]
     if not (own > 0).all():
         raise NumericalError(
-            f"the inverse of K + nλI lost its diagonal to rounding at regularization {model.regularization:.1e}; raise "
+            f"the diagonal of (K + nλI)⁻¹ is lost to rounding at regularization {model.regularization:.1e}; raise "
             "`regularization`", rows=n, regularization=model.regularization, dtype="float64",
         )  # fmt: skip
     X = select(model.centres, chosen)
     if model.weights is weights:
         residuals = np.asarray(weights.adjoint(Y - model.mean(Y)))[chosen] / own[:, None]
     else:
-        apart = Y[chosen] - np.asarray(model.centred_expectation(X, model.targets))
-        residuals = apart / (n * model.regularization * own)[:, None]
+        errors = Y[chosen] - np.asarray(model.centred_expectation(X, model.targets))
+        residuals = errors / (n * model.regularization * own)[:, None]
     return LeftOut.of(columns, np.asarray(model.basis(X), dtype=np.float64).T, residuals)
 
 
 def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
-    """The kernel with so many times the median distance between rows as its length scales."""
+    """The kernel with `factor` times the median distance between rows as its length scales."""
     names = length_scale_names(kernel)
     if not names:
         return kernel
@@ -494,7 +491,7 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
 
 @dataclass(frozen=True)
 class ConditionalLearner:
-    """The input kernel by the loss of pairs held out of a batch; see `held_out_objective`."""
+    """Learns the input kernel by the loss of held-out pairs of a batch; see `held_out_objective`."""
 
     kernel: Kernel
     target_kernel: Kernel
@@ -535,7 +532,7 @@ def learn_kernel(
     """Adam on the logarithms of the kernel's parameters and λ, over batches of the pairs."""
     n = row_count(X)
     if n < 4:
-        raise DataError(f"learning a kernel needs at least 4 pairs to hold some out, got {n}")
+        raise DataError(f"learning a kernel requires at least 4 pairs, got {n}")
     if not isinstance(Y, np.ndarray):
         values = np.empty(n, dtype=object)
         values[:] = Y

@@ -1,4 +1,4 @@
-"""Stored predictions against stored labels, chunk by chunk over any executor; only sums come home.
+"""Compare stored predictions with stored labels, chunk by chunk on any executor; only sums are returned.
 
 tally = tally_predictions(open_predictions("scores.zarr"), open_dataset("rows.zarr"), executor=executor)
 tally.metrics(predictions.classes)
@@ -18,26 +18,26 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
 from kme_dist.run.executors import Executor
 
-_CHUNKS_AT_ONCE = 8  # of predictions in one task: they are small
+_CHUNKS_AT_ONCE = 8  # chunks of predictions per task: they are small
 
 
 def tally_predictions(
     predictions: Predictions, data: Dataset, *, executor: Executor, split: str | None = None
 ) -> Tally:
-    """Add up all rows. The rows of `data` (of its `split`) are those that were predicted, in the same order."""
+    """Tally all rows. The rows of `data` (of its `split`) must be those predicted, in the same order."""
     if data.classes is None:
         raise DataError(f"{data.path} has no class labels to compare with; ingest it with the column named by `label`")
     if not {"probability", "label"} & set(predictions.names):
-        raise DataError(f"{predictions.path} holds {predictions.names}; evaluating needs `probability` or `label`")
+        raise DataError(f"{predictions.path} has outputs {predictions.names}; `probability` or `label` is required")
     known = {str(label): code for code, label in enumerate(predictions.classes.tolist())}
-    strangers = [
+    unknown = [
         str(name)
         for name, count in zip(data.classes, data.class_counts or [], strict=True)
         if str(name) not in known and count
     ]
-    if strangers:
+    if unknown:
         raise DataError(
-            f"{data.path}: rows of class {strangers[0]!r} cannot be judged, the model knows {', '.join(known)}"
+            f"{data.path}: class {unknown[0]!r} is unknown to the model; its classes are {', '.join(known)}"
         )
     source = open_rows(data, features=data.features, split=split)
     rows = source.count

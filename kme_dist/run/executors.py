@@ -1,20 +1,20 @@
-"""Who does the work: this process, or the workers of a Dask cluster. Same calls, same order, same bits.
+"""Executors run calls in this process or on the workers of a Dask cluster. Same calls, same order, same bits.
 
-    executor = SerialExecutor()                      # no Dask at all, for debugging and small data
+    executor = SerialExecutor()                      # no Dask, for debugging and small data
     executor = DaskExecutor(client)                  # plain tasks, named on the dashboard
     executor.map(function, calls, name="rcb-gradient")            # results in the order of `calls`
     executor.map_reduce(function, calls, combine, name="moments") # one result, combined by a fixed tree
-    executor.stream(function, calls, name="predict-chunk")        # (place, result or its error) as each is finished
+    executor.stream(function, calls, name="predict-chunk")        # (index, result or error) as calls finish
 
-`function` is a module-level function and must be free of side effects, since a call may run twice: a worker that died
-is replaced by Dask itself, and a worker that hangs is found by a deadline, whereupon its calls are repeated elsewhere
-under new keys. Results are combined by `tree_combine`, whose shape depends on the number of calls alone, so that the
-number of workers and the order of arrival never show in a result. Inside a call BLAS has one thread.
+`function` is a module-level function and must be free of side effects, since a call may run twice: Dask reruns calls of
+dead workers, and a hung worker is detected by a deadline, after which its calls are resubmitted elsewhere under new
+keys. Results are combined by `tree_combine`, whose shape depends only on the number of calls, so the result does not
+depend on the number of workers or the order of arrival. Inside a call BLAS has one thread.
 
-Calls go as plain tasks: the dashboard shows them by name, and Dask recovers them. A round of them costs 10 to 20 ms,
-which is too much for the rounds of some tens of milliseconds that `quick` is for: those go straight to the workers (see
-`lanes`), but for about one in a second, which goes as plain tasks, so that the dashboard shows what the workers do.
-Nothing is scattered and no future outlives its round, so a long loop leaves nothing behind.
+Calls are plain tasks: the dashboard shows them by name, and Dask recovers them. A round of tasks costs 10 to 20 ms,
+too much for rounds of a few tens of milliseconds, which are marked `quick`: those go straight to the workers (see
+`lanes`), except about one per second, which goes as plain tasks so that the dashboard shows what the workers do.
+Nothing is scattered and no future outlives its round, so a long loop does not leak memory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kme_dist.run.lanes import Lanes
 
 T = TypeVar("T")
 Function = Callable[..., T]
-_GRACE_S = 5.0  # for fetching what is already finished, once a round has gone wrong
+_GRACE_S = 5.0  # for fetching finished results after a round has failed
 _COUNT_EVERY_S = 5.0
-_QUICK_S = 0.25  # rounds shorter than this leave the path of plain tasks, whose 10 to 20 ms would be a tenth of them
-_SHOWN_EVERY_S = 1.0  # and go along it all the same about this often
-GPU = "GPU"  # the resource that workers with a device carry: `dask worker --resources GPU=1`
-# Whose results become the last argument of each call: the function, its calls, those of the next round, its name.
+_QUICK_S = 0.25  # rounds shorter than this bypass the scheduler, whose 10 to 20 ms would be a tenth of them
+_SHOWN_EVERY_S = 1.0  # and still use it about this often, to show on the dashboard
+GPU = "GPU"  # the resource of workers with a device: `dask worker --resources GPU=1`
+# Calls whose results become the last argument of each call: function, calls, calls of the next round, name.
 Feed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], str]
-_LOOK_EVERY_S = 2.0  # how often a stream looks for calls that take too long
-_NOT_YET = object()
+_CHECK_EVERY_S = 2.0  # how often a stream checks for overdue calls
+_PENDING = object()
 
 
 class Executor(Protocol):
@@ -57,7 +57,7 @@ class Executor(Protocol):
     @property
     def solo_threads(self) -> int: ...
     @property
-    def reads_apart(self) -> bool: ...
+    def has_readers(self) -> bool: ...
     def map(
         self,
         function: Function[T],
@@ -83,7 +83,7 @@ class Executor(Protocol):
 
 
 def tree_combine(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
-    """Combine neighbours, then neighbours of those, and so on: the order is a function of the count alone."""
+    """Combine neighbours, then neighbours of those, and so on: the order depends only on the count."""
     level = list(items)
     while len(level) > 1:
         pairs = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
@@ -96,7 +96,7 @@ class SerialExecutor:
 
     workers = 1
     solo_threads = 1
-    reads_apart = False
+    has_readers = False
 
     def map(
         self,
@@ -127,21 +127,21 @@ class SerialExecutor:
     def stream(
         self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             result: T | Exception
             try:
                 with blas_threads(1):
                     result = function(*call)
             except Exception as error:  # the caller decides what a failed call means for the others
                 result = error
-            yield place, result
+            yield index, result
 
 
 @dataclass
 class _Flight:
-    """A call of a stream that is on its way."""
+    """A call of a stream that is in flight."""
 
-    place: int
+    index: int
     call: tuple[Any, ...]
     attempt: int
     began: float
@@ -153,13 +153,12 @@ class DaskExecutor:
     Parameters
     ----------
     client : distributed.Client
-    patience_s : a round that takes longer than this, and ten times longer than any before it, has a worker that hangs
-        (before the first round has ended nothing is known, and the wait is ten times as long)
-    attempts : how often a round is begun before the cluster is given up
-    direct : fetch results from the workers themselves instead of through the scheduler: quicker, where they can be
-        reached
-    solo_threads : threads that a call may use when it is the only one: more than one where the workers share a machine
-        that is theirs
+    patience_s : a round that takes longer than this, and ten times longer than any before it, has a hung worker (for
+        the first round, ten times this)
+    attempts : how often a round is tried before giving up
+    direct : fetch results from the workers instead of through the scheduler: faster, if they can be reached
+    solo_threads : threads that a call may use when it is the only one: more than one if the workers have the machine
+        to themselves
     """
 
     def __init__(
@@ -167,28 +166,28 @@ class DaskExecutor:
     ) -> None:
         self.client, self._direct, self.solo_threads = client, direct, solo_threads
         self.patience_s, self.attempts = patience_s, attempts
-        self.retried = 0  # calls that had to be repeated, for those who want to know
+        self.retried = 0  # calls that had to be repeated
         self._run, self._round = uuid.uuid4().hex[:8], 0
         self._slowest: float | None = None
         self._suspects: set[str] = set()
         self._kinds, self._count_again = (1, 0), 0.0  # workers without and with a GPU
         self._lanes = Lanes(client)
-        self._usual_s, self._shown = math.inf, 0.0  # of quick rounds: how long they take, when one was last shown
-        self._read: dict[Any, Any] = {}  # futures of what the next round will be fed with
+        self._typical_s, self._shown_at = math.inf, 0.0  # quick rounds: duration, and when one was last sent as tasks
+        self._ahead: dict[Any, Any] = {}  # futures of the inputs of the next round
 
     @property
     def workers(self) -> int:
-        """How many there are, as of a few seconds ago."""
+        """Number of workers, at most a few seconds old."""
         return max(1, sum(self._counts()))
 
     @property
     def gpus(self) -> int:
-        """How many workers carry the resource `GPU`."""
+        """Number of workers with the resource `GPU`."""
         return self._counts()[1]
 
     @property
-    def reads_apart(self) -> bool:
-        """Whether there are workers without a GPU beside some that have one: they read, the others compute."""
+    def has_readers(self) -> bool:
+        """Whether some workers have a GPU and others do not: the latter read, the former compute."""
         return all(self._counts())
 
     def _counts(self) -> tuple[int, int]:
@@ -208,19 +207,19 @@ class DaskExecutor:
         gpu: bool = False,
         feed: Feed | None = None,
     ) -> list[T]:
-        """Results in the order of the calls, wherever those ran.
+        """Results in the order of the calls.
 
         Parameters
         ----------
         name : of the tasks, on the dashboard
-        quick : one of very many rounds, which may leave the path of plain tasks where they are short
-        gpu : only workers that carry the resource `GPU` may run the calls
-        feed : calls of another function, run by any worker, whose results become the last argument of `calls`
+        quick : one of very many rounds, which may bypass the scheduler if they are short
+        gpu : only workers with the resource `GPU` may run the calls
+        feed : calls of another function, run by any worker, whose results become the last arguments of `calls`
         """
         began, found = time.monotonic(), {}
-        shown = not quick or feed is not None or not self._hidden(began)
+        shown = not quick or feed is not None or not self._bypasses(began)
         if not shown:
-            deadline_s = max(1.0, 10 * self._usual_s)
+            deadline_s = max(1.0, 10 * self._typical_s)
             found = self._lanes.map(function, calls, deadline_s=deadline_s, resource=GPU if gpu else None)
         if len(found) < len(calls):
             missing = [i for i in range(len(calls)) if i not in found]
@@ -228,43 +227,43 @@ class DaskExecutor:
             found |= self._by_tasks(function, calls, missing, name, {"resources": {GPU: 1}} if gpu else {}, feed)
         if quick:
             took = time.monotonic() - began
-            self._usual_s = took if math.isinf(self._usual_s) else 0.8 * self._usual_s + 0.2 * took
-            self._shown = began if shown else self._shown
+            self._typical_s = took if math.isinf(self._typical_s) else 0.8 * self._typical_s + 0.2 * took
+            self._shown_at = began if shown else self._shown_at
         return [aligned(found[i]) for i in range(len(calls))]
 
-    def _hidden(self, now: float) -> bool:
-        """Whether this round may go by the lanes."""
-        return self._usual_s < _QUICK_S and now - self._shown < _SHOWN_EVERY_S and self._lanes.open
+    def _bypasses(self, now: float) -> bool:
+        """Whether this round may bypass the scheduler."""
+        return self._typical_s < _QUICK_S and now - self._shown_at < _SHOWN_EVERY_S and self._lanes.available
 
     def _by_tasks(
         self,
         function: Function[T],
         calls: Sequence[tuple[Any, ...]],
-        places: list[int],
+        indices: list[int],
         name: str,
-        needs: dict[str, Any],
+        resources: dict[str, Any],
         feed: Feed | None,
     ) -> dict[int, Any]:
         def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
-            here = [places[i] for i in wanted]
-            fed = None if feed is None else self._reads(feed, here)
-            futures = self._submit_all(function, [calls[i] for i in here], name, {**where, **needs}, fed)
+            chosen = [indices[i] for i in wanted]
+            fed = None if feed is None else self._inputs(feed, chosen)
+            futures = self._submit_all(function, [calls[i] for i in chosen], name, {**where, **resources}, fed)
             return dict(zip(wanted, futures, strict=True))
 
-        found = self._collect(submit, len(places))
-        return {place: found[i] for i, place in enumerate(places)}
+        found = self._collect(submit, len(indices))
+        return {index: found[i] for i, index in enumerate(indices)}
 
-    def _reads(self, feed: Feed, places: list[int]) -> list[Any]:
-        """Futures of what the calls are fed with; those of the next round are begun at the same time."""
+    def _inputs(self, feed: Feed, indices: list[int]) -> list[Any]:
+        """Futures of the inputs of the calls; those of the next round are submitted at the same time."""
         read, reads, ahead, name = feed
-        begun = {call: future for call, future in self._read.items() if future.status in ("pending", "finished")}
-        wanted = [reads[i] for i in places]
-        fresh = [call for call in [*wanted, *ahead] if call not in begun]
-        begun |= dict(zip(fresh, self._submit_all(read, fresh, name, self._those_without_gpu()), strict=True))
-        self._read = {call: begun[call] for call in ahead}  # whatever else there was is let go
-        return [begun[call] for call in wanted]
+        submitted = {call: future for call, future in self._ahead.items() if future.status in ("pending", "finished")}
+        wanted = [reads[i] for i in indices]
+        fresh = [call for call in [*wanted, *ahead] if call not in submitted]
+        submitted |= dict(zip(fresh, self._submit_all(read, fresh, name, self._without_gpu()), strict=True))
+        self._ahead = {call: submitted[call] for call in ahead}  # all others are released
+        return [submitted[call] for call in wanted]
 
-    def _those_without_gpu(self) -> dict[str, Any]:
+    def _without_gpu(self) -> dict[str, Any]:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         readers = [address for address, worker in workers.items() if not worker.get("resources", {}).get(GPU)]
         return {"workers": readers, "allow_other_workers": True} if readers else {}
@@ -278,18 +277,18 @@ class DaskExecutor:
         name: str,
         sticky: bool = False,
     ) -> T:
-        """One result, combined by a fixed tree. `sticky` calls prefer the worker that the same place had before."""
+        """One result, combined by a fixed tree. `sticky` calls prefer the worker that ran the same index before."""
 
         def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
             def join(left: Any, right: Any) -> Any:
                 key = f"reduce-{name}-{self._label(0)}"
-                return self.client.submit(_joined, combine, left, right, key=key, pure=False, **where)
+                return self.client.submit(_combine_task, combine, left, right, key=key, pure=False, **where)
 
             if sticky and not where:
-                begun = self._submit_near(function, list(calls), name)
+                futures = self._submit_near(function, list(calls), name)
             else:
-                begun = self._submit_all(function, list(calls), name, where)
-            return {0: tree_combine(begun, join)}
+                futures = self._submit_all(function, list(calls), name, where)
+            return {0: tree_combine(futures, join)}
 
         result: T = aligned(self._collect(submit, 1)[0])
         return result
@@ -297,47 +296,47 @@ class DaskExecutor:
     def stream(
         self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
-        """Results as they come, each with the place of its call; what a call raised is a result like any other.
+        """Results as calls finish, each with the index of its call; an error of a call is returned, not raised.
 
-        At most `ahead` calls are out at a time (two for each worker), so that any number of them needs no more memory
-        than a few, here and on the scheduler.
+        At most `ahead` calls are in flight (default: two per worker), so that memory, here and on the scheduler, does
+        not grow with the number of calls.
         """
         waiting = enumerate(calls)
-        out: dict[Any, _Flight] = {}
+        in_flight: dict[Any, _Flight] = {}
         again: list[_Flight] = []
         slowest: float | None = None
         self._round += 1
         try:
             while True:
-                room = max(0, (ahead or 2 * self.workers) - len(out) - len(again))
-                fresh = [_Flight(place, call, 0, 0.0) for place, call in itertools.islice(waiting, room)]
-                out |= self._launch(function, again + fresh, name)
+                room = max(0, (ahead or 2 * self.workers) - len(in_flight) - len(again))
+                fresh = [_Flight(index, call, 0, 0.0) for index, call in itertools.islice(waiting, room)]
+                in_flight |= self._launch(function, again + fresh, name)
                 again = []
-                if not out:
+                if not in_flight:
                     return
-                self._wait_for_one(list(out))
-                for future in [future for future in out if future.status != "pending"]:
-                    result = self._landed(future)
-                    flight = out[future]
-                    if result is not _NOT_YET:
+                self._wait_for_one(list(in_flight))
+                for future in [future for future in in_flight if future.status != "pending"]:
+                    result = self._outcome(future)
+                    flight = in_flight[future]
+                    if result is not _PENDING:
                         slowest = max(slowest or 0.0, time.monotonic() - flight.began)
-                        del out[future]
+                        del in_flight[future]
                         future.release()
-                        yield flight.place, aligned(result)
+                        yield flight.index, aligned(result)
                     elif future.status in ("cancelled", "lost"):
-                        again.append(out.pop(future))
+                        again.append(in_flight.pop(future))
                 limit = 10 * self.patience_s if slowest is None else max(self.patience_s, 10 * slowest)
-                overdue = [future for future, flight in out.items() if time.monotonic() - flight.began > limit]
+                overdue = [future for future, flight in in_flight.items() if time.monotonic() - flight.began > limit]
                 if overdue:
                     self._replace_hung()
-                    again += [out.pop(future) for future in overdue]
+                    again += [in_flight.pop(future) for future in overdue]
                     for future in overdue:
                         future.release()
                 self.retried += len(again)
                 if any(flight.attempt >= self.attempts for flight in again):
                     raise self._gave_up(f"a task named {name}")
         finally:
-            for future in out:
+            for future in in_flight:
                 future.release()
 
     def _launch(self, function: Function[T], flights: list[_Flight], name: str) -> dict[Any, _Flight]:
@@ -353,27 +352,27 @@ class DaskExecutor:
         from distributed import wait
 
         try:
-            with self.client.as_current():  # `wait` asks the current client, which ours need not be
-                wait(futures, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
-        except _cluster_trouble() as error:  # nobody has finished yet, or a future was lost: its status says which
+            with self.client.as_current():  # `wait` uses the current client, which may be another one
+                wait(futures, timeout=_CHECK_EVERY_S, return_when="FIRST_COMPLETED")
+        except _cluster_errors() as error:  # none has finished yet, or a future was lost: see its status
             self._check_alive(error)
 
-    def _landed(self, future: Any) -> Any:
-        """The result of a call that has ended, or the error it ended with."""
+    def _outcome(self, future: Any) -> Any:
+        """The result or error of a finished call; _PENDING if it cannot be fetched."""
         try:
             if future.status == "error":
                 return future.exception(timeout=_GRACE_S)
             if future.status == "finished":
                 return future.result(timeout=_GRACE_S)
-        except _cluster_trouble() as error:  # whoever held the result died before it was fetched; Dask makes it again
+        except _cluster_errors() as error:  # its worker died before it was fetched; Dask recomputes it
             self._check_alive(error)
-        return _NOT_YET
+        return _PENDING
 
-    # --- one round, until it is whole ----------------------------------------------------------------
+    # --- one round, until complete -------------------------------------------------------------------
 
     def _collect(self, submit: Callable[[list[int], dict[str, Any]], dict[int, Any]], count: int) -> dict[int, Any]:
-        """Submit, wait with a deadline, and submit again what did not come back."""
-        trouble = _cluster_trouble()
+        """Submit, wait with a deadline, and resubmit what is missing."""
+        cluster_errors = _cluster_errors()
         self._round += 1
         found: dict[int, Any] = {}
         last: BaseException | None = None
@@ -385,7 +384,7 @@ class DaskExecutor:
                 waiting = list(futures.values())
                 values = self.client.sync(_gather, self.client, waiting, self._direct, callback_timeout=self._deadline)
                 found |= dict(zip(futures, values, strict=True))
-            except trouble as error:
+            except cluster_errors as error:
                 last = error
                 _raise_own(futures.values())
                 self._check_alive(error)
@@ -405,16 +404,16 @@ class DaskExecutor:
     def _gave_up(self, what: str) -> RetryError:
         return RetryError(
             f"the cluster at {_address(self.client)} did not finish {what} in {self.attempts} "
-            f"attempts ({self.workers} workers are there now); look at its logs, then run the same command again"
+            f"attempts (workers now: {self.workers}); check its logs, then run the same command again"
         )
 
     @property
     def _deadline(self) -> float:
         return 10 * self.patience_s if self._slowest is None else max(self.patience_s, 10 * self._slowest)
 
-    def _label(self, place: int) -> str:
+    def _label(self, index: int) -> str:
         # Digits first: the dashboard groups tasks by the words before the first number.
-        return f"{self._round}-{place}-{uuid.uuid4().hex[:6]}-{self._run}"
+        return f"{self._round}-{index}-{uuid.uuid4().hex[:6]}-{self._run}"
 
     def _submit_all(
         self,
@@ -427,16 +426,16 @@ class DaskExecutor:
     ) -> list[Any]:
         if not calls:
             return []
-        # One message for all of them: at eight calls a third quicker than as many submits.
+        # One message for all of them: with eight calls a third faster than eight submits.
         keys = [f"{name}-{self._label(first + i)}" for i in range(len(calls))]
         more = [] if fed is None else [fed]
         futures: list[Any] = self.client.map(
-            called, [function] * len(calls), calls, *more, key=keys, pure=False, batch_size=len(calls), **where
+            run_call, [function] * len(calls), calls, *more, key=keys, pure=False, batch_size=len(calls), **where
         )
         return futures
 
     def _submit_near(self, function: Function[T], calls: list[tuple[Any, ...]], name: str) -> list[Any]:
-        """Equal shares of neighbouring calls, the same to the same worker as long as the workers stay the same."""
+        """Equal shares of neighbouring calls, always to the same worker while the set of workers is unchanged."""
         addresses = self._addresses() or [""]
         futures = []
         for i, address in enumerate(addresses):
@@ -446,11 +445,11 @@ class DaskExecutor:
         return futures
 
     def _finished(self, futures: dict[int, Any]) -> dict[int, Any]:
-        """What a broken round has finished all the same."""
+        """Results of a failed round that are available."""
         found = {}
         for i, future in futures.items():
             if future.status == "finished":
-                with contextlib.suppress(*_cluster_trouble()):
+                with contextlib.suppress(*_cluster_errors()):
                     found[i] = future.result(timeout=_GRACE_S)
         return found
 
@@ -460,14 +459,14 @@ class DaskExecutor:
     def _away_from_suspects(self) -> dict[str, Any]:
         if not self._suspects:
             return {}
-        here = self._addresses()
-        self._suspects &= set(here)
-        good = [address for address in here if address not in self._suspects]
-        # A preference only: a task bound to a worker that dies would wait for ever.
+        present = self._addresses()
+        self._suspects &= set(present)
+        good = [address for address in present if address not in self._suspects]
+        # Only a preference: a task bound to a worker that dies would wait forever.
         return {"workers": good, "allow_other_workers": True} if self._suspects and good else {}
 
     def _replace_hung(self) -> None:
-        """Whoever still holds a task of ours has had its time; its nanny, where it has one, starts it anew."""
+        """Restart the workers that still hold a task of ours, if they have a nanny; avoid them in any case."""
         holding = [
             worker
             for worker, keys in self.client.processing().items()
@@ -475,13 +474,13 @@ class DaskExecutor:
         ]
         self._suspects |= set(holding)
         if holding:
-            with contextlib.suppress(OSError, ValueError, RuntimeError, TimeoutError):  # no nanny: avoid it, no more
+            with contextlib.suppress(OSError, ValueError, RuntimeError, TimeoutError):  # no nanny: only avoid it
                 self.client.restart_workers(holding, timeout=30, raise_for_error=False)
 
     def _check_alive(self, error: BaseException) -> None:
         if self.client.status != "running" or self.client.scheduler is None:
             raise RetryError(
-                f"the Dask scheduler at {_address(self.client)} was lost; start it again and run the same command"
+                f"the Dask scheduler at {_address(self.client)} was lost; restart it and run the same command"
             ) from error
 
 
@@ -490,8 +489,8 @@ async def _gather(client: Any, futures: list[Any], direct: bool) -> list[Any]:
     return found
 
 
-def _cluster_trouble() -> tuple[type[BaseException], ...]:
-    """What is raised when workers die, hang or are out of reach; also, alas, by functions that read files."""
+def _cluster_errors() -> tuple[type[BaseException], ...]:
+    """Errors raised when workers die, hang or are unreachable; functions that read files raise some of them, too."""
     from concurrent.futures import CancelledError
 
     from distributed import KilledWorker
@@ -501,7 +500,7 @@ def _cluster_trouble() -> tuple[type[BaseException], ...]:
 
 
 def _raise_own(futures: Iterable[Any]) -> None:
-    """A call that failed by itself would fail again: its error is the caller's."""
+    """Raise the error of a call that failed by itself: it would fail again."""
     from distributed import KilledWorker
 
     for future in futures:
@@ -515,19 +514,19 @@ def _address(client: Any) -> str:
     return str(client.scheduler.address if client.scheduler is not None else "an unknown address")
 
 
-def called(function: Function[T], call: tuple[Any, ...], *fed: Any) -> T:
-    """What every task is: the function on its arguments, with one BLAS thread, counted.
+def run_call(function: Function[T], call: tuple[Any, ...], *fed: Any) -> T:
+    """The body of every task: the function applied to its arguments, with one BLAS thread, metered.
 
-    Nannies set the thread count of BLAS, workers without one do not, and workers may share a process with others.
+    Nannies set the thread count of BLAS, workers without one do not, and workers may share a process.
     """
     with blas_threads(1):
         return observed(function, aligned((*call, *fed)))
 
 
 def aligned(value: Any) -> Any:
-    """The same with arrays that begin where their type wants to: those that came by wire may begin anywhere.
+    """The same value with aligned arrays: those received over the network may be unaligned.
 
-    NumPy multiplies unaligned arrays by another path, which rounds otherwise: who did the work would show in the bits.
+    NumPy multiplies unaligned arrays on another code path, which rounds differently.
     """
     if isinstance(value, np.ndarray):
         return value if value.flags.aligned else value.copy(order="K")
@@ -541,13 +540,13 @@ def aligned(value: Any) -> Any:
         for part in dataclasses.fields(value):
             old = getattr(value, part.name)
             if (new := aligned(old)) is not old:
-                object.__setattr__(value, part.name, new)  # what came by wire is nobody else's
+                object.__setattr__(value, part.name, new)  # what was received is not shared
     return value
 
 
-def _joined(combine: Callable[[T, T], T], left: T, right: T) -> T:
+def _combine_task(combine: Callable[[T, T], T], left: T, right: T) -> T:
     with blas_threads(1):
-        joined: T = observed(reduced, (combine, left, right), new=False)  # their rows were counted before
+        joined: T = observed(reduced, (combine, left, right), new=False)  # their rows are counted already
     return joined
 
 

@@ -1,4 +1,4 @@
-"""The exact gradient over all rows, for explicit features: three passes of map and reduce.   [HNR, algorithm 2]
+"""The exact gradient over all rows for explicit features, in three map-reduce passes.   [HNR, algorithm 2]
 
     out = full_gradient(data, features, 0.01, executor=executor)       # an Objective; out.gradient["features.NAME"]
     learned = learn_features(data, features, 0.01, LearnSettings(steps=100), executor=executor)
@@ -10,11 +10,10 @@ With Z = φ_θ(X), n x p, nothing of size n ever leaves a chunk:
     pass 3   dq/dZ = (S - Z U) Wᵀ + (Y - P) Uᵀ, pushed through φ's vjp -> dq/dθ
 
 Sums run over chunks in row order by a fixed tree, in double precision. `features` is any object with `parameters`,
-`replace(**values)`, `forward(X)` and `vjp(X, Z_bar)`; its parameters may have any sign, and go by "features.NAME".
+`replace(**values)`, `forward(X)` and `vjp(X, Z_bar)`; its parameters may have any sign and are named "features.NAME".
 
-A worker keeps the features of its chunks from the first pass to the third, as far as `cache_bytes` go; what does not
-fit, or is asked of another worker, is computed anew and comes out the same. Memory is bounded by that, one chunk and
-p x p.
+A worker caches the features of its chunks from the first pass to the third, up to `cache_bytes`; what does not fit, or
+runs on another worker, is recomputed with the same result. Memory is bounded by the cache, one chunk and p x p.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Parts = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Rows in spans, one to a task."""
+    """Rows in spans, one per task."""
 
     rows: RowsRef
     spans: Spans
@@ -66,14 +65,14 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class _Version:
-    """A feature map with the name under which workers remember what it made of their rows."""
+    """A feature map with the key under which workers cache its features."""
 
     features: FeatureMap
     name: str
 
 
-class _Remembered:
-    """The features of one version, chunk by chunk, up to a number of bytes; those of an earlier version go."""
+class _Cache:
+    """The features of one version, chunk by chunk, up to a number of bytes; earlier versions are evicted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,17 +93,17 @@ class _Remembered:
                 self._bytes += size
 
 
-_remembered = _Remembered()
+_cache = _Cache()
 
 
 def _chunk(chunks: _Chunks, number: int, version: _Version) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scaled rows, labels and features of a span."""
     key = f"{chunks.rows.token}/{version.name}"
-    if (held := _remembered.get(key, number)) is not None:
+    if (held := _cache.get(key, number)) is not None:
         return held  # type: ignore[return-value]
     X, y = chunks.read(number)
     found = X, np.asarray(y), np.asarray(version.features.forward(X), dtype=np.float64)
-    _remembered.put(key, number, found, chunks.cache_bytes)
+    _cache.put(key, number, found, chunks.cache_bytes)
     return found
 
 
@@ -160,15 +159,15 @@ def full_gradient(
 ) -> Objective:
     """Objective and gradient over every row of a split, exact up to rounding.
 
-    `spans` are the row ranges of the tasks (a chunk each by default); they may be uneven or empty, and decide the
-    rounding alone. `cache_bytes` is the memory of a worker for features that a later pass needs again.
+    `spans` are the row ranges of the tasks (a chunk each by default); they may be uneven or empty, and only affect
+    rounding. `cache_bytes` is the memory per worker for features that a later pass needs again.
     """
     chunks = _chunks_of(dataset, split, scaling, dtype, cache_bytes, spans)
     tau = LearnSettings(complexity_weight=complexity_weight).tau
-    return _judge(chunks, features, regularization, executor, risk, tau, loss_floor, alpha)
+    return _evaluate(chunks, features, regularization, executor, risk, tau, loss_floor, alpha)
 
 
-def _judge(
+def _evaluate(
     chunks: _Chunks,
     features: FeatureMap,
     lam: float,
@@ -187,7 +186,7 @@ def _judge(
     sums: Sums = executor.map_reduce(_moments, fixed, operator.add, name="feature-moments", sticky=True)
     n = float(sums.rows)
     if not n:
-        raise DataError(f"{chunks.rows.path}: there are no rows to learn from; the split is empty")
+        raise DataError(f"{chunks.rows.path}: the split has no rows to learn from")
     with blas_threads(1):
         factor = cholesky(np.asfortranarray(sums.G + n * lam * np.eye(len(sums.G))))
         W = np.ascontiguousarray(factor.solve(sums.B))
@@ -233,12 +232,12 @@ def _chunks_of(
     return _Chunks(rows, spans, cache_bytes)
 
 
-# --- learning by it ---------------------------------------------------------------------------------
+# --- learning ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LearnedFeatures:
-    """Where learning ended."""
+    """The result of learning."""
 
     features: FeatureMap
     regularization: float
@@ -247,7 +246,7 @@ class LearnedFeatures:
 
 @dataclass(frozen=True)
 class _Named:
-    """The parameters of a feature map under the names that the loop knows them by."""
+    """The parameters of a feature map, by the names used in the trainer."""
 
     features: FeatureMap
 
@@ -278,18 +277,18 @@ def learn_features(
     alpha: float = 1.0,
     cache_bytes: int = CACHE_BYTES,
 ) -> LearnedFeatures:
-    """Gradient descent with the exact gradient of all rows in every step; resumes as `learn_on_dataset` does."""
+    """Gradient descent with the exact gradient of all rows in every step; resumes like `learn_on_dataset`."""
     if settings.objective not in ("rcb", "erm"):
-        raise ConfigError(f"objective={settings.objective!r}: full gradients are of 'rcb' and 'erm'")
+        raise ConfigError(f"objective={settings.objective!r}: full gradients support only 'rcb' and 'erm'")
     chunks = _chunks_of(dataset, split, scaling, dtype, cache_bytes)
     rows = chunks.rows.count
     start = log_parameters(_Named(features), regularization)
     trainer = Trainer(start, settings)
 
-    def play_round(step: int, parameters: optim.Named) -> Round:
+    def run_round(step: int, parameters: optim.Named) -> Round:
         began = time.perf_counter()
         changed, lam = _replaced(features, parameters)
-        out = _judge(chunks, changed, lam, executor, settings.risk, settings.tau, LOSS_FLOOR, alpha)
+        out = _evaluate(chunks, changed, lam, executor, settings.risk, settings.tau, LOSS_FLOOR, alpha)
         seconds = time.perf_counter() - began
         pace = {"round_seconds": seconds, "rows_per_second": rows / seconds, "workers": executor.workers}
         return Round(out, rows, pace)
@@ -297,6 +296,6 @@ def learn_features(
     model = {"kind": "full", "dtype": dtype, "scaling": scaling, "alpha": alpha, "split": chunks.rows.ranges}
     identity = run_identity(settings, {}, model, start, dataset.digest)
     found = trainer.run(
-        play_round, identity, checkpoints, None if callback is None else lambda record, _: callback(record)
+        run_round, identity, checkpoints, None if callback is None else lambda record, _: callback(record)
     )
     return LearnedFeatures(*_replaced(features, found.parameters), found.history)

@@ -1,18 +1,18 @@
-"""Learning from batches: which rows, who evaluates them, and the rounds that the trainer asks for.
+"""Learning from batches: which rows, where they are evaluated, and the rounds of the trainer.
 
     batches = Batches.of(data, split="train", scaling="unit", dtype="float32", batch_size=2000, seed=0)
     outcome = learn(KernelLearner(kernel, settings, 10), batches, log_parameters(kernel, 1.0), settings,
                     executor=DaskExecutor(client), batches_per_step=4, checkpoints=Checkpoints("run/checkpoints"))
 
-One step is one round: `batches_per_step` calls of `batch_gradient`, each of which reads its batch by the plan and its
-number and returns a small record; the mean of the records, added up in plan order; one update by the `Trainer`.
+One step is one round: `batches_per_step` calls of `batch_gradient`, each of which reads its batch by plan and number
+and returns a small record; the records are averaged in plan order; the `Trainer` makes one update.
 
-With `local_steps=H` a round is H steps: each of `batches_per_step` replicas goes H steps on batches of its own, then
-parameters and optimiser state of all of them are averaged. Rounds are fewer and longer, which pays where the network is
-slow; what is learned is another, in general slightly worse, iterate.
+With `local_steps=H` a round is H steps: each of `batches_per_step` replicas makes H steps on batches of its own, then
+their parameters and optimiser states are averaged. Rounds are fewer and longer, which pays if the network is slow; the
+result differs and is in general slightly worse.
 
-What is learned depends on data, settings, `batches_per_step` and `local_steps`, never on who did the work: the same
-bits come from this process, from any number of workers, and from a run that was killed and resumed.
+The result depends on data, settings, `batches_per_step` and `local_steps`, never on the executor: this process, any
+number of workers, and a run that was killed and resumed give the same bits.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from kme_dist.run.learners import (
     short_digest,
 )
 from kme_dist.run.settings import LearnSettings, Record, without_schedule
-from kme_dist.run.trainer import Callback, LengthScalePrior, Outcome, PlayRound, Round, Stepper, Trainer
+from kme_dist.run.trainer import Callback, LengthScalePrior, Outcome, Round, RoundFn, Stepper, Trainer
 
-BATCH_ROWS = 1000  # where the settings leave the batch size open
-KEPT_BYTES = 64 << 20  # rows that are kept from step to step where every batch holds all of them
-GRADIENT, READ, REPLICA = "batch-gradient", "read-batch", "local-steps"  # as the dashboard shows them
+BATCH_ROWS = 1000  # default batch size
+KEPT_BYTES = 64 << 20  # limit for keeping rows between steps when every batch has all of them
+GRADIENT, READ, REPLICA = "batch-gradient", "read-batch", "local-steps"  # task names on the dashboard
 
 
-# --- what travels to the workers --------------------------------------------------------------------
+# --- sent to the workers ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Rows cut into batches: whoever evaluates one reads it by the plan and its number."""
+    """Rows divided into batches; a worker reads a batch by the plan and its number."""
 
     rows: RowsRef
     plan: BatchPlan
-    target: tuple[float, float] | None = None  # shift and factor of numbers to be predicted
-    backend: str = "numpy"  # "auto" is decided by each worker for itself
+    target: tuple[float, float] | None = None  # shift and factor of numeric targets
+    backend: str = "numpy"  # "auto" is resolved by each worker
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class Batches:
 
     @property
     def digest(self) -> str:
-        """Of the rows, their labels and how they are cut into batches (but for the seed, which is a setting)."""
+        """Of the rows, their labels and their division into batches (without the seed, which is a setting)."""
         plan = {**self.plan.to_json(), "seed": None}
         return hashlib.sha256((self.rows.digest() + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
 
@@ -112,7 +112,7 @@ class Batches:
         return X, self._targets(y)
 
     def all_rows(self) -> tuple[Array, np.ndarray]:
-        """Every row at once, on the device."""
+        """All rows, on the device."""
         X, y = self.rows.read()
         return self.on_device(X), self._targets(y)
 
@@ -128,33 +128,33 @@ class Batches:
         return values if self.target is None else (values.astype(np.float64) - self.target[0]) * self.target[1]
 
 
-HostBatch = tuple[Any, np.ndarray, float]  # X, y and the seconds that reading took
-_here = threading.local()
+HostBatch = tuple[Any, np.ndarray, float]  # X, y and seconds spent reading
+_local = threading.local()
 
 
 def read_batch(batches: Batches, number: int) -> HostBatch:
-    """A call of its own where those who read are not those who compute."""
+    """Read a batch. A task of its own if some workers read and others compute."""
     began = time.perf_counter()
     X, y = batches.read(number)
     return X, y, time.perf_counter() - began
 
 
-def _batch_here(batches: Batches, number: int) -> HostBatch:
-    """On the device. Where every batch holds all rows, a thread keeps them from step to step."""
-    if (held := getattr(_here, "batch", None)) is not None and held[0] == batches.rows:
+def _batch_on_device(batches: Batches, number: int) -> HostBatch:
+    """Read a batch to the device. If every batch has all rows, the thread keeps them between steps."""
+    if (held := getattr(_local, "batch", None)) is not None and held[0] == batches.rows:
         kept: HostBatch = held[1]
         return kept
-    _here.batch = None  # rows of an earlier run are given back first
+    _local.batch = None  # free the rows of an earlier run first
     X, y, seconds = read_batch(batches, number)
     X = batches.on_device(X)
     if batches.size == batches.count and getattr(X, "nbytes", KEPT_BYTES + 1) <= KEPT_BYTES:
-        _here.batch = batches.rows, (X, y, 0.0)
+        _local.batch = batches.rows, (X, y, 0.0)
     return X, y, seconds
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What comes home from one batch, or from several that one call went through."""
+    """The result of one batch, or the mean over several in one call."""
 
     objective: Objective
     rows: int
@@ -166,9 +166,9 @@ class BatchRecord:
 def batch_gradient(
     learner: Learner, batches: Batches, number: int, parameters: optim.Named, rows: HostBatch | None = None
 ) -> BatchRecord:
-    """Objective and gradient of batch `number`, read here unless `rows` are given: the function that workers run."""
+    """Objective and gradient of batch `number`, read here unless `rows` are given. Runs on a worker."""
     if rows is None:
-        X, y, read_s = _batch_here(batches, number)
+        X, y, read_s = _batch_on_device(batches, number)
     else:
         X, y, read_s = batches.on_device(rows[0]), rows[1], rows[2]
     began = time.perf_counter()
@@ -178,7 +178,7 @@ def batch_gradient(
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """Where a replica has come by steps of its own."""
+    """The state of a replica after its local steps."""
 
     parameters: optim.Named
     state: optim.State
@@ -193,7 +193,7 @@ def local_steps(
     rates: list[float],
     reached: tuple[optim.Named, optim.State],
 ) -> ReplicaRecord:
-    """One step for each of `rates`, on the batches from number `first`, each from where the one before has led."""
+    """One step for each of `rates`, on consecutive batches from number `first`. Runs on a worker."""
     (parameters, state), records = reached, []
     for number, rate in enumerate(rates, first):
         record = batch_gradient(learner, batches, number, parameters)
@@ -228,35 +228,37 @@ def learn(
     after: Callable[[optim.Named, float], optim.Named] | None = None,
     average: float = 0.0,
     phase: str | None = None,
-    remember: bool = True,
+    keep_history: bool = True,
 ) -> Outcome:
-    """Step after step: batches evaluated where the executor works, gradients averaged in order, one update here.
+    """Learn by steps: batches are evaluated by the executor, gradients averaged in order, updates made here.
 
     Parameters
     ----------
-    learner, batches : what a batch is worth, and where it comes from
+    learner, batches : evaluates a batch; provides it
     start : parameters as they are learned (positive ones as logarithms)
-    executor : None for this process
-    batches_per_step : gradients averaged in one step, or replicas. Part of what is learned, not of the cluster.
-    local_steps : None averages gradients in every step; H averages replicas after H steps of their own
-    checkpoints : where to save, and to resume from when settings and data agree
-    callback : told the record of every round, and the parameters that it led to
-    prior, after, average, phase, remember : see `Trainer`
+    executor : None: this process
+    batches_per_step : gradients averaged in one step, or replicas; it affects the result, unlike the number of workers
+    local_steps : None averages gradients in every step; H averages replicas after H local steps
+    checkpoints : where to save, and to resume from if settings and data are the same
+    callback : receives the record of every round, and the parameters after it
+    prior, after, average, phase, keep_history : see `Trainer`
     """
     if batches_per_step < 1:
         raise ConfigError(f"batches_per_step={batches_per_step}: must be an integer >= 1")
     if local_steps is not None and (local_steps < 1 or settings.steps % local_steps):
         raise ConfigError(
-            f"local_steps={local_steps}: must be an integer >= 1 of which steps={settings.steps} is a multiple, "
-            "since averages are taken after whole rounds"
+            f"local_steps={local_steps}: must be an integer >= 1 that divides steps={settings.steps}, since "
+            "replicas are averaged after whole rounds"
         )
-    learner = _travelling(learner)
-    workers = executor or SerialExecutor()
-    trainer = Trainer(start, settings, prior=prior, after=after, average=average, phase=phase, remember=remember)
+    learner = _without_schedule(learner)
+    executor = executor or SerialExecutor()
+    trainer = Trainer(
+        start, settings, prior=prior, after=after, average=average, phase=phase, keep_history=keep_history
+    )
     if local_steps is None:
-        play_round = _averaged_gradients(learner, batches, batches_per_step, workers)
+        run_round = _averaged_gradients(learner, batches, batches_per_step, executor)
     else:
-        play_round = _averaged_replicas(learner, batches, trainer, batches_per_step, local_steps, workers)
+        run_round = _averaged_replicas(learner, batches, trainer, batches_per_step, local_steps, executor)
     identity: dict[str, Any] = {}
     if checkpoints is not None:
         own: dict[str, Any] = {"batch_size": batches.plan.batch_size, "batches_per_step": batches_per_step}
@@ -265,24 +267,24 @@ def learn(
         scale = batches.rows.scale
         form = {"dtype": batches.rows.dtype, "scaling": scale and [scale.shift.tolist(), scale.factor.tolist()]}
         identity = run_identity(settings, own, {**learner.describe(), **form}, start, batches.digest)
-    return trainer.run(play_round, identity, checkpoints, callback)
+    return trainer.run(run_round, identity, checkpoints, callback)
 
 
-def _travelling(learner: Learner) -> Learner:
-    """As it goes to workers: the schedule is a function, and the driver's business."""
+def _without_schedule(learner: Learner) -> Learner:
+    """For workers: the schedule is a function that only the driver calls, and need not pickle."""
     settings = getattr(learner, "settings", None)
     return learner if settings is None else replace(learner, settings=without_schedule(settings))  # type: ignore[type-var]
 
 
-def _averaged_gradients(learner: Learner, batches: Batches, per_step: int, executor: Executor) -> PlayRound:
+def _averaged_gradients(learner: Learner, batches: Batches, per_step: int, executor: Executor) -> RoundFn:
     gpu = batches.backend == "cupy"
 
-    def play_round(step: int, parameters: optim.Named) -> Round:
+    def run_round(step: int, parameters: optim.Named) -> Round:
         began, first = time.perf_counter(), step * per_step
         numbers = range(first, first + per_step)
         calls = [(learner, batches, number, parameters) for number in numbers]
-        if gpu and executor.reads_apart:
-            # The next round's batches are known: they are read while this one is computed.
+        if gpu and executor.has_readers:
+            # The batches of the next round are known, so they are read while this one is computed.
             ahead = [(batches, number) for number in range(first + per_step, first + 2 * per_step)]
             feed = (read_batch, [(batches, number) for number in numbers], ahead, READ)
             records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, feed=feed)
@@ -291,16 +293,16 @@ def _averaged_gradients(learner: Learner, batches: Batches, per_step: int, execu
         pace = _pace(records, time.perf_counter() - began, executor.workers)
         return Round(mean_objectives([record.objective for record in records]), batches.size, pace)
 
-    return play_round
+    return run_round
 
 
 def _averaged_replicas(
     learner: Learner, batches: Batches, trainer: Trainer, replicas: int, steps: int, executor: Executor
-) -> PlayRound:
-    """Replica r of the round that begins at step s makes its steps on the batches from s · replicas + r · steps."""
+) -> RoundFn:
+    """Replica r of the round that starts at step s uses the batches from s · replicas + r · steps."""
     gpu = batches.backend == "cupy"
 
-    def play_round(step: int, parameters: optim.Named) -> Round:
+    def run_round(step: int, parameters: optim.Named) -> Round:
         began, first = time.perf_counter(), step * replicas
         rates = [trainer.rate(number) for number in range(step, step + steps)]
         reached = parameters, trainer.state
@@ -318,11 +320,11 @@ def _averaged_replicas(
             reached=(mean_named([replica.parameters for replica in found]), state),
         )
 
-    return play_round
+    return run_round
 
 
 def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
-    """How fast the round went, and which share of the workers' time was spent waiting."""
+    """Throughput of the round, and the share of the workers' time spent waiting."""
     busy = sum(record.read_s + record.compute_s for record in records)
     return {
         "batches": len(records),
@@ -338,10 +340,10 @@ def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
 def run_identity(
     settings: LearnSettings, own: Mapping[str, Any], model: Mapping[str, Any], start: Mapping[str, Any], data: str
 ) -> dict[str, Any]:
-    """What a checkpoint must agree with to be resumed: plain data, named as the configuration names it."""
+    """What must be the same for a checkpoint to be resumed: plain data, with the names of the config."""
     chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
     if settings.schedule is None:
-        del chosen["steps"]  # a run may be made longer; only a schedule depends on where it is to end
+        del chosen["steps"]  # a run may be extended; only a schedule depends on the number of steps
     else:
         chosen["schedule"] = getattr(settings.schedule, "__qualname__", type(settings.schedule).__name__)
     tree = {
@@ -359,7 +361,7 @@ def run_identity(
 
 @dataclass(frozen=True)
 class Learned:
-    """Where learning ended: the last iterate, or the best where a stopping rule watched."""
+    """The result of learning: the last iterate, or the best one if a stopping rule is set."""
 
     kernel: Kernel
     regularization: float
@@ -377,11 +379,11 @@ def kernel_batches(
     backend: str = "numpy",
     plan: BatchPlan | None = None,
 ) -> Batches:
-    """The batches of a data set with classes, as the settings ask for them."""
+    """The batches of a data set with classes, according to the settings."""
     if dataset.classes is None:
         raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
     if not dataset.features:
-        scaling = None  # rows that are no vectors
+        scaling = None  # rows are not vectors
     size = settings.batch_size or BATCH_ROWS
     found = Batches.of(
         dataset, batch_size=size, seed=settings.seed, split=split, scaling=scaling, dtype=dtype, backend=backend
@@ -407,14 +409,14 @@ def learn_on_dataset(
     Parameters
     ----------
     dataset : with class labels
-    kernel, regularization : where learning starts; the kernel is of scaled rows
+    kernel, regularization : start of learning; the kernel acts on scaled rows
     executor, batches_per_step, local_steps, checkpoints : see `learn`
-    callback : receives the record of every round; `history` keeps the last ones only
-    **options : split, scaling, dtype, backend and plan of `kernel_batches`
+    callback : receives the record of every round; `history` keeps only the last ones
+    **options : split, scaling, dtype, backend and plan for `kernel_batches`
 
     Returns
     -------
-    Learned : the last iterate, or the best where `settings.patience` is set
+    Learned : the last iterate, or the best one if `settings.patience` is set
     """
     batches = kernel_batches(dataset, settings, **options)
     start = log_parameters(kernel, regularization)
@@ -429,7 +431,7 @@ def learn_on_dataset(
         checkpoints=checkpoints,
         callback=None if callback is None else lambda record, _: callback(record),
         prior=LengthScalePrior(kernel, start, settings, batches.count),
-        remember=False,
+        keep_history=False,
     )
     return Learned(*assemble(kernel, found.parameters), found.history, stopped_early=found.stopped_early)
 
@@ -444,7 +446,7 @@ def learn_in_memory(
     callback: Callable[[Record], None] | None = None,
     plan: BatchPlan | None = None,
 ) -> Learned:
-    """The same for rows in memory (an array, or a list of whatever the kernel takes), as they are, in this process."""
+    """The same for rows in memory (an array, or a list of objects that the kernel accepts), in this process."""
     records: list[Record] = []
 
     def step(record: Record) -> None:
@@ -467,7 +469,7 @@ def learn_in_memory(
     return replace(learned, history=records)
 
 
-# --- what networks are compared with ----------------------------------------------------------------
+# --- softmax baseline for networks ------------------------------------------------------------------
 
 
 def learn_softmax(
@@ -482,7 +484,7 @@ def learn_softmax(
     callback: Callable[[Record], None] | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> list[Record]:
-    """The records of all steps; those that end an epoch hold the accuracy on the rows and class numbers to watch."""
+    """The records of all steps; the last of each epoch has the accuracy on the rows and class numbers in `watch`."""
 
     def after_step(record: Record, parameters: optim.Named) -> None:
         if watch is not None and record["step"] % per_epoch == 0:

@@ -1,12 +1,12 @@
-"""What a batch is worth to those who learn: objective and gradient of its rows, by the names of the parameters.
+"""Learners evaluate a batch: objective and gradient of its rows, by parameter name.
 
     KernelLearner(kernel, settings, n_classes=10)        algorithm 1: a kernel and λ
     NetworkLearner(features, settings, n_classes=10)     algorithm 2: explicit features and λ
-    SoftmaxLearner(features, settings, n_classes=10)     the same features under a softmax layer, to compare with
+    SoftmaxLearner(features, settings, n_classes=10)     the same features under a softmax layer, as a baseline
 
-A learner is a small record that travels to the workers; `evaluate(parameters, X, y, number)` depends on nothing else.
-Parameters are those of a kernel and "regularization" by their logarithms, and those of a feature map as they are, by
-"features.NAME". Whoever adds a learner writes `evaluate`, and `describe` for the identity of its checkpoints.
+A learner is a small record that is sent to the workers; `evaluate(parameters, X, y, number)` depends on nothing else.
+Kernel parameters and "regularization" are given as logarithms, those of a feature map unchanged, as "features.NAME". A
+new learner defines `evaluate`, and `describe` for the identity of its checkpoints.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kme_dist.run.settings import LearnSettings
 PREFIX = "features."
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
-_SHOWN = 10_000  # characters of a kernel that a checkpoint spells out
-_here = threading.local()  # memory for a Gram matrix, kept from batch to batch by each thread
+_FULL_CONFIG = 10_000  # longest kernel config stored in full in a checkpoint
+_local = threading.local()  # memory for a Gram matrix, kept between batches by each thread
 
 
 class Learner(Protocol):
-    """What one batch is worth, and its slope."""
+    """Evaluates one batch."""
 
     def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective: ...
     def describe(self) -> dict[str, Any]: ...
@@ -56,30 +56,30 @@ class Learner(Protocol):
 
 
 def assemble(kernel: Kernel, log_parameters: dict[str, np.ndarray]) -> tuple[Kernel, float]:
-    """Kernel and λ from the vector of logarithms."""
+    """Kernel and λ from their logarithms."""
     values = optim.from_log(log_parameters)
     lam = float(values.pop("regularization"))
     return kernel.replace(values), lam
 
 
 def log_parameters(start: Any, regularization: float) -> optim.Named:
-    """Parameters of a kernel (or of whatever else has some by name) and λ, as they are learned."""
+    """Parameters of a kernel (or of any object with `parameters`) and λ, as logarithms."""
     return optim.to_log({**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)})
 
 
 def start_of(features: Any, regularization: float | None = None) -> optim.Named:
-    """Parameters as loops know them: those of the map by "features.NAME", λ by its logarithm."""
+    """Parameters as the trainer names them: "features.NAME" for the map, and the logarithm of λ."""
     own = {PREFIX + name: np.array(value) for name, value in features.parameters.items()}
     return own if regularization is None else {**own, "regularization": np.asarray(np.log(regularization))}
 
 
 def with_parameters(features: Any, parameters: optim.Named) -> Any:
-    """The map with the values that a loop has reached."""
+    """The map with the given parameter values."""
     return features.replace(**{n.removeprefix(PREFIX): v for n, v in parameters.items() if n.startswith(PREFIX)})
 
 
 def short_digest(value: np.ndarray) -> float | str:
-    """A number as it is, an array by its digest."""
+    """A number unchanged, an array as a digest."""
     array = np.ascontiguousarray(value)
     return float(array) if array.ndim == 0 else hashlib.sha256(array.data).hexdigest()[:16]
 
@@ -89,7 +89,7 @@ def _settings_of(learner: Any) -> dict[str, Any]:
 
 
 def describe_map(features: Any) -> dict[str, Any]:
-    """A feature map: its config, and its arrays by digest."""
+    """A feature map: its config, and digests of its arrays."""
     return {"features": features.to_config(), "arrays": {n: short_digest(a) for n, a in features.arrays.items()}}
 
 
@@ -106,12 +106,12 @@ class KernelLearner:
 
     def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
         kernel, lam = assemble(self.kernel, parameters)
-        workspace = _here.__dict__.setdefault("workspace", Workspace())
+        workspace = _local.__dict__.setdefault("workspace", Workspace())
         return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, workspace)
 
     def describe(self) -> dict[str, Any]:
         config = json.dumps(self.kernel.to_config(), sort_keys=True)
-        if len(config) < _SHOWN:
+        if len(config) < _FULL_CONFIG:
             return {"kernel": json.loads(config)}
         return {"kernel": repr(self.kernel), "arrays": hashlib.sha256(config.encode()).hexdigest()[:16]}
 
@@ -126,7 +126,7 @@ def batch_objective(
     step: int,
     workspace: Workspace,
 ) -> Objective:
-    """The objective of one batch: the one function that runs wherever the batch is."""
+    """The objective of one batch."""
     common: dict[str, Any] = {
         "regularization": regularization,
         "n_classes": n_classes,
@@ -135,7 +135,7 @@ def batch_objective(
         "workspace": workspace,
     }
     if settings.objective == "validation" and len(X) > 1:
-        # A fresh split in every step: with all rows in the batch this is what keeps it from being learned by heart.
+        # A new split in every step: if the batch has all rows, this is what prevents overfitting.
         order = np.random.default_rng([settings.seed, step, 1]).permutation(len(X))
         train = min(max(round(settings.train_share * len(X)), 1), len(X) - 1)
         return validation_objective(kernel, select(X, order), y[order], train_rows=train, **common)
@@ -151,8 +151,8 @@ def batch_objective(
 class NetworkLearner:
     """Algorithm 2 on the features of a batch.   [HNR]
 
-    `dropout` leaves out features of the last layer; with `independent_masks` W is solved under one mask and judged
-    under another. With `halves` each half of the batch is judged by the W of the other half, under masks of its own.
+    `dropout` drops features of the last layer; with `independent_masks` W is solved under one mask and evaluated under
+    another. With `halves` each half of the batch is evaluated with the W of the other half, under masks of its own.
     `alpha` 1 is the published choice, None the supremum over the rows that W is solved on.
     """
 
@@ -173,7 +173,7 @@ class NetworkLearner:
     def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
         features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
         key = (self.settings.seed, number)
-        if self.halves:  # of rows that may lie in the order of their classes
+        if self.halves:  # rows may be sorted by class
             order = np.random.default_rng([*key, 1]).permutation(len(y))
             X, y = select(X, order), y[order]
         Z, pull = features.sampled((*key, 2)).linearise(X)
@@ -203,20 +203,20 @@ class NetworkLearner:
         return replace(out, gradient={**gradient, **out.gradient}, feature_gradient=None)
 
 
-def _by_halves(Z_solve: Array, Z_judge: Array, y: np.ndarray, options: dict[str, Any]) -> Objective:
-    """The mean of what each half says of the other; `feature_gradient` is by the rows solved on and the rows judged."""
+def _by_halves(Z_solve: Array, Z_evaluate: Array, y: np.ndarray, options: dict[str, Any]) -> Objective:
+    """The mean over both halves, each evaluated with the W of the other; gradients by rows solved on and evaluated."""
     half = len(y) // 2
     if not half:
-        raise DataError(f"a batch of {len(y)} rows has no two halves; objective='validation' needs larger batches")
+        raise DataError(f"a batch of {len(y)} rows cannot be halved; objective='validation' requires larger batches")
     parts = slice(None, half), slice(half, None)
     outs = [
-        masked_objective(Z_solve[one, :], Z_judge[two, :], y[one], y[two], **options)
+        masked_objective(Z_solve[one, :], Z_evaluate[two, :], y[one], y[two], **options)
         for one, two in (parts, parts[::-1])
     ]
     concat = namespace_of(Z_solve).concat
     solved = concat([out.feature_gradient[0] for out in outs], axis=0) / 2
-    judged = concat([out.feature_gradient[1] for out in outs[::-1]], axis=0) / 2
-    return replace(mean_objectives(outs), feature_gradient=(solved, judged))
+    evaluated = concat([out.feature_gradient[1] for out in outs[::-1]], axis=0) / 2
+    return replace(mean_objectives(outs), feature_gradient=(solved, evaluated))
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class SoftmaxLearner:
     dropout: float = 0.0
 
     def start(self, width: int) -> optim.Named:
-        """The layer begins as those of the published networks do: deviation 0.1, biases 0.1."""
+        """The layer starts like the published networks: deviation 0.1, biases 0.1."""
         rng = np.random.default_rng([self.settings.seed, 8])
         weights = truncated_normal(rng, (width, self.n_classes), 0.1)
         return {**start_of(self.features), WEIGHTS: weights, BIAS: np.full(self.n_classes, 0.1)}
@@ -257,7 +257,7 @@ class SoftmaxLearner:
         return Objective(loss, loss, 0.0, float("nan"), gradient, right, precision(Z))
 
     def decide(self, parameters: optim.Named, X: Array) -> np.ndarray:
-        """Numbers of the classes that rows are taken for."""
+        """Predicted class numbers."""
         network, found = with_parameters(self.features, parameters), []
         for rows in row_blocks(len(X), _ROWS):
             scores = self._scores(parameters, network.forward(X[rows, :]))
@@ -273,7 +273,7 @@ class SoftmaxLearner:
 
 
 def mean_objectives(outs: list[Objective]) -> Objective:
-    """The mean over batches, added up in their order by a fixed tree."""
+    """The mean over batches, summed in order by a fixed tree."""
     names = ("value", "risk", "complexity", "bound", "accuracy")
     numbers = tree_combine([np.array([getattr(out, name) for name in names]) for out in outs], np.add) / len(outs)
     return Objective(
@@ -285,6 +285,6 @@ def mean_objectives(outs: list[Objective]) -> Objective:
 
 
 def mean_named(items: list[optim.Named]) -> optim.Named:
-    """The mean of dictionaries of arrays, added up in their order by a fixed tree."""
+    """The mean of dictionaries of arrays, summed in order by a fixed tree."""
     total = tree_combine(items, lambda a, b: {name: a[name] + b[name] for name in a})
     return {name: value / len(items) for name, value in total.items()}

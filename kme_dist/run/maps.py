@@ -1,4 +1,4 @@
-"""Feature maps given by users, stored with models and brought back; and rows scaled, then taken through a map."""
+"""Feature maps given by users, storing and restoring them; and scaling followed by a feature map."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kme_dist.data.scaling import Scaling
 
 
 def as_features(network: Any, n_features: int, seed: int = 0) -> Any:
-    """A map as it is, one drawn from a config or a name, or a torch network."""
+    """A feature map from a map, a config, a name or a torch network."""
     if hasattr(network, "linearise"):
         return network
-    if isinstance(network, str | Mapping) and not _wants_torch(network):
+    if isinstance(network, str | Mapping) and not _is_torch(network):
         return maps.from_config(network, n_features=n_features, seed=seed)
     return _torch().as_features(network, seed=seed)
 
@@ -26,23 +26,23 @@ def as_features(network: Any, n_features: int, seed: int = 0) -> Any:
 def restore_features(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], own: Mapping[str, Any]) -> Any:
     """A feature map from its config and the arrays "features/NAME"; `own` holds the user's torch classes by name."""
     stored = {name.removeprefix("features/"): value for name, value in arrays.items() if name.startswith("features/")}
-    if _wants_torch(config):
+    if _is_torch(config):
         return _torch().from_config(config, stored, own)
     return maps.from_config(config, arrays=stored)
 
 
-def _wants_torch(config: Any) -> bool:
+def _is_torch(config: Any) -> bool:
     return isinstance(config, Mapping) and config.get("name") == "torch"
 
 
 def _torch() -> Any:
-    # Only here, and only for those who hand over a torch network: torch takes seconds to import.
+    # Imported only for torch networks: torch takes seconds to import.
     return importlib.import_module("kme_dist.run.torch_features")
 
 
 @dataclass(frozen=True)
 class FeatureScaling(Scaling):
-    """Rows scaled, then taken through a fixed feature map: for a kernel that stands on features."""
+    """Scaling followed by a fixed feature map: for a kernel on features."""
 
     features: Any = None
     after: np.ndarray | None = None  # factors of the features
@@ -61,12 +61,12 @@ class FeatureScaling(Scaling):
 
 
 def with_features(scaling: Scaling, features: Any, seed: int = 0, after: np.ndarray | None = None) -> Scaling:
-    """`scaling` followed by a feature map; alone where there is none."""
+    """`scaling` followed by a feature map, if there is one."""
     if features is None:
         return scaling
     return FeatureScaling(scaling.shift, scaling.factor, as_features(features, scaling.shift.size, seed), after)
 
 
 def features_of(scaling: Scaling) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
-    """What there is to store of the map behind a scaling: arrays, and a config (None without a map)."""
+    """Arrays and config of the feature map in a scaling, for storing; no arrays and None without a map."""
     return (scaling.arrays, scaling.features.to_config()) if isinstance(scaling, FeatureScaling) else ({}, None)

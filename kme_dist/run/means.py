@@ -5,14 +5,14 @@
     moments.rho, moments.varrho                              # means of all K_ij and of K_ii
 
 A task is a pair of blocks of rows; it reads both, walks over tiles that fit a core's cache, and returns a few numbers.
-Pairs below the diagonal of blocks stand for those above it. What a task holds is two blocks and one tile, whatever n.
+Pairs of blocks below the diagonal also count for those above it. A task holds two blocks and one tile, whatever n.
 
-With `feature_moments` ρ comes from random features instead, in O(nD): |mean φ(x)|², whose error is reported. Each
-random frequency is an estimate of ρ by itself, so their spread tells how far off the mean of D of them may be.
+With `feature_moments` ρ comes from random features instead, in O(nD): |mean φ(x)|², with its standard error.
+Each random frequency is an estimate of ρ by itself, so their spread gives the error of the mean of D of them.
 
 `spectral_by_centres` is s-kmse without the n x n spectrum: rows are projected on p centres, one pass gives the p x p
-covariance, two more the leave-one-out scores of all rows for many λ, and the mean comes out as p weighted centres,
-with a bound on its distance to the exact one.
+covariance, two more the leave-one-out scores of all rows for many λ, and the result is p weighted centres, with a
+bound on the distance to the exact mean.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import Executor
 
 BLOCK_ROWS = 8_192
-SPECTRAL_ROWS, SPECTRAL_CENTRES = 5_000, 1_000  # s-kmse: exact up to so many rows; beyond, so many centres
-_CHOICE_ROWS, _SLAB_ROWS = 20_000, 1_024  # rows that centres are chosen among; rows projected at a time
+SPECTRAL_ROWS, SPECTRAL_CENTRES = 5_000, 1_000  # s-kmse: exact up to this many rows; default centres beyond
+_CHOICE_ROWS, _SLAB_ROWS = 20_000, 1_024  # rows to choose centres from; rows projected at a time
 
 
 # --- ρ and ϱ ----------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class GramMoments:
     rho: float
     varrho: float
     n: int
-    error: float = 0.0  # standard error of ρ; 0 where it was summed exactly
+    error: float = 0.0  # standard error of ρ; 0 if summed exactly
 
 
 def block_pairs(count: int) -> list[tuple[int, int]]:
@@ -84,7 +84,7 @@ def _add(left: Any, right: Any) -> Any:
 
 
 def gram_moments(kernel: Kernel, rows: RowsRef, *, executor: Executor, block_rows: int = BLOCK_ROWS) -> GramMoments:
-    """ρ and ϱ, exactly: every pair of rows is visited once."""
+    """ρ and ϱ, exactly, from every pair of rows."""
     blocks = rows.parts(block_rows)
     calls = [(kernel, blocks[i], None if i == j else blocks[j]) for i, j in block_pairs(len(blocks))]
     total, diagonal = executor.map_reduce(_pair, calls, _add, name="gram-sum")
@@ -104,7 +104,7 @@ def evaluate_mean(
     executor: Executor,
     block_rows: int = BLOCK_ROWS,
 ) -> np.ndarray:
-    """Σ_j weights_j k(x_j, ·) at the rows of X; a single weight stands for all rows."""
+    """Σ_j weights_j k(x_j, ·) at the rows of X; a single weight applies to all rows."""
     at, calls = 0, []
     for block in rows.parts(BLOCK_ROWS):
         own = np.full(len(block), weights) if np.ndim(weights) == 0 else np.asarray(weights)[at : at + len(block)]
@@ -138,7 +138,7 @@ def target_moments(target: Mean | None, rows: RowsRef, kernel: Kernel, *, execut
 
 def _check_target(target: Mean, kernel: Kernel) -> None:
     if target.kernel != kernel:
-        raise ConfigError(f"the target is a mean of {target.kernel!r}, the data are embedded by {kernel!r}")
+        raise ConfigError(f"the target has kernel {target.kernel!r}, the mean has {kernel!r}; they must be the same")
 
 
 # --- ρ by random features ---------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _check_target(target: Mean, kernel: Kernel) -> None:
 def _angles(block: RowsRef, frequencies: np.ndarray) -> np.ndarray:
     X = np.asarray(block.read()[0], dtype=np.float64)
     total = np.zeros((2, frequencies.shape[1]))
-    for part in row_blocks(len(X), 1024):  # bounded by a slab, whatever the block
+    for part in row_blocks(len(X), 1024):  # memory bounded by a slab, whatever the block
         angle = X[part] @ frequencies
         total += np.stack([np.cos(angle).sum(axis=0), np.sin(angle).sum(axis=0)])
     return total
@@ -186,16 +186,16 @@ def random_features(kernel: Kernel, n_features: int, count: int, seed: int) -> S
 
 @dataclass(frozen=True)
 class FittedMean:
-    """(1 - α) μ̂ + α f* ("s-kmse": Σ β_i k(x_i, ·) + (1 - Σβ) f*), the rows staying where they are."""
+    """(1 - α) μ̂ + α f* ("s-kmse": Σ β_i k(x_i, ·) + (1 - Σβ) f*), without copying the rows."""
 
     kernel: Kernel
     rows: RowsRef
-    weights: np.ndarray | float  # one number where all rows weigh the same
+    weights: np.ndarray | float  # one number if all rows have the same weight
     alpha: float
     target: Mean | None
-    moments: GramMoments | None  # None where the estimator needs none
+    moments: GramMoments | None  # None if not needed by the estimator
     regularization: float | None = None
-    unexplained: float = 0.0  # share of Σ k(x, x) across the centres, where the points are centres
+    unexplained: float = 0.0  # share of Σ k(x, x) orthogonal to the centres, if any
     error_bound: float = 0.0  # on the distance to the mean without centres, at the same λ
 
     def evaluate(self, X: Any, *, executor: Executor) -> np.ndarray:
@@ -227,7 +227,7 @@ def fit_mean(
     centres: int | None = None,
     seed: int = 0,
 ) -> FittedMean:
-    """Any of the four estimators. "s-kmse" takes the Gram matrix in memory, or centres; the others sums at most."""
+    """Any of the four estimators. "s-kmse" needs the Gram matrix in memory, or centres; the others at most sums."""
     if estimator not in ESTIMATORS:
         raise ConfigError(f"estimator={estimator!r} is unknown; choose one of {', '.join(ESTIMATORS)}")
     n = rows.count
@@ -272,7 +272,7 @@ class _Projection:
     @classmethod
     def on(cls, kernel: Kernel, points: Any) -> _Projection:
         values, vectors = np.linalg.eigh(_host(kernel.gram(points)))
-        kept = values > 1e-12 * values[-1]  # the rest is rounding
+        kept = values > 1e-12 * values[-1]  # the rest is rounding error
         T = vectors[:, kept] / np.sqrt(values[kept])
         return cls(kernel, points, T, np.zeros(T.shape[1]))
 
@@ -282,7 +282,7 @@ class _Projection:
 
     @property
     def leading(self) -> None:
-        """None: sums of these are in double precision, whatever the rows are in."""
+        """None: sums are in double precision, whatever the dtype of the rows."""
 
     @property
     def wide(self) -> _Projection:
@@ -332,7 +332,7 @@ def spectral_by_centres(
     """
     n = rows.count
     if n < 2 and regularization is None:
-        raise DataError("'s-kmse' needs at least two rows to choose its regularization, got one")
+        raise DataError("'s-kmse' requires at least two rows to choose its regularization, got one")
     candidates = rows.sample(_CHOICE_ROWS, seed)[0]
     chosen = choose_centres(kernel, candidates, min(centres, row_count(candidates)), "rpcholesky", seed)
     points = candidates[chosen] if hasattr(candidates, "shape") else [candidates[i] for i in chosen]
@@ -352,8 +352,8 @@ def spectral_by_centres(
         tried: dict[float, float] = {}
         grid = (trace / n or 1.0) * SPECTRAL_GRID
         for widths in (np.linspace(-0.4, 0.4, 9), None):
-            judged = [(projection, spectrum, block, grid) for block in blocks]
-            scores = executor.map_reduce(_thin_scores, judged, _add, name="spectral-scores")
+            scored = [(projection, spectrum, block, grid) for block in blocks]
+            scores = executor.map_reduce(_thin_scores, scored, _add, name="spectral-scores")
             tried |= dict(zip(map(float, grid), map(float, scores), strict=True))
             lam = min(tried, key=lambda lam: tried[lam])
             grid = lam * 10.0**widths if widths is not None else grid

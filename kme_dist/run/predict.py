@@ -1,14 +1,14 @@
-"""Exactly once over the chunks of any input: what is done is kept, what fails is quarantined, the rest continues.
+"""Process every chunk of an input exactly once: finished chunks are kept, failing ones quarantined.
 
     rows = open_rows(dataset_or_path_or_array, features=54)                       # kme_dist.data.lazy
     outcome = run_chunks(state, layout, rows, predict_chunk, (plan,), executor=SerialExecutor())
 
-Every chunk of the input becomes one task, which reads its rows by path (rows in memory travel with the task), computes,
-stores the output chunk whole and then its receipt. So it does not matter when whom a kill hits: a chunk with a receipt
-is never computed again, one without is. The record says what was computed from what; a model or an input that changed
-under a job is refused. Rows that were appended to the input are new chunks, and the last one anew if it was not full.
+Every chunk of the input is one task, which reads its rows by path (rows in memory are sent with the task), computes,
+stores the output chunk atomically and then its receipt. A kill at any moment is safe: a chunk with a receipt is never
+recomputed, one without is. The record says what was computed from what; a model or input that changed during a job is
+refused. Rows appended to the input are new chunks; the last chunk is recomputed if it was not full.
 
-This module knows chunks and receipts, not models.
+This module deals with chunks and receipts, not with models.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kme_dist.errors import ConfigError, CorruptError, DataError, NumericalError
 from kme_dist.meter import metered
 from kme_dist.run.executors import Executor
 
-ATTEMPTS = 3  # before a chunk that fails is quarantined
+ATTEMPTS = 3  # before a failing chunk is quarantined
 _POISON = (CorruptError, DataError, NumericalError)
-Progress = Callable[[int, int], None]  # rows done, rows altogether
+Progress = Callable[[int, int], None]  # rows done, total rows
 
 
 class Watch(Protocol):
-    """Told of chunks: done and failed by now, altogether, the rows of those done, and how many were repeated."""
+    """Called with the chunks done, failed and in total, the rows done, and the number of retries."""
 
     def __call__(self, done: int, failed: int, total: int, rows: int, *, retried: int) -> None: ...
 
@@ -59,8 +59,8 @@ class Outcome:
     path: str
     rows: int
     chunks: int
-    computed: int  # chunks of this run
-    skipped: int  # that were done before
+    computed: int  # chunks computed in this run
+    skipped: int  # chunks done before
     retried: int
     quarantined: list[dict[str, Any]]
     seconds: float
@@ -83,11 +83,11 @@ def run_chunks(
     progress: Progress | None = None,
     watch: Watch | None = None,
 ) -> Outcome:
-    """Bring the predictions at `layout.place` up to date with `source`; calls `compute(*arguments, chunk, identity,
-    rows)` for every chunk that is missing. `state["job"]` says what is computed: model, outputs, precision."""
+    """Bring the predictions at `layout.place` up to date with `source`: calls `compute(*arguments, chunk, identity,
+    rows)` for every missing chunk. `state["job"]` identifies what is computed: model, outputs, precision."""
     place, began = layout.place, time.monotonic()
     with store_errors(place), writer_lease(place) as still_held:
-        done = _known(place, state, layout, source, overwrite, from_scratch)
+        done = _done_before(place, state, layout, source, overwrite, from_scratch)
         record = {"format": PREDICTIONS_FORMAT, "format_version": PREDICTIONS_VERSION, **state}
         record |= {"status": "running", "quarantined": [], "started": _now()}
         write_state(place, record)
@@ -98,10 +98,10 @@ def run_chunks(
         return _finish(job, record, failed, skipped, began, still_held)
 
 
-def _known(
+def _done_before(
     place: Place, state: Mapping[str, Any], layout: Layout, source: RowsRef, overwrite: bool, from_scratch: bool
 ) -> dict[int, Receipt]:
-    """The chunks that need not be computed again; refuses to mix the work of two jobs."""
+    """The chunks that are up to date; ConfigError if the predictions there belong to another job."""
     earlier = read_state(place)
     if earlier is None:
         return {}
@@ -109,8 +109,9 @@ def _known(
         place.delete_all()
         return {}
     finished = earlier.get("status") == "complete"
-    way_out = "--overwrite replaces them" if finished else "--from-scratch begins anew, or finish it as it was begun"
-    held = "finished predictions" if finished else "a half-done job"
+    held, way_out = "an unfinished job", "restart with --from-scratch, or resume with the same model and data"
+    if finished:
+        held, way_out = "finished predictions", "replace them with --overwrite"
     if earlier.get("job") != state["job"]:
         if overwrite:
             place.delete_all()
@@ -118,7 +119,7 @@ def _known(
         known = earlier.get("computed_from", {})
         differing = [key for key, value in state["computed_from"].items() if known.get(key) != value]
         raise ConfigError(
-            f"{place} holds {held} of something else ({', '.join(differing) or 'another version'} differ); {way_out}"
+            f"{place} holds {held} with other settings ({', '.join(differing) or 'version'} changed); {way_out}"
         )
     done = read_receipts(place, state["job"], place.sizes(), layout)
     chunks = -(-source.count // layout.chunk_rows)
@@ -133,8 +134,8 @@ def _known(
             place.delete_all()
             return {}
         else:
-            seen = "has fewer rows" if chunk >= chunks else f"has changed (chunk {chunk}, already predicted, differs)"
-            raise ConfigError(f"{place} holds {held} of {source.path}, which {seen} since; {way_out}")
+            change = "now has fewer rows" if chunk >= chunks else f"has changed (chunk {chunk}, already predicted)"
+            raise ConfigError(f"{place} holds {held} of {source.path}, which {change}; {way_out}")
     return done
 
 
@@ -144,7 +145,7 @@ def span_of(source: RowsRef, layout: Layout, chunk: int) -> Span:
 
 
 class _Progress:
-    """Chunks on their way, and what has come back."""
+    """Chunks in flight, and their results."""
 
     def __init__(
         self,
@@ -162,15 +163,15 @@ class _Progress:
         self.chunks = -(-source.count // layout.chunk_rows)
         self.retried = self.computed_rows = 0
         self.rows_done = sum(receipt.rows for receipt in done.values())
-        self._lost_before = self._lost
+        self._reruns_before = self._reruns
 
     def rows_of(self, chunk: int) -> int:
         start, stop = span_of(self.source, self.layout, chunk)
         return stop - start
 
     def run(self) -> dict[int, Exception]:
-        """Compute what is missing; returns the chunks that failed for good."""
-        self._tell(0)
+        """Compute the missing chunks; returns those that failed in every attempt."""
+        self._report(0)
         todo = [chunk for chunk in range(self.chunks) if chunk not in self.done]
         failed: dict[int, Exception] = {}
         for attempt in range(ATTEMPTS):
@@ -184,29 +185,29 @@ class _Progress:
                     failed[chunk] = result
                 else:
                     raise result
-                self._tell(len(failed))
+                self._report(len(failed))
             todo = sorted(failed)
             if not todo:
                 break
             self.retried += len(todo) if attempt + 1 < ATTEMPTS else 0
         return failed
 
-    def _tell(self, failed: int) -> None:
+    def _report(self, failed: int) -> None:
         if self.progress is not None:
             self.progress(self.rows_done, self.source.count)
         if self.watch is not None:
-            retried = self.retried + self._lost - self._lost_before
+            retried = self.retried + self._reruns - self._reruns_before
             self.watch(len(self.done), failed, self.chunks, self.rows_done, retried=retried)
 
     @property
-    def _lost(self) -> int:
-        """Calls that an executor had to make again, since their worker died or hung."""
+    def _reruns(self) -> int:
+        """Calls that the executor repeated because their worker died or hung."""
         return int(getattr(self.executor, "retried", 0))
 
     def _stream(self, todo: list[int]) -> Iterator[tuple[int, Receipt | Exception]]:
         results = self.executor.stream(self.compute, self._calls(todo), name="predict-chunk")
-        for place, result in results:
-            yield todo[place], result
+        for index, result in results:
+            yield todo[index], result
 
     def _calls(self, todo: list[int]) -> Iterator[tuple[Any, ...]]:
         for chunk in todo:
@@ -254,18 +255,18 @@ def _finish(
 
 
 def recorded_chunk(layout: Layout, job: str, chunk: int, identity: str) -> Receipt | None:
-    """On a worker: the receipt, where the chunk is done already. A worker may die between storing a chunk and handing
-    its receipt over; the call is then repeated, but not the work."""
+    """On a worker: the receipt, if the chunk is done already. A worker may die between storing a chunk and returning
+    its receipt; the call is then repeated, but not the work."""
     found = read_receipt(layout.place, chunk)
     return found if found is not None and (found.job, found.input) == (job, identity) else None
 
 
 def store_chunk(layout: Layout, job: str, chunk: int, identity: str, arrays: Mapping[str, Any], rows: int) -> Receipt:
-    """On a worker: the chunk, whole; then its receipt. A job that was replaced meanwhile is not written into."""
+    """On a worker: store the chunk, then its receipt. RetryError if another job has replaced this one meanwhile."""
     place = layout.place
     state = read_state(place)
     if state is None or state["job"] != job:
-        raise RetryError(f"{place}: another job has taken the place of this one; its chunks are left alone")
+        raise RetryError(f"{place}: another job has replaced this one; nothing was written")
     with metered("write"):
         digest, stored = layout.write(chunk, arrays)
         receipt = Receipt(job, chunk, rows, identity, digest, stored)

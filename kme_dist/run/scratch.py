@@ -1,11 +1,11 @@
-"""Arrays between the tasks of a fit, by name.
+"""Named arrays exchanged between the tasks of a fit.
 
     scratch = Scratch.at(folder)
-    scratch.save("tile-3-1", tile)           # whole or not at all
-    scratch.load("tile-3-1")                 # mapped, not read, where the place is a local folder
+    scratch.save("tile-3-1", tile)           # atomic
+    scratch.load("tile-3-1")                 # memory-mapped in a local folder
 
-A name says what an array is, so a task that runs twice writes the same bytes twice, and one that died leaves nothing
-that counts. Where all tasks run in this process, the scratch place is a dictionary.
+A name identifies the content of an array, so a task that runs twice writes the same bytes, and one that died leaves no
+partial array. If all tasks run in this process, the arrays are in a dictionary.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kme_dist.meter import metered
 
 
 class Scratch:
-    """Arrays by name in a folder (or object store) that the driver and all workers reach; in memory without one."""
+    """Named arrays in a folder (or object store) that the driver and all workers can reach; in memory without one."""
 
     def __init__(self, place: Place | None = None) -> None:
         self._place, self._held = place, {}  # type: tuple[Place | None, dict[str, np.ndarray]]
 
     @classmethod
     def at(cls, path: Any) -> Scratch:
-        """In a folder; in the memory of this process where `path` is None."""
+        """In a folder; in the memory of this process if `path` is None."""
         if isinstance(path, Scratch):
             return path
         return cls() if path is None else cls(Place.of(path))
@@ -36,7 +36,7 @@ class Scratch:
     @property
     def place(self) -> Place:
         if self._place is None:
-            raise DataError("arrays in the memory of one process have no address; give the fit a scratch folder")
+            raise DataError("this scratch is in memory and has no address; set a scratch folder")
         return self._place
 
     @property
@@ -54,7 +54,7 @@ class Scratch:
             array = np.ascontiguousarray(array)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-        flat = array.reshape(-1, order="A")  # a view: the bytes as they lie
+        flat = array.reshape(-1, order="A")  # a view of the bytes in memory order
         with metered("write"):
             self._place.write(f"{name}.npy", [header.getvalue(), flat.view(np.uint8).data], sync=False)
 

@@ -1,4 +1,4 @@
-"""Everything that decides a learning run, apart from data and starting point."""
+"""Settings of a learning run, except data and starting point."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kme_dist.core.objective import COMPLEXITY_WEIGHT
 from kme_dist.errors import ConfigError
 
 OBJECTIVES = ("rcb", "validation", "loo", "erm")
-Record = dict[str, Any]  # what a step leaves: numbers by name
+Record = dict[str, Any]  # of one step: values by name
 
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """Everything that decides a learning run, apart from data and starting point."""
+    """Settings of a learning run, except data and starting point."""
 
     objective: str = "rcb"
     risk: str = "sum"
@@ -29,7 +29,7 @@ class LearnSettings:
     clip_norm: float | None = None
     frozen: tuple[str, ...] = ()
     train_share: float = 0.5  # of a batch, for the validation objective
-    prior_width: float | None = None  # how far, in e-folds, length scales may stray from their start; None: freely
+    prior_width: float | None = None  # prior on length scales: deviation from their start in e-folds; None: no prior
     patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
     seed: int = 0
 
@@ -51,5 +51,5 @@ class LearnSettings:
 
 
 def without_schedule(settings: LearnSettings) -> LearnSettings:
-    """As settings travel to workers: the schedule is a function, and the driver's business."""
+    """For workers: the schedule is a function that only the driver calls, and need not pickle."""
     return replace(settings, schedule=None)

@@ -1,4 +1,4 @@
-"""Rows in memory for workers: written once to a folder of this machine that all of them map into their memory."""
+"""Sharing rows in memory with workers: written once to a local folder that all of them memory-map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 
 
 def executor_for(client: Any) -> Executor:
-    """The workers of a client; this process without one."""
+    """An executor for a client; for this process without one."""
     if client is not None and not hasattr(client, "scheduler_info"):
         raise ConfigError(
             f"client={client!r}: must be a dask.distributed.Client or None; connect first: Client({client!r})"
@@ -21,7 +21,7 @@ def executor_for(client: Any) -> Executor:
 
 
 def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | None:
-    """Put rows where the workers of `client` find them, until `stack` closes; returns the folder (None: no client)."""
+    """Store rows where `client`'s workers can read them, until `stack` closes; returns the folder (None: no client)."""
     executor_for(client)
     if client is None:
         return None
@@ -30,7 +30,7 @@ def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | No
     if not hosts <= {"127.0.0.1", "::1", "localhost"}:
         raise DataError(
             f"fit: rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
-            "(kme_dist.ingest((X, y), place)) and pass fit(kme_dist.open_dataset(place))"
+            "read them (kme_dist.ingest((X, y), path)) and pass fit(kme_dist.open_dataset(path))"
         )
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-dist-"))
     rows.spill(folder)

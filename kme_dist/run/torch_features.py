@@ -1,15 +1,15 @@
-"""PyTorch networks as feature maps: any `torch.nn.Module` stands where a map of `kme_dist.core.features` would.
+"""PyTorch networks as feature maps: any `torch.nn.Module` can replace a map of `kme_dist.core.features`.
 
     phi = TorchFeatures.of(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU()))
     Z = phi.forward(X)                        # NumPy in, NumPy out; CuPy stays on its device
     CENClassifier(network=module)             # the same, learned
     named("hnr_cnn", {"side": 28})            # an architecture of this module, by name
 
-Rows and features cross by DLPack, without a copy. The closed-form derivative of the objective by the features is pushed
-back through autograd, and the gradients go the way of all others: to the optimiser, over workers or not. Weights are
-plain arrays under the names of the module's state; what is stored is those arrays and how the module is built: a name
-and arguments from `ARCHITECTURES`, or the name of your own class, which you hand to `kme_dist.load` again. This module
-is the only importer of torch, and is itself imported when a torch network first turns up.
+Rows and features are exchanged by DLPack, without a copy. The closed-form derivative of the objective by the features
+is backpropagated by autograd, and the gradients are handled like all others. Weights are plain arrays under the names
+of the module's state; stored are those arrays and how to build the module: a name and arguments from `ARCHITECTURES`,
+or the name of your own class, which you pass to `kme_dist.load`. Only this module imports torch, and it is imported
+only when a torch network is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kme_dist.core.features import truncated_normal
 from kme_dist.core.kernels.base import Gradients
 from kme_dist.errors import ConfigError, DataError
 
-_ROWS_AT_ONCE = 1_000  # what a convolution keeps of a row on the way is a hundred times its features
+_ROWS_AT_ONCE = 1_000  # activations of a convolution take a hundred times the memory of its features
 _lock = threading.Lock()  # a module's weights are swapped in place; two threads must not share one
 
 
@@ -54,14 +54,14 @@ def hnr_cnn(side: int = 28, channels: Sequence[int] = (32, 64), features: int = 
 
 
 def dense(inputs: int, hidden: Sequence[int] = (96, 32), activation: str = "relu") -> nn.Module:
-    """Dense layers with the activation on each, the last too."""
+    """Dense layers, each followed by the activation."""
     kinds: dict[str, Callable[[], nn.Module]] = {
         "relu": nn.ReLU,
         "tanh": nn.Tanh,
         "gelu": lambda: nn.GELU(approximate="tanh"),
     }
     if activation not in kinds:
-        raise ConfigError(f"activation={activation!r} is unknown here; choose one of {', '.join(kinds)}")
+        raise ConfigError(f"activation={activation!r} is unknown; choose one of {', '.join(kinds)}")
     layers: list[nn.Module] = []
     for units in hidden:
         layers += [nn.Linear(inputs, units), kinds[activation]()]
@@ -73,7 +73,7 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {"hnr_cnn": hnr_cnn, "dense
 
 
 def published_start(module: nn.Module, seed: int) -> nn.Module:
-    """Weights truncated normal with deviation 0.1, biases 0.1: where the published networks start."""
+    """Weights truncated normal with deviation 0.1, biases 0.1: the published initialisation."""
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, value in module.named_parameters():
@@ -92,7 +92,7 @@ class TorchFeatures:
     ----------
     module : gives the structure; its own weights are never touched
     arrays : every entry of its state by name, parameters and buffers
-    config : how to build it again: {"name": "torch", "architecture": NAME, "arguments": {...}}
+    config : how to rebuild it: {"name": "torch", "architecture": NAME, "arguments": {...}}
     """
 
     def __init__(self, module: nn.Module, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
@@ -103,18 +103,18 @@ class TorchFeatures:
         missing = set(module.state_dict()) ^ set(self.arrays)
         if missing:
             raise ConfigError(
-                f"the arrays do not fit {type(module).__name__}: {sorted(missing)[0]!r} is on one side only"
+                f"the arrays do not match {type(module).__name__}: {sorted(missing)[0]!r} is missing on one side"
             )
 
     @classmethod
     def of(cls, module: nn.Module, architecture: str | None = None, arguments: Mapping[str, Any] | None = None) -> Self:
-        """The module as it is now. `arguments` are what its class is built with; needed only to load it again."""
+        """The module in its current state. `arguments` are those of its class; needed only to load it again."""
         own = copy.deepcopy(module).cpu()
         arrays = {name: value.detach().numpy().copy() for name, value in own.state_dict().items()}
         name = architecture or type(module).__name__
         return cls(own, arrays, {"name": "torch", "architecture": name, "arguments": dict(arguments or {})})
 
-    # --- what every feature map has --------------------------------------------------------------
+    # --- feature map interface -------------------------------------------------------------------
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
@@ -130,7 +130,7 @@ class TorchFeatures:
         return changed
 
     def sampled(self, key: Sequence[int]) -> Self:
-        """The map with the module's own dropout on, its masks decided by `key`."""
+        """The map with the module's own dropout enabled, its masks determined by `key`."""
         changed = self.replace()
         changed._key = tuple(int(k) for k in key)
         return changed
@@ -138,7 +138,7 @@ class TorchFeatures:
     def forward(self, X: Array) -> Array:
         with _lock, torch.no_grad():
             rows = _to_torch(X)
-            if self._key is not None or len(rows) <= _ROWS_AT_ONCE:  # with a key, rows share one draw of the dropout
+            if self._key is not None or len(rows) <= _ROWS_AT_ONCE:  # with a key, all rows share one dropout draw
                 return _from_torch(self._run(rows, learn=False)[0], X)
             return _from_torch(torch.cat([self._run(few, learn=False)[0] for few in rows.split(_ROWS_AT_ONCE)]), X)
 
@@ -181,7 +181,7 @@ class TorchFeatures:
             Z = torch.func.functional_call(self._module, {**state, **weights}, (rows,))
         if Z.ndim != 2 or Z.shape[0] != rows.shape[0]:
             raise DataError(
-                f"the network gave {tuple(Z.shape)} for {rows.shape[0]} rows; one row of features is needed"
+                f"the network gave shape {tuple(Z.shape)} for {rows.shape[0]} rows; expected one feature row each"
             )
         return Z, weights
 
@@ -194,7 +194,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 def _to_torch(array: Array) -> torch.Tensor:
     """By DLPack: the same memory, on the host or on the device."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
-        array = array.copy()  # read-only memory cannot be handed over
+        array = array.copy()  # DLPack does not export read-only memory
     return torch.utils.dlpack.from_dlpack(array)
 
 
@@ -211,13 +211,13 @@ def _from_torch(tensor: torch.Tensor, reference: Array) -> Array:
 
 
 def named(architecture: str, arguments: Mapping[str, Any] | None = None, seed: int = 0) -> TorchFeatures:
-    """An architecture of this module with the published start."""
+    """An architecture of this module with the published initialisation."""
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"architecture {architecture!r} is unknown; known: {', '.join(ARCHITECTURES)}")
     try:
         module = ARCHITECTURES[architecture](**dict(arguments or {}))
     except TypeError as error:
-        raise ConfigError(f"architecture {architecture!r} does not fit its arguments: {error}") from error
+        raise ConfigError(f"architecture {architecture!r} does not accept its arguments: {error}") from error
     return TorchFeatures.of(published_start(module, seed), architecture, arguments)
 
 
@@ -227,7 +227,7 @@ def as_features(network: Any, seed: int = 0) -> TorchFeatures:
         return TorchFeatures.of(network)
     if isinstance(network, Mapping) and network.get("name") == "torch":
         return named(str(network.get("architecture")), network.get("arguments"), seed)
-    raise ConfigError(f"network={network!r}: needs a torch.nn.Module, a feature map, or a config with a name")
+    raise ConfigError(f"network={network!r}: must be a torch.nn.Module, a feature map, or a config with a name")
 
 
 def from_config(
@@ -238,8 +238,8 @@ def from_config(
     builders = {**ARCHITECTURES, **(own or {})}
     if name not in builders:
         raise ConfigError(
-            f"the model's network is of class {name!r}, which this package does not know; "
-            f"load(path, networks={{{name!r}: {name}}}) brings your own class back"
+            f"the model's network is of class {name!r}, which is not part of this package; "
+            f"pass it: load(path, networks={{{name!r}: {name}}})"
         )
     builder = builders[name]
     module = builder if isinstance(builder, nn.Module) else builder(**arguments)

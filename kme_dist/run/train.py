@@ -1,11 +1,11 @@
-"""From a data set to a fitted embedding: learn under every objective that is to be compared, fit each, keep the best.
+"""From a data set to a fitted embedding: learn under each objective to compare, fit each candidate, keep the best.
 
     recipe = Recipe(kernel, objective="auto", steps=300)
     candidates = learn_candidates(data, recipe, executor=executor)
     trained = fit_candidates(data, recipe, candidates, executor=executor, scratch="run/scratch")
     trained.fit.embedding, trained.best.name, trained.losses
 
-`Recipe` is where the settings of the estimator turn into settings of the learning, in memory and on a cluster alike.
+`Recipe` turns the settings of an estimator or a config into those of learning, both in memory and on a cluster.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
 from kme_dist.run.settings import LearnSettings, Record
 
-SELECTED = ("rcb", "validation")  # what objective "auto" chooses between
-SEARCHED = ("median", "cv")  # objectives that are searches on a sample
-WHOLE_BATCH_ROWS = 1_000  # with more rows than this a step sees a batch of so many
-SAMPLE_ROWS = 1_500  # what the search for a starting point looks at
+SELECTED = ("rcb", "validation")  # objectives that "auto" compares
+SEARCHED = ("median", "cv")  # objectives that search on a sample
+WHOLE_BATCH_ROWS = 1_000  # with more rows, steps use batches of this size
+SAMPLE_ROWS = 1_500  # used in the search for a starting point
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is to be learned and fitted; the fields are the estimator's parameters of the same names."""
+    """What to learn and fit; the fields are the parameters of the estimator of the same names."""
 
     kernel: Kernel
     objective: str = "auto"
@@ -61,8 +61,8 @@ class Recipe:
     dtype: str = "float32"
     seed: int = 0
     probability_floor: float | None = None
-    features: Any = None  # a map that scaled rows are taken through, or a number of random features for the fit
-    # What only a config has:
+    features: Any = None  # a map applied to scaled rows, or a number of random features for the fit
+    # Only in a config:
     batches_per_step: int = 1
     local_steps: int | None = None
     schedule: Callable[[float, int], optim.Schedule] | None = None
@@ -72,14 +72,14 @@ class Recipe:
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """What gradient steps are made under, one after the other; "median" and "cv" make none."""
+        """Objectives to learn under, one after the other; none for "median" and "cv"."""
         if self.objective in SEARCHED:
             return ()
         return SELECTED if self.objective == "auto" else (self.objective,)
 
     def settings(self, objective: str, rows: int) -> LearnSettings:
-        """Of one objective. Under "auto" steps are smaller, length scales are held near their start, and a plateau ends
-        the learning; the published objectives run all their steps."""
+        """Settings for one objective. Under "auto" steps are smaller, length scales are kept near their start, and
+        learning stops at a plateau; the published objectives run all steps."""
         auto, as_published = self.objective == "auto", self.objective in ("rcb", "erm")
         share = 0.8 if auto else 0.5
         batch = WHOLE_BATCH_ROWS if self.batch_size is None and rows > WHOLE_BATCH_ROWS else self.batch_size
@@ -99,15 +99,15 @@ class Recipe:
         )
 
     def scaling_of(self, source: RowSource, split: str | None) -> Scaling:
-        """What rows go through before the kernel sees them."""
+        """What is applied to rows before the kernel."""
         scaling = Scaling.of(source.split_statistics(split), self.scaling)
         return scaling if isinstance(self.features, int) else with_features(scaling, self.features, self.seed)
 
     def precision_for(self, source: RowSource, split: str | None) -> str:
-        """The precision of scaled rows: double where single cannot tell them apart.
+        """The precision of scaled rows: double if single cannot resolve their differences.
 
-        Scaling subtracts in double. Rows that are taken as they are may lie so far from the origin (years, coordinates)
-        that single precision, with a spacing of 1.2e-7 |x|, rounds their differences away.
+        Scaling subtracts in double. Unscaled rows may be so far from the origin (years, coordinates) that single
+        precision, with a spacing of 1.2e-7 |x|, rounds their differences away.
         """
         found = source.split_statistics(split)
         if self.scaling is None and self.dtype == "float32" and found.count:
@@ -118,7 +118,7 @@ class Recipe:
         return self.dtype
 
     def floor(self, rows: int, n_classes: int) -> float:
-        """The probability below which no label falls: n rows cannot prove anything rarer than 1/(n + m)."""
+        """The least probability of a label: n rows cannot support anything rarer than 1/(n + m)."""
         return 1.0 / (rows + n_classes) if self.probability_floor is None else float(self.probability_floor)
 
 
@@ -126,7 +126,7 @@ class Recipe:
 class Candidate:
     """A kernel and a λ, ready for the fit."""
 
-    name: str  # the objective they were learned under
+    name: str  # of the objective
     kernel: Kernel
     regularization: float
     history: list[Record] = field(default_factory=list, repr=False)
@@ -134,10 +134,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trained:
-    """The candidate that was kept and its fit; the losses of all of them, where they were judged."""
+    """The best candidate and its fit; the losses of all candidates, if evaluated."""
 
     best: Candidate
-    fit: Fit  # its λ is that of the kernel, whatever features it was solved for
+    fit: Fit  # its λ is that of the kernel, also if solved for features
     losses: dict[str, float]
     candidates: list[Candidate] = field(repr=False)
 
@@ -153,7 +153,7 @@ def learn_candidates(
 ) -> list[Candidate]:
     """Learn the kernel under each objective that the recipe compares (one, or two for "auto").
 
-    `checkpoints` makes the place to save at from the name of an objective.
+    `checkpoints` returns the checkpoints for the name of an objective.
     """
     split = _resolved(dataset, split)
     rows = dataset.split_rows(split)
@@ -196,9 +196,9 @@ def fit_candidates(
     split: str | None = "auto",
     report: Callable[[str], None] | None = None,
 ) -> Trained:
-    """Fit every candidate on all rows and keep the one with the least loss on rows it was not fitted to.
+    """Fit every candidate on all rows and keep the one with the least leave-one-out loss.
 
-    `scratch` is a folder that the workers reach; None where the executor works in this process.
+    `scratch` is a folder that the workers can reach; None if the executor works in this process.
     """
     assert dataset.classes is not None
     split = _resolved(dataset, split)
@@ -240,7 +240,7 @@ def fit_candidates(
 
 @dataclass(frozen=True)
 class _Form:
-    """What the fit solves for: weights of rows or centres (no features), or of the features that rows are scaled to."""
+    """What the fit solves for: weights of rows or centres (no features), or of explicit features."""
 
     scaling: Scaling
     features: Any = None
@@ -248,8 +248,8 @@ class _Form:
 
 
 def _explicit(recipe: Recipe, kernel: Kernel, scaling: Scaling, source: RowSource, split: str | None) -> _Form:
-    """Explicit features where they are given (a map, or a number of random ones), or where the kernel is linear and
-    has fewer features than there are rows: then p x p equations say the same as n x n."""
+    """Explicit features if given (a map, or a number of random ones), or if the kernel is linear with fewer features
+    than rows: then p x p equations are equivalent to n x n."""
     if recipe.solver not in ("auto", "features"):
         return _Form(scaling)
     if isinstance(recipe.features, int):
@@ -268,19 +268,17 @@ def _resolved(dataset: RowSource, split: str | None) -> str | None:
     if dataset.classes is None:
         raise DataError(f"{dataset.path} has no class labels; ingest it again with the column named by `label`")
     if dataset.split_rows(split) < 2:
-        raise DataError(
-            f"{dataset.path}: at least two rows to learn from are needed, {dataset.split_rows(split)} found"
-        )
+        raise DataError(f"{dataset.path}: learning requires at least two rows, found {dataset.split_rows(split)}")
     return split
 
 
-# --- a place to start from --------------------------------------------------------------------------
+# --- starting point ---------------------------------------------------------------------------------
 
 
 def _start(
     dataset: RowSource, recipe: Recipe, split: str | None, rows: int, executor: Executor
 ) -> tuple[Kernel, float]:
-    """Where learning starts, found on a sample of rows by one of the workers."""
+    """The starting point of learning, found on a sample of rows by one worker."""
     assert dataset.classes is not None
     floor = recipe.floor(rows, len(dataset.classes))
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
@@ -290,7 +288,7 @@ def _start(
 
 
 def start_on_sample(rows: RowsRef, recipe: Recipe, floor: float) -> tuple[Kernel, float]:
-    """The function that a worker runs: kernel and λ that suit a random sample of rows."""
+    """Kernel and λ for a random sample of rows. Runs on a worker."""
     X, y = rows.batch(rows.plan(SAMPLE_ROWS, recipe.seed), 0)
     n_classes = rows.n_classes
     if recipe.objective == "auto":
@@ -302,14 +300,14 @@ def start_on_sample(rows: RowsRef, recipe: Recipe, floor: float) -> tuple[Kernel
 
 
 def without_functions(recipe: Recipe) -> Recipe:
-    """As it travels: the schedule is a function, and the driver's business."""
+    """For workers: the schedule is a function that only the driver calls, and need not pickle."""
     return replace(recipe, schedule=None, features=None)
 
 
 def with_length_scale(kernel: Kernel, width: float) -> Kernel:
     names = list(length_scale_names(kernel))
     if not names:
-        raise ConfigError(f"{kernel!r} has no length scale: objective 'median' and 'cv' cannot set one")
+        raise ConfigError(f"{kernel!r} has no length scale to set; objectives 'median' and 'cv' require one")
     return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
 
 

@@ -1,12 +1,12 @@
-"""The one loop of learning: ask for a round, make the update, leave a record, save, stop.
+"""The training loop: run a round, update, record, save, stop.
 
     trainer = Trainer(start, LearnSettings(steps=500, learning_rate=0.1))
-    outcome = trainer.run(play_round, identity, checkpoints=Checkpoints("run/checkpoints"), callback=report)
+    outcome = trainer.run(run_round, identity, checkpoints=Checkpoints("run/checkpoints"), callback=report)
 
-Whoever learns anything (kernels, networks, spectral maps, conditional means) says with `play_round` what one round is
-worth: a function of the number of steps made and of the parameters that returns a `Round`. Where its batches come from
-and who computes them is not known here (see `kme_dist.run.learn`); parameters, optimiser, prior, stopping rule,
-averages and checkpoints are. A run that was killed and resumed makes the steps of one that was not.
+Every learner (kernels, networks, spectral maps, conditional means) provides `run_round`, a function of the number of
+steps done and of the parameters that returns a `Round`. Batches and executors are outside this module (see
+`kme_dist.run.learn`); parameters, optimiser, prior, stopping rule, averages and checkpoints are inside. A run that was
+killed and resumed makes the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from kme_dist.errors import KMEError
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 from kme_dist.run.settings import LearnSettings, Record, without_schedule
 
-HISTORY_RECORDS = 1000  # kept where not all of them are; the callback sees every one
-_MEAN = "averaged"  # beside the slots of the optimiser
+HISTORY_RECORDS = 1000  # kept if not all are; the callback receives every one
+_MEAN = "averaged"  # its slot among those of the optimiser
 
 
 class LengthScalePrior:
     """½ Σ_d (log ℓ_d - log ℓ_d⁰)² / width²: keeps length scales near their start unless the data say otherwise.
 
     With one length scale per feature and few rows, features look relevant by chance. Losses are summed over rows and
-    the prior is not, so it fades as rows are added; a batch carries its share of it.
+    the prior is not, so its influence fades with more rows; a batch has its share of it.
     """
 
     def __init__(self, kernel: Kernel, start: dict[str, np.ndarray], settings: LearnSettings, rows: int) -> None:
         self._names = length_scale_names(kernel) if settings.prior_width else []
         self._start = {name: start[name] for name in self._names}
-        judged = 1 - settings.train_share if settings.objective == "validation" else 1.0
+        evaluated = 1 - settings.train_share if settings.objective == "validation" else 1.0
         per_row = 1.0 if settings.risk == "sum" else 1.0 / max(rows, 1)
-        self._weight = per_row * judged / (rows * settings.prior_width**2) if settings.prior_width else 0.0
+        self._weight = per_row * evaluated / (rows * settings.prior_width**2) if settings.prior_width else 0.0
 
     def value(self, parameters: dict[str, np.ndarray], batch: int) -> float:
         squares = (np.sum((parameters[name] - self._start[name]) ** 2) for name in self._names)
@@ -57,10 +57,10 @@ class LengthScalePrior:
 
 @dataclass(frozen=True)
 class Stepper:
-    """From gradients to parameters: the same wherever the step is made."""
+    """From gradients to parameters, the same on the driver and on workers."""
 
     settings: LearnSettings
-    names: tuple[str, ...]  # of the parameters that are learned
+    names: tuple[str, ...]  # of the learned parameters
     prior: LengthScalePrior | None = None
 
     @classmethod
@@ -71,7 +71,7 @@ class Stepper:
         return self._optimizer.init({name: parameters[name] for name in self.names})
 
     def gradient(self, out: Objective, parameters: optim.Named, rows: int) -> optim.Named:
-        """With the share of the prior that a batch of `rows` carries."""
+        """Gradient with the share of the prior for a batch of `rows`."""
         own = {name: _finite(out.gradient[name]) for name in self.names}
         return own if self.prior is None else self.prior.add_to(own, parameters, rows)
 
@@ -95,10 +95,10 @@ def _finite(value: np.ndarray) -> np.ndarray:
 
 
 class PlateauWatch:
-    """Early stopping: watches a noisy value and remembers the parameters at its best.
+    """Early stopping on a noisy value; keeps the best parameters.
 
-    The value is smoothed over about twenty steps; when the smoothed value has not fallen by one part in a thousand for
-    `patience` steps, it is time to stop. With patience None it never asks to stop.
+    The value is smoothed over about twenty steps; learning stops when the smoothed value has not decreased by 0.1 % for
+    `patience` steps. With patience None it never stops.
     """
 
     def __init__(self, patience: int | None, smoothing: float = 0.95, tolerance: float = 1e-3) -> None:
@@ -121,7 +121,7 @@ class PlateauWatch:
         return self._since > self._patience
 
     def state(self) -> dict[str, Any]:
-        """Everything it remembers, for a checkpoint."""
+        """The complete state, for a checkpoint."""
         numbers = {"mean": self._mean, "weight": self._weight, "least": self._best, "since": self._since}
         return {**numbers, "best": self._parameters}
 
@@ -137,24 +137,24 @@ class PlateauWatch:
 
 
 class Round(NamedTuple):
-    """What a round has found: the mean objective and gradient of its batches, or already where it leads."""
+    """The result of a round: the mean objective and gradient of its batches, and optionally the updated state."""
 
     objective: Objective
     rows: int  # of one batch
-    facts: Record  # further entries of the record
+    facts: Record  # added to the record
     steps: int = 1
-    reached: tuple[optim.Named, optim.State] | None = None  # None: one update with the gradient is still to be made
+    reached: tuple[optim.Named, optim.State] | None = None  # None: the trainer makes one update with the gradient
 
 
-# From the number of steps made and the parameters: a round. Its last two fields may be left out.
-PlayRound = Callable[[int, optim.Named], Round | tuple[Objective, int, Record]]
-# Told after every round: its record, and the parameters that it led to.
+# From the number of steps done and the parameters: a round. Its last two fields may be omitted.
+RoundFn = Callable[[int, optim.Named], Round | tuple[Objective, int, Record]]
+# Called after every round with its record and the new parameters.
 Callback = Callable[[Record, optim.Named], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where learning ended: the last iterate, or the best where a stopping rule watched."""
+    """The result of learning: the last iterate, or the best one if a stopping rule is set."""
 
     parameters: optim.Named
     history: list[Record] = field(repr=False)
@@ -162,18 +162,18 @@ class Outcome:
 
 
 class Trainer:
-    """Parameters, optimiser state and stopping rule: all that changes from round to round.
+    """Parameters, optimiser state and stopping rule: everything that changes between rounds.
 
     Parameters
     ----------
     start : parameters as they are learned (positive ones as logarithms)
     settings : steps, rate, optimiser, patience, what is frozen
-    prior : what length scales are held by; None: nothing
+    prior : on length scales; None: no prior
     after : applied to the parameters after every update, with the rate of the step: a proximal operator
     average : above 0 the outcome, and what the callback sees, is the mean of the parameters over about 1/(1 - average)
         steps
-    phase : how records call it; None: by the objective
-    remember : keep every record, and save them with the checkpoints; otherwise the last ones
+    phase : name in the records; None: the objective
+    keep_history : keep every record, also in checkpoints; otherwise only the last ones
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Trainer:
         after: Callable[[optim.Named, float], optim.Named] | None = None,
         average: float = 0.0,
         phase: str | None = None,
-        remember: bool = False,
+        keep_history: bool = False,
     ) -> None:
         self.settings, self._after, self._average, self._phase = settings, after, average, phase
         self.parameters: optim.Named = dict(start)
@@ -196,32 +196,32 @@ class Trainer:
         self.rate = schedule(settings.learning_rate, settings.steps)
         self.watch = PlateauWatch(settings.patience)
         self.step, self.stopped = 0, False
-        self._remember = remember
-        self.history: list[Record] | deque[Record] = [] if remember else deque(maxlen=HISTORY_RECORDS)
+        self._keep_history = keep_history
+        self.history: list[Record] | deque[Record] = [] if keep_history else deque(maxlen=HISTORY_RECORDS)
         self._began, self._earlier = time.perf_counter(), 0.0
-        self._snapshot = self._take()
+        self._snapshot = self._make_snapshot()
 
     def run(
         self,
-        play: PlayRound,
+        run_round: RoundFn,
         identity: dict[str, Any],
         checkpoints: Checkpoints | None = None,
         callback: Callback | None = None,
     ) -> Outcome:
-        """Round after round to the end, from the last checkpoint where there is one."""
+        """Run all remaining rounds, resuming from the last checkpoint if there is one."""
         if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
             self.restore(found)
-        with self._saved_on_the_way_out(checkpoints, identity):
+        with self._saved_on_exit(checkpoints, identity):
             while self.step < self.settings.steps and not self.stopped:
-                played = Round(*play(self.step, dict(self.parameters)))
-                record = self.advance(played)
-                if not self._remember:  # the round is made, whatever the callback does
-                    self._snapshot = self._take()
+                result = Round(*run_round(self.step, dict(self.parameters)))
+                record = self.advance(result)
+                if not self._keep_history:  # before the callback, which may fail
+                    self._snapshot = self._make_snapshot()
                 if callback is not None:
                     callback(record, self._shown)
                 self.history.append(record)
-                if self._remember:  # what the callback adds to the record belongs to it
-                    self._snapshot = self._take()
+                if self._keep_history:  # the callback may add to the record
+                    self._snapshot = self._make_snapshot()
                 if checkpoints is not None:
                     checkpoints.offer(self._snapshot, identity)
         return Outcome(self.result(), list(self.history), self.stopped)
@@ -233,38 +233,38 @@ class Trainer:
     def _shown(self) -> optim.Named:
         return self.parameters if self._mean is None else self._mean
 
-    def advance(self, played: Round) -> Record:
-        """To where the round leads; returns its record."""
-        out, rows = played.objective, played.rows
+    def advance(self, result: Round) -> Record:
+        """Update the state by the result of a round; returns its record."""
+        out, rows = result.objective, result.rows
         gradient = self.stepper.gradient(out, self.parameters, rows)
-        last = self.step + played.steps - 1
+        last = self.step + result.steps - 1
         lam = float(optim.from_log(self.parameters)["regularization"]) if "regularization" in self.parameters else 0.0
         record = step_record(self.settings, last, out, lam, optim.norm(gradient), rows, self.seconds)
-        record = {name: value for name, value in record.items() if value == value}  # the accuracy of numbers is NaN
+        record = {name: value for name, value in record.items() if value == value}  # accuracy of numbers is NaN
         if self._phase is not None:
             record["phase"] = self._phase
         if self.watch.should_stop(out.value + self.stepper.penalty(self.parameters, rows), self.parameters):
             self.stopped = True
-        elif played.reached is not None:
-            self.parameters, self.state = played.reached
+        elif result.reached is not None:
+            self.parameters, self.state = result.reached
         else:
             rate = self.rate(self.step)
             self.parameters, self.state = self.stepper.move(gradient, self.parameters, self.state, rate)
             if self._after is not None:
                 self.parameters = self._after(self.parameters, rate)
         if self._mean is not None:
-            kept = min(self._average, (1 + self.step) / (10 + self.step))  # the first steps go far: soon forgotten
+            kept = min(self._average, (1 + self.step) / (10 + self.step))  # forgets the large first steps soon
             self._mean = {name: kept * self._mean[name] + (1 - kept) * v for name, v in self.parameters.items()}
-        self.step += played.steps
-        return {**record, **played.facts}
+        self.step += result.steps
+        return {**record, **result.facts}
 
-    # --- where it stands -------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
         return self._earlier + time.perf_counter() - self._began
 
-    def _take(self) -> Snapshot:
+    def _make_snapshot(self) -> Snapshot:
         watch = {**self.watch.state(), "stopped": int(self.stopped)}
         state = self.state if self._mean is None else {**self.state, _MEAN: self._mean}
         history = self.history if isinstance(self.history, list) else []
@@ -278,17 +278,17 @@ class Trainer:
         self.stopped = bool(snapshot.watch["stopped"])
         self.history.extend(snapshot.history)
         self._earlier, self._began = snapshot.seconds, time.perf_counter()
-        self._snapshot = self._take()
+        self._snapshot = self._make_snapshot()
 
     @contextlib.contextmanager
-    def _saved_on_the_way_out(self, checkpoints: Checkpoints | None, identity: dict[str, Any]) -> Iterator[None]:
-        """Save the last whole round, whether the run ends well or is interrupted in the middle of the next one."""
+    def _saved_on_exit(self, checkpoints: Checkpoints | None, identity: dict[str, Any]) -> Iterator[None]:
+        """Save the state after the last complete round, also if the run is interrupted during the next one."""
         start = self.step
         try:
             yield
         except BaseException:
             if checkpoints is not None and self._snapshot.step > start:
-                with contextlib.suppress(KMEError, OSError):  # the first error is the one to report
+                with contextlib.suppress(KMEError, OSError):  # the first error is reported
                     checkpoints.save(self._snapshot, identity)
             raise
         if checkpoints is not None and self.step > start:

@@ -123,15 +123,15 @@ def test_bags_have_names_too(tmp_path):
 def test_two_samples_need_the_same_columns():
     with pytest.raises(DataError, match="first sample has 3 features, the second 2"):
         kme.mmd_test(X, X[:, :2])
-    with pytest.raises(DataError, match="first sample has 3 features, the second no table of numbers"):
+    with pytest.raises(DataError, match="first sample has 3 features, the second no numeric features"):
         kme.mmd_test(X, ["ab", "ba"])
-    with pytest.raises(DataError, match="same order"):
+    with pytest.raises(DataError, match="reorder them"):
         kme.mmd_test(FRAME, FRAME[["age", "height", "width"]])
     assert kme.mmd_test(FRAME[:20], X[20:].tolist()).p_value > 0
 
 
 def test_means_of_other_widths_are_not_compared():
-    with pytest.raises(DataError, match="3 features, the other of 2"):
+    with pytest.raises(DataError, match="3 features, the other 2"):
         kme.KernelMean("kme", KERNEL).fit(X).distance(kme.KernelMean("kme", KERNEL).fit(X[:, :2]))
 
 
@@ -177,7 +177,7 @@ def test_a_query_may_be_a_list_as_the_rows_of_the_fit_may():
     np.testing.assert_array_equal(model.evaluate(X[:4].tolist(), [0.5]), expected.evaluate(X[:4], np.array([0.5])))
     with pytest.raises(DataError, match="rows of 3 numbers"):
         model.predict(["text"])
-    with pytest.raises(DataError, match="differ in width"):
+    with pytest.raises(DataError, match="widths must be equal"):
         model.errors(X[:4], X[:4, :2])
     with pytest.raises(DataError, match="must be equal"):
         model.errors(X[:4], X[:3, 0])

@@ -169,7 +169,7 @@ def test_a_wrong_setting_is_one_clear_error(options, message, iris):
 
 def test_one_class_is_refused(iris):
     X, y = iris
-    with pytest.raises(DataError, match="one class only"):
+    with pytest.raises(DataError, match="only one class"):
         ASKLClassifier(**SMALL).fit(X[:20], y[:20])
 
 

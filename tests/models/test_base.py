@@ -84,7 +84,7 @@ def test_none_is_a_value_where_it_is_optional():
 
 
 def test_load_knows_every_estimator():
-    assert set(base._HOMES) == set(FITS)
+    assert set(base._MODULES) == set(FITS)
 
 
 @pytest.mark.parametrize("name", FITS)

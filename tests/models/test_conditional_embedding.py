@@ -114,7 +114,7 @@ def test_what_a_solver_stores_goes_with_the_model(solver, pairs):
 
 def test_texts_need_a_solver_that_holds_them():
     model = kme.ConditionalMeanEmbedding(kme.kernels.Spectrum(p=2), "delta", 0.01, solver="tiled")
-    with pytest.raises(ConfigError, match="rows of numbers"):
+    with pytest.raises(ConfigError, match="requires numeric inputs"):
         model.fit(["abab", "xyxy"], ["left", "right"])
 
 
@@ -335,7 +335,7 @@ def test_mistakes_are_named(pairs):
     X, y = pairs
     with pytest.raises(DataError, match="must be equal"):
         kme.ConditionalMeanEmbedding().fit(X, y[:-1])
-    with pytest.raises(DataError, match="needs targets"):
+    with pytest.raises(DataError, match="targets are missing"):
         kme.ConditionalMeanEmbedding().fit(X)
     with pytest.raises(ConfigError, match="solver='lu'"):
         kme.ConditionalMeanEmbedding(solver="lu").fit(X, y)

@@ -208,7 +208,7 @@ def test_sparse_forms_have_intervals_where_rows_are_at_hand():
         low, high = form.interval(x_new)
         assert 0.75 < np.mean((y_new > low) & (y_new < high)) <= 1
     near = kme.ConditionalMeanEmbedding(KERNEL, regularization=1e-4, centres=30).fit(x, y)
-    with pytest.raises(ConfigError, match="kept no residuals"):
+    with pytest.raises(ConfigError, match="has no residuals"):
         near.sparsify(gammas=[1e-6], steps=20)[0].interval(x)
     with pytest.raises(ConfigError, match=r"coverage=1\.5"):
         model.interval(x, 1.5)

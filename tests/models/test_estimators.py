@@ -368,7 +368,7 @@ def test_bad_input_is_a_value_error_with_a_reason(X, y, message):
         ({"optimizer": "lbfgs"}, "optimizer='lbfgs'"),
         ({"scaling": "robust"}, "scaling='robust'"),
         ({"solver": "lu"}, "solver='lu'"),
-        ({"solver": "features"}, "solver='features' needs explicit features"),
+        ({"solver": "features"}, "solver='features' requires explicit features"),
         ({"backend": "torch"}, "backend 'torch'"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"steps": -1}, "steps=-1"),

@@ -67,10 +67,10 @@ def test_forms_of_values(tmp_path):
     [
         ("values: {cat: 1}", "no value for class 'dog'"),
         ("values: {cat: 1, dog: 2, cow: 3}", "'cow' is not a class"),
-        ("values: {cat: one, dog: 2}", "needs numbers"),
+        ("values: {cat: one, dog: 2}", "must have one number"),
         ("expression: y + 1", "'cat' is not a number"),
-        ("expression: y\nvalues: {cat: 1, dog: 2}", "exclude"),
-        ("just text", "needs `values:`"),
+        ("expression: y\nvalues: {cat: 1, dog: 2}", "mutually exclusive"),
+        ("just text", "expected `values:`"),
         ("values: !!python/object/apply:os.system [true]", "tag"),
         ("values: [1]", "2 classes"),
     ],

@@ -318,7 +318,7 @@ def test_expectations_and_entropies(iris):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"independent_masks": True}, "needs dropout above 0"),
+        ({"independent_masks": True}, "requires dropout > 0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"alpha": "sup"}, "alpha='sup'"),
         ({"schedule": "linear"}, "schedule='linear'"),
@@ -326,7 +326,7 @@ def test_expectations_and_entropies(iris):
         ({"batch_size": 0}, "batch_size=0"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"head": "gausian"}, "did you mean 'gaussian'"),
-        ({"head": "gaussian", "dropout": 0.5}, "kernel head takes no dropout"),
+        ({"head": "gaussian", "dropout": 0.5}, "require head='linear'"),
         ({"network": "fourrier"}, "is unknown"),
         ({"hidden": ()}, "needs the sizes"),
     ],
@@ -338,7 +338,7 @@ def test_a_wrong_setting_is_one_clear_error(options, message, iris):
 
 def test_one_class_is_refused(iris):
     X, y = iris
-    with pytest.raises(DataError, match="one class only"):
+    with pytest.raises(DataError, match="only one class"):
         CENClassifier().fit(X[:20], y[:20])
 
 

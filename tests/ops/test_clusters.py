@@ -358,7 +358,7 @@ def test_tasks_that_ask_for_a_gpu_run_where_the_command_line_says_there_is_one()
         with open_executor(ClusterConfig(kind="address", address=address)) as executor:
             executor.client.wait_for_workers(2, timeout=60)
             executor._count_again = 0.0  # look again, now that both are there
-            assert (executor.workers, executor.gpus, executor.reads_apart) == (2, 1, True)
+            assert (executor.workers, executor.gpus, executor.has_readers) == (2, 1, True)
             assert set(executor.map(os.getpid, [()] * 4, name="compute", gpu=True)) == {device.pid}
             reads = [(i,) for i in range(4)]
             found = executor.map(both_processes, [()] * 4, name="compute", gpu=True, feed=(pid_of, reads, [], "read"))

@@ -60,7 +60,7 @@ def test_the_model_uses_what_was_learned(config, tmp_path):
     np.testing.assert_array_equal(model.scaling_.shift, shift)
     X, y = table(400, 1)
     assert np.mean(model.predict(X) == y) > 0.9
-    assert (result["solver"], result["reason"], result["rows"]) == ("nystrom", "asked for", 400)
+    assert (result["solver"], result["reason"], result["rows"]) == ("nystrom", "requested", 400)
     assert result["residual"] < 1e-4
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["stages"]["fit"]["result"]["regularization"] == model.regularization_
@@ -172,6 +172,6 @@ def test_mistakes_are_said_in_one_line(config, data, tmp_path, capsys):
 
 def test_the_command_prints_what_it_did(config, capsys):
     assert execute(["fit", str(config), "--quiet"]) == 0
-    assert "nystrom (asked for) on 400 rows" in capsys.readouterr().out
+    assert "nystrom (requested) on 400 rows" in capsys.readouterr().out
     assert execute(["fit", str(config), "--update", "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["added_rows"] == 0

@@ -1,4 +1,4 @@
-"""Models that are sums: chunks come and go, models merge, and the result is that of a fit from scratch."""
+"""Additive models: chunks are added and removed, models merged, and the result equals a new fit."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_model_without_rows_is_an_error(basis, tools, tmp_path):
     data = stored(tmp_path / "a.zarr", 100, 1)
     statistics = gather(rows(data), basis, **tools)
     remove_rows(statistics, rows(data), **tools)
-    with pytest.raises(errors.DataError, match="no rows are left"):
+    with pytest.raises(errors.DataError, match="has no rows left"):
         weights(statistics, tools)
 
 
@@ -157,7 +157,7 @@ def test_merged_models_equal_one_fit(basis, tools, tmp_path):
     with pytest.raises(errors.ConfigError, match="chunks are in both models"):
         merged.merge(other)
     foreign = gather(rows(first), Centres(KERNEL, table(30, 98)[0]), **tools)
-    with pytest.raises(errors.ConfigError, match="only models of one basis merge"):
+    with pytest.raises(errors.ConfigError, match="only models with the same basis merge"):
         merged.merge(foreign)
 
 

@@ -197,7 +197,7 @@ def test_learning_by_it_goes_down_and_resumes_to_the_same_bits(data, features, t
 
 
 def test_what_has_no_full_gradient_is_refused(data, features):
-    with pytest.raises(ConfigError, match="full gradients are of 'rcb' and 'erm'"):
+    with pytest.raises(ConfigError, match="full gradients support only 'rcb' and 'erm'"):
         learn_features(data, features, 0.1, LearnSettings(objective="validation"), executor=SerialExecutor())
     with pytest.raises(ConfigError, match="risk='median'"):
         full_gradient(data, features, 0.1, executor=SerialExecutor(), risk="median")

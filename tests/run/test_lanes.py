@@ -92,7 +92,7 @@ def test_an_error_of_the_function_comes_home_as_it_is(client):
         lanes = Lanes(client)
         with pytest.raises(error):
             lanes.map(refuse, [(call,)], deadline_s=30, resource=None)
-        assert lanes.open, "nothing is wrong with the way"
+        assert lanes.available, "nothing is wrong with the way"
 
 
 def test_calls_run_on_the_threads_of_the_worker_with_one_blas_thread(client):
@@ -132,20 +132,20 @@ def test_what_a_dead_worker_took_with_it_is_done_by_tasks(always):
         executor = DaskExecutor(client)
         calls = [(i,) for i in range(6)]
         executor.map(slow_square, calls, name="slow", quick=True)
-        assert executor._lanes.open
+        assert executor._lanes.available
         victim = sorted(client.run(os.getpid).values())[0]
         threading.Timer(0.03, os.kill, (victim, signal.SIGKILL)).start()
         for _ in range(8):
             found = executor.map(slow_square, calls, name="slow", quick=True)
             assert [square for _, square in found] == [0, 1, 4, 9, 16, 25]
-        assert not executor._lanes.open, "it was noticed, and the way is left alone for a while"
+        assert not executor._lanes.available, "it was noticed, and the way is left alone for a while"
 
 
 def test_a_call_that_is_not_answered_in_time_is_missing(client):
     lanes = Lanes(client)
     assert lanes.map(square, [(3,)], deadline_s=30, resource=None) == {0: 9}
     assert lanes.map(time.sleep, [(1,)], deadline_s=0.1, resource=None) == {}
-    assert not lanes.open
+    assert not lanes.available
 
 
 def test_workers_without_the_resource_are_passed_over(client):

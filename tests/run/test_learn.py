@@ -201,7 +201,7 @@ def test_short_rounds_straight_to_the_workers_learn_the_same_bits(data, client, 
     monkeypatch.setattr(executors, "_SHOWN_EVERY_S", 1e9)
     executor = DaskExecutor(client)
     assert bits(run(data, executor)) == expected
-    assert executor._lanes.open, "there was no need for tasks"
+    assert executor._lanes.available, "there was no need for tasks"
 
 
 # --- replicas with steps of their own ---------------------------------------------------------------
@@ -261,14 +261,14 @@ def test_replicas_learn_the_same_bits_on_workers_and_after_a_stop(data, client, 
     seen = []
     assert bits(run(data, checkpoints=Checkpoints(tmp_path), callback=seen.append, **LOCAL)) == whole
     assert [record["step"] for record in seen] == [12]
-    with pytest.raises(ConfigError, match=r"learn\.local_steps was 4, now it is 2"):
+    with pytest.raises(ConfigError, match=r"learn\.local_steps was 4, is now 2"):
         run(data, checkpoints=Checkpoints(tmp_path), **{**LOCAL, "local_steps": 2})
-    with pytest.raises(ConfigError, match=r"learn\.local_steps is gone"):
+    with pytest.raises(ConfigError, match=r"learn\.local_steps is missing"):
         run(data, checkpoints=Checkpoints(tmp_path))
 
 
 def test_rounds_of_replicas_are_whole(data):
-    with pytest.raises(ConfigError, match="local_steps=5: must be an integer >= 1 of which steps=12"):
+    with pytest.raises(ConfigError, match="local_steps=5: must be an integer >= 1 that divides steps=12"):
         run(data, local_steps=5)
 
 
@@ -309,7 +309,7 @@ def test_in_a_mixed_cluster_some_read_and_those_with_a_gpu_compute(data, device)
         cluster.sync(cluster._correct_state)
         client.wait_for_workers(2, timeout=30)
         executor = DaskExecutor(client)
-        assert (executor.gpus, executor.reads_apart) == (1, True)
+        assert (executor.gpus, executor.has_readers) == (1, True)
         with get_task_stream(client) as tasks:
             assert bits(run(data, executor, backend="cupy")) == expected
         workers = client.scheduler_info(n_workers=-1)["workers"]
@@ -369,13 +369,13 @@ def test_a_run_may_be_made_longer_but_not_otherwise_changed(data, tmp_path):
     short = LearnSettings(steps=6, batch_size=100, learning_rate=0.1, seed=3)
     run(data, settings=short, checkpoints=Checkpoints(tmp_path))
     assert bits(run(data, checkpoints=Checkpoints(tmp_path))) == bits(run(data))
-    with pytest.raises(ConfigError, match=r"learn\.learning_rate was 0\.1, now it is 0\.2"):
+    with pytest.raises(ConfigError, match=r"learn\.learning_rate was 0\.1, is now 0\.2"):
         run(
             data,
             settings=LearnSettings(steps=12, batch_size=100, learning_rate=0.2, seed=3),
             checkpoints=Checkpoints(tmp_path),
         )
-    with pytest.raises(ConfigError, match=r"learn\.batches_per_step was 3, now it is 2"):
+    with pytest.raises(ConfigError, match=r"learn\.batches_per_step was 3, is now 2"):
         run(data, batches_per_step=2, checkpoints=Checkpoints(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.dtype was 'float32'"):
         run(data, dtype="float64", checkpoints=Checkpoints(tmp_path))
@@ -384,7 +384,7 @@ def test_a_run_may_be_made_longer_but_not_otherwise_changed(data, tmp_path):
 def test_a_run_whose_rate_falls_to_its_end_cannot_be_made_longer(data, tmp_path):
     falling = LearnSettings(steps=6, batch_size=100, schedule=optim.cosine_decay, seed=3)
     run(data, settings=falling, checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(ConfigError, match=r"learn\.steps was 6, now it is 8"):
+    with pytest.raises(ConfigError, match=r"learn\.steps was 6, is now 8"):
         run(data, settings=dataclasses.replace(falling, steps=8), checkpoints=Checkpoints(tmp_path))
 
 

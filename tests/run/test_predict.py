@@ -250,7 +250,7 @@ def test_double_precision_where_single_loses_the_sum(rng):
 def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
     cases = [
         ({"outputs": ["labels"]}, ConfigError, "labels"),
-        ({"outputs": []}, ConfigError, "nothing is asked for"),
+        ({"outputs": []}, ConfigError, "outputs: empty"),
         ({"format": "csv"}, ConfigError, "csv"),
         ({"split": "test"}, ConfigError, "no split 'test'"),
         ({"top_k": -1}, ConfigError, "top_k"),
@@ -264,7 +264,7 @@ def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
             kme.predict(model.path, data, tmp_path / "out.zarr", **options)
     with pytest.raises(DataError, match="2 features, the model was fitted with 3"):
         kme.predict(model.path, rows(5)[:, :2], tmp_path / "out.zarr")
-    with pytest.raises(DataError, match="no model here"):
+    with pytest.raises(DataError, match="no model found"):
         kme.predict(tmp_path / "nothing.zarr", data, tmp_path / "out.zarr")
     with pytest.raises(DataError, match="no data set and no Parquet"):
         kme.predict(model.path, tmp_path / "nothing.zarr", tmp_path / "out.zarr")
@@ -329,9 +329,9 @@ def test_a_changed_model_or_request_is_refused_until_told_otherwise(model, data,
         with pytest.raises(KeyboardInterrupt):
             kme.predict(model.path, data, out)
     other = kme.load(model.path).calibrate(rows(120, seed=5), model.predict(rows(120, seed=5)))
-    with pytest.raises(ConfigError, match=r"half-done job of something else \(model differ"):
+    with pytest.raises(ConfigError, match=r"unfinished job with other settings \(model changed"):
         kme.predict(other, data, out)
-    with pytest.raises(ConfigError, match="outputs differ"):
+    with pytest.raises(ConfigError, match="outputs changed"):
         kme.predict(model.path, data, out, outputs=["label"])
     kme.predict(other, data, out, overwrite=True)
     with pytest.raises(ConfigError, match=r"finished predictions .*--overwrite"):
@@ -345,7 +345,7 @@ def test_a_model_that_changes_while_workers_load_it_is_refused(model, data, tmp_
     model.save(place)
     digest = inference._model_digest(Place.of(place))
     kme.load(place).calibrate(rows(120, seed=5), model.predict(rows(120, seed=5))).save(place)
-    with pytest.raises(ConfigError, match="has changed since this job began"):
+    with pytest.raises(ConfigError, match="has changed since this job started"):
         inference._scorer(str(place), digest, "float32")
 
 

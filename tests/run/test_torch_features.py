@@ -183,13 +183,13 @@ def test_over_workers_as_in_one_process(tmp_path):
 def test_what_is_no_network_is_refused(X):
     with pytest.raises(ConfigError, match="architecture 'resnet' is unknown"):
         named("resnet")
-    with pytest.raises(ConfigError, match="does not fit its arguments"):
+    with pytest.raises(ConfigError, match="does not accept its arguments"):
         named("hnr_cnn", {"depth": 3})
-    with pytest.raises(ConfigError, match=r"needs a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         torch_features.as_features(3)
-    with pytest.raises(DataError, match="one row of features is needed"):
+    with pytest.raises(DataError, match="expected one feature row each"):
         TorchFeatures.of(torch.nn.Flatten(0)).forward(X)
-    with pytest.raises(ConfigError, match="on one side only"):
+    with pytest.raises(ConfigError, match="missing on one side"):
         TorchFeatures(torch.nn.Linear(2, 2), {}, {"name": "torch"})
 
 

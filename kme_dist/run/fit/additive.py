@@ -1,14 +1,14 @@
-"""Models that are sums over rows: fit them, add chunks, remove chunks, merge two, without a second look at old rows.
+"""Additive models: fit, add chunks, remove chunks, merge two models, all without reading old rows again.
 
     statistics = gather(rows, basis, executor=executor, scratch=scratch)
-    add_rows(statistics, newer, executor=executor, scratch=scratch)       # chunks it has met are passed over
-    remove_rows(statistics, older, executor=executor, scratch=scratch)    # reads those chunks alone
+    add_rows(statistics, newer, executor=executor, scratch=scratch)       # skips chunks that are already in
+    remove_rows(statistics, older, executor=executor, scratch=scratch)    # reads only those chunks
     statistics.merge(other)
     statistics.save("statistics.zarr"); Statistics.load("statistics.zarr")
 
-`Statistics` holds the sums in a few parts (a fit, then one for each update), the digest of every chunk that went in, so
-that no chunk is counted twice, and a sample of rows for leave-one-out. Whatever the order in which chunks came and
-went, the result is that of a new fit to the chunks that are in, up to rounding in double precision.
+`Statistics` holds the sums in a few parts (one for the fit, one for each update), the digest of every chunk included,
+so that no chunk is counted twice, and a sample of rows for leave-one-out. In whatever order chunks were added and
+removed, the result is that of a new fit on the chunks now included, up to rounding in double precision.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.scratch import Scratch
 
 STATISTICS_FORMAT = "kme-dist/statistics"
-_TASK_ROWS = 1 << 16  # of one task at most, in whole chunks
-TASKS = 8  # or a multiple of it, so that few workers end at the same time
-_PARTS = 8  # kept apart; the oldest are joined beyond that
+_TASK_ROWS = 1 << 16  # per task at most, in whole chunks
+TASKS = 8  # or a multiple, so that a few workers finish at the same time
+_PARTS = 8  # kept separately; beyond that the oldest are merged
 _MATRICES = ("G", "B")
 
 
-# --- what a worker does -----------------------------------------------------------------------------
+# --- on a worker ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class BasisRef:
-    """A basis as it travels: the kernel or the feature map; centres lie in the scratch place."""
+    """A basis as sent to a worker: the kernel or the feature map; centres are in the scratch folder."""
 
     token: str
     scratch: Scratch
@@ -66,7 +66,7 @@ class BasisRef:
 
 @functools.lru_cache(maxsize=1)
 def _basis(ref: BasisRef) -> tuple[Basis, str]:
-    """The basis on this worker, and the device that it computes on."""
+    """The basis on this worker, and the device it computes on."""
     device = resolve(ref.backend)
     if ref.features is not None:
         return Features(ref.features, ref.size), device
@@ -76,7 +76,7 @@ def _basis(ref: BasisRef) -> tuple[Basis, str]:
 
 
 def publish(basis: Basis, scratch: Scratch, backend: str = "auto") -> BasisRef:
-    """Put a basis where workers find it."""
+    """Make a basis available to workers."""
     token = os.urandom(6).hex()
     if isinstance(basis, Centres):
         scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
@@ -87,7 +87,7 @@ def publish(basis: Basis, scratch: Scratch, backend: str = "auto") -> BasisRef:
 
 @dataclass(frozen=True)
 class Summed:
-    """What comes home from a task; where there is a scratch folder, G (packed) and B lie there under `name`."""
+    """The result of a task; with a scratch folder, G (packed) and B are stored there under `name`."""
 
     name: str
     sums: Sums
@@ -102,7 +102,7 @@ class Summed:
 
 
 def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
-    """Add up a few chunks: the function that workers run."""
+    """Sum a few chunks. Runs on a worker."""
     basis, device = _basis(ref)
     accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
     ledger, sample = [], None
@@ -115,16 +115,16 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
-    home = replace(sums, G=packed(to_host(sums.G)), B=to_host(sums.B))
+    result = replace(sums, G=packed(to_host(sums.G)), B=to_host(sums.B))
     if not ref.scratch.in_memory:
         for key in _MATRICES:
-            ref.scratch.save(f"{name}-{key}", getattr(home, key))
-        home = replace(home, G=np.zeros(0), B=np.zeros(0))
-    return Summed(name, home, tuple(ledger), sample)
+            ref.scratch.save(f"{name}-{key}", getattr(result, key))
+        result = replace(result, G=np.zeros(0), B=np.zeros(0))
+    return Summed(name, result, tuple(ledger), sample)
 
 
 def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
-    """A name for the content of a span: the data set's own digests where it is a whole chunk, else made from rows."""
+    """Identifies the content of a span: the stored digest if it is a whole chunk, else a digest of its rows."""
     ((low, high),) = rows.stored(start, stop)
     found = rows.source.span_digests(low, high)
     return hashlib.sha256("".join(found).encode()).hexdigest()[:32]
@@ -135,7 +135,7 @@ def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
 
 @dataclass
 class Part:
-    """The sums of one fit or update, and which chunks are in them."""
+    """The sums of one fit or update, and the chunks included."""
 
     sums: Sums
     ledger: list[tuple[str, int]]
@@ -143,7 +143,7 @@ class Part:
 
 @dataclass
 class Statistics:
-    """Everything that a model of sums needs to be solved again, with other rows or another λ."""
+    """All that is needed to solve an additive model again, with other rows or another λ."""
 
     basis: Basis
     parts: list[Part] = field(default_factory=list)
@@ -158,9 +158,9 @@ class Statistics:
         return Counter(key for part in self.parts for key, _ in part.ledger)
 
     def total(self) -> Sums:
-        """All parts added up, the oldest first."""
+        """The sum of all parts, oldest first."""
         if not self.rows:
-            raise DataError("no rows are left in the model; add some before it is solved")
+            raise DataError("the model has no rows left; add rows before solving")
         total = self.parts[0].sums.copy()
         for part in self.parts[1:]:
             total += part.sums
@@ -175,12 +175,12 @@ class Statistics:
             self.parts[:2] = [Part(first.sums, first.ledger + second.ledger)]
 
     def merge(self, other: Statistics) -> int:
-        """Take in the rows of another model with the same basis, and say how many; 0 where they are all in already.
+        """Add the rows of another model with the same basis; returns how many, 0 if all are included already.
 
-        Chunks that both have met are refused: which of the two should count?
+        Chunks in both models are refused: it is not clear which of the two should count.
         """
         if _describe(self.basis) != _describe(other.basis) or not _same_points(self.basis, other.basis):
-            raise ConfigError("the two models have other kernels, features or centres; only models of one basis merge")
+            raise ConfigError("the models differ in kernel, features or centres; only models with the same basis merge")
         both = sum((self.ledger & other.ledger).values())
         if both == sum(other.ledger.values()):
             return 0
@@ -212,7 +212,7 @@ class Statistics:
     def load(cls, path: Any) -> Statistics:
         arrays, found = load_arrays(path)
         if found.get("format") != STATISTICS_FORMAT:
-            raise DataError(f"{path} holds {found.get('format')!r}, not the statistics of a model")
+            raise DataError(f"{path} is {found.get('format')!r}, not the statistics of a model")
         try:
             parts = []
             for i, described in enumerate(found["parts"]):
@@ -224,7 +224,7 @@ class Statistics:
                 sample = Sample(arrays["sample/X"], arrays["sample/y"], arrays["sample/keys"])
             return cls(_restored(found["basis"], arrays), parts, sample)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"{path} is not complete ({error!r}); fit the model again") from error
+            raise CorruptError(f"{path} is incomplete ({error!r}); fit the model again") from error
 
 
 def _describe(basis: Basis) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _describe(basis: Basis) -> dict[str, Any]:
     assert isinstance(basis, Features)
     to_config: Any = getattr(basis.features, "to_config", None)
     if to_config is None:
-        raise ConfigError(f"{type(basis.features).__name__} has no to_config(): its model cannot be stored")
+        raise ConfigError(f"{type(basis.features).__name__} has no to_config(), so its model cannot be stored")
     return {"features": to_config(), "size": basis.size}
 
 
@@ -263,21 +263,21 @@ def gather(rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch,
 
 
 def add_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
-    """Take in the chunks that are not in yet; returns how many rows that were.
+    """Add the chunks that are not included yet; returns the number of rows added.
 
-    A chunk that was not full when it went in and has grown since is taken out as it was and put in as it is, so that
-    chunks are summed whole, as a new fit would.
+    A chunk that was not full when added and has grown since is removed as it was and added as it is now, so that
+    chunks are summed whole, as in a new fit.
     """
-    before, (spans, grown) = statistics.rows, _unmet(rows, statistics)
+    before, (spans, grown) = statistics.rows, _new_chunks(rows, statistics)
     if grown:
-        _take_out(statistics, rows, grown, executor, scratch)
+        _subtract(statistics, rows, grown, executor, scratch)
     if spans:
         statistics.add(*_sum(rows, statistics.basis, spans, executor, scratch))
     return statistics.rows - before
 
 
 def remove_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
-    """Take out those chunks of `rows` that are in; returns how many rows that were."""
+    """Remove those chunks of `rows` that are included; returns the number of rows removed."""
     held, spans = statistics.ledger, []
     for span in rows.chunks():
         key = chunk_key(rows, *span)
@@ -285,23 +285,23 @@ def remove_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, sc
             held[key] -= 1
             spans.append(span)
     if spans:
-        _take_out(statistics, rows, spans, executor, scratch)
+        _subtract(statistics, rows, spans, executor, scratch)
     return sum(stop - start for start, stop in spans)
 
 
-def _take_out(
+def _subtract(
     statistics: Statistics, rows: RowsRef, spans: Sequence[Span], executor: Executor, scratch: Scratch
 ) -> None:
     out, _ = _sum(rows, statistics.basis, spans, executor, scratch)
-    gone = Counter(key for key, _ in out.ledger)
-    # Where all of it is in one part, only that part changes; one that gets empty is dropped, rounding errors included.
-    home = next((p for p in statistics.parts if not gone - Counter(k for k, _ in p.ledger)), statistics.parts[0])
-    home.sums -= out.sums
-    for part in [home, *(p for p in statistics.parts if p is not home)]:
+    removed = Counter(key for key, _ in out.ledger)
+    # If all of it is in one part, only that part changes; an empty part is dropped together with its rounding errors.
+    target = next((p for p in statistics.parts if not removed - Counter(k for k, _ in p.ledger)), statistics.parts[0])
+    target.sums -= out.sums
+    for part in [target, *(p for p in statistics.parts if p is not target)]:
         kept = []
         for key, count in part.ledger:
-            if gone[key]:
-                gone[key] -= 1
+            if removed[key]:
+                removed[key] -= 1
             else:
                 kept.append((key, count))
         part.ledger = kept
@@ -310,8 +310,8 @@ def _take_out(
         statistics.sample = statistics.sample.without([key for key, _ in out.ledger])
 
 
-def _unmet(rows: RowsRef, statistics: Statistics) -> tuple[list[Span], list[Span]]:
-    """Chunks whose content is not in the ledger, and the first rows of those that are in it as they were before."""
+def _new_chunks(rows: RowsRef, statistics: Statistics) -> tuple[list[Span], list[Span]]:
+    """Chunks that are not in the ledger; and the leading rows of those that are in it with fewer rows."""
     held = statistics.ledger
     spans: list[Span] = []
     grown: list[Span] = []
@@ -333,7 +333,7 @@ def _unmet(rows: RowsRef, statistics: Statistics) -> tuple[list[Span], list[Span
 def _sum(
     rows: RowsRef, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch, backend: str = "auto"
 ) -> tuple[Part, Sample]:
-    """Sum over spans by tasks of about equal size; added up here in the order of the rows."""
+    """Sum over spans in tasks of about equal size; their results are added here in row order."""
     ref = publish(basis, scratch, backend)
     calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]
     total, ledger, sample = None, [], None
@@ -355,7 +355,7 @@ def _sum(
 
 
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-    """Neighbouring spans, in groups of about as many rows each; the same for any number of workers."""
+    """Neighbouring spans in groups with about equal numbers of rows; the same for any number of workers."""
     ends = np.cumsum([stop - start for start, stop in spans])
     count = min(TASKS * -(-int(ends[-1]) // (TASKS * _TASK_ROWS)), len(spans))
     middles = ends - np.diff(ends, prepend=0) / 2
@@ -365,7 +365,7 @@ def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
 
 
 def ordered(executor: Executor, function: Any, calls: Sequence[tuple[Any, ...]], *, name: str) -> Iterator[Any]:
-    """Results in the order of the calls, a few calls ahead; the first that failed raises its error."""
+    """Results in the order of the calls, with a few calls in flight; the first failure is raised."""
     early: dict[int, Any] = {}
     wanted = 0
     for place, result in executor.stream(function, calls, name=name):

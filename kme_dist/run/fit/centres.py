@@ -1,4 +1,4 @@
-"""The fit on centres that stand for all rows (solver "nystrom"): any number of rows, in one pass over them."""
+"""The fit on centres that represent all rows (solver "nystrom"): any number of rows, in one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kme_dist.run.fit.additive import gather
 from kme_dist.run.fit.cholesky import Cholesky
 from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
 
-_SAMPLE = (10_000, 3)  # rows that centres are chosen among: at least the first, or the second times the centres
+_SAMPLE = (10_000, 3)  # rows to choose centres from: at least the first, or the second times the number of centres
 
 
 def cost(size: Size) -> Cost:
@@ -40,13 +40,13 @@ def prepare(problem: Problem) -> Prepared:
     if centres < rows.count:
         facts = {"centres": len(points), **facts}
         return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch, facts)
-    # Every row a centre is the exact problem, of which sums of squares keep half the digits; they serve updates alone.
+    # With every row a centre the problem is exact. Sums of squares keep half its digits, so they serve updates only.
     return Cholesky(problem, {"centres": rows.count, **facts}, statistics)
 
 
 def centres_on_worker(
     rows: RowsRef, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
 ) -> np.ndarray:
-    # In double: single precision cannot tell what many centres leave of a smooth kernel from rounding.
+    # In double: with many centres of a smooth kernel the remainder is below the rounding of single precision.
     X, _ = rows.sample(size, seed)
     return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)])

@@ -13,7 +13,7 @@ from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
 
 
 def cost(size: Size) -> Cost:
-    """The matrix, and the copy that a failure in single precision asks for."""
+    """The matrix, and a copy in case single precision fails."""
     return Cost(memory=2 * size.rows**2 * size.item, scratch=0, flops=size.rows**3 / 3)
 
 

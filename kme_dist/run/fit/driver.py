@@ -1,4 +1,4 @@
-"""The driver: one function for all solvers. Choose, prepare, search λ by leave-one-out, solve, measure the residual."""
+"""One driver for all solvers: choose, prepare, search λ by leave-one-out, solve, measure the residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import Statistics
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose
 from kme_dist.run.fit.equations import Equations
-from kme_dist.run.fit.problem import Fit, Prepared, Problem
+from kme_dist.run.fit.problem import Fit, Prepared, Problem, silent
 from kme_dist.run.scratch import Scratch
 
 
@@ -50,31 +50,32 @@ def fit_on_dataset(
 
     Parameters
     ----------
-    dataset : with class labels; `split` "auto" stands for its "train" part where it has one, None for all rows
-    kernel, regularization : as learned, for scaled rows; with `retune` λ is chosen again on all rows
+    dataset : with class labels; `split` "auto" is its "train" split if it has one, None all rows
+    kernel, regularization : as learned, for scaled rows; with `retune` λ is searched again on all rows
     executor : SerialExecutor() or DaskExecutor(client)
-    scratch : a folder or address that driver and workers reach; what the fit puts there is removed at its end, but for
-        the tiles of a `tiled` fit that was interrupted, which the next one finds. None: the memory of this process,
-        enough for a SerialExecutor, and for solvers that sum over rows anywhere
-    solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` says how many
-    floor : the probability floor that the losses are measured with
+    scratch : a folder or address that driver and workers can reach; the fit removes its files at the end, except the
+        tiles of an interrupted `tiled` fit, which the next one reuses. None: the memory of this process, enough for a
+        SerialExecutor, and on any executor for solvers that sum over rows
+    solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` is their number
+    floor : the probability floor used in the losses
     tolerance : of `pcg`, relative residual
-    tile_rows, memory : rows of a tile; bytes that one worker may use (None: its share of what is free)
+    tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
     features : an explicit feature map for solver "features"
-    backend : "numpy" or "cupy", where `cholesky` factorises
+    backend : "numpy" or "cupy", for the factorisation of `cholesky`
     report : called with one line for each stage of the fit
     """
-    began, say = time.perf_counter(), report or (lambda line: None)
+    began, report = time.perf_counter(), report or silent
     split = dataset.training_split(split)
     if not isinstance(scaling, Scaling):
         scaling = Scaling.of(dataset.split_statistics(split), scaling)
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
     chosen = choose(solver, rows.count, centres, features, room, dtype)
-    say(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
+    report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
         rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
-        tile_rows=tile_rows, backend=backend, centres=centres, centre_choice=centre_choice, features=features, say=say,
+        tile_rows=tile_rows, backend=backend, centres=centres, centre_choice=centre_choice, features=features,
+        report=report,
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune, chosen, rows.count, scaling)
@@ -92,7 +93,7 @@ def refit(
     floor: float = 0.0,
     reason: str = "chunks were added or removed",
 ) -> Fit:
-    """Solve a model of sums again after its statistics have changed; no row is read."""
+    """Solve an additive model again after its statistics changed; no rows are read."""
     began = time.perf_counter()
     prepared = Equations(statistics, floor, executor, Scratch.at(scratch))
     chosen = Choice("nystrom" if isinstance(statistics.basis, Centres) else "features", reason)
@@ -120,7 +121,7 @@ def _solve(prepared: Prepared, regularization: float, retune: bool, chosen: Choi
         tried=tuple(sorted(tried.items())),
         residual=residual,
         iterations=solved.iterations,
-        seconds=0.0,  # measured by the caller, who has started the clock
+        seconds=0.0,  # set by the caller
         bytes=solved.bytes,
         rows=rows,
         scaling=scaling,

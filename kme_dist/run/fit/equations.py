@@ -1,4 +1,4 @@
-"""p x p equations from sums over rows, which the solvers `nystrom` and `features` share."""
+"""p x p equations from sums over rows, shared by the solvers `nystrom` and `features`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kme_dist.run.scratch import Scratch
 
 
 def cost(size: Size) -> Cost:
-    """G in double, one product in the precision of the rows and a tile of them; flops of the sums and one solve."""
+    """G in double, one product in the precision of the rows, and a tile of rows; flops of the sums and one solve."""
     p = size.basis
     memory = p * p * (8 + size.item) + TILE_ROWS * p * (8 + size.item)
     return Cost(memory, scratch=TASKS * 4 * p * p, flops=float(size.rows) * p**2 + p**3 / 3)
@@ -29,7 +29,7 @@ def cost(size: Size) -> Cost:
 
 @dataclass(frozen=True)
 class Equations:
-    """(G + nλM) V = B, made ready: sums are taken, what leave-one-out needs is shared with the workers when asked."""
+    """(G + nλM) V = B, prepared: sums are computed; arrays for leave-one-out are shared with workers on first use."""
 
     statistics: Statistics
     floor: float
@@ -46,7 +46,7 @@ class Equations:
 
     @property
     def evaluated_rows(self) -> int:
-        # The sample has no order, so the first of its rows are as good as any.
+        # The sample is in random order, so its first rows are as good as any.
         sample = self.statistics.sample
         return 0 if sample is None else min(len(sample.y), evaluated_rows(self.statistics.basis.size))
 
@@ -60,7 +60,7 @@ class Equations:
         return (float(np.mean(np.sum(Z**2, axis=1))) or 1.0) / self.statistics.rows
 
     def leave_one_out(self, lams: list[float]) -> list[float]:
-        """Of the sampled rows, one task for each λ."""
+        """Losses of the sampled rows, one task for each λ."""
         calls = [(self.scratch, self._shared, self.system.rows, self.system.noise, lam, self.floor) for lam in lams]
         found = self.executor.map(leave_one_out_on_worker, calls, name="leave-one-out")
         self.leverages.update({lam: leverage for lam, (_, leverage) in zip(lams, found, strict=True)})
@@ -90,7 +90,7 @@ class Equations:
 
     @functools.cached_property
     def _shared(self) -> dict[str, str]:
-        """Names under which workers find what leave-one-out needs."""
+        """Scratch names of the arrays that leave-one-out needs."""
         token, sample, basis = os.urandom(6).hex(), self.statistics.sample, self.statistics.basis
         assert sample is not None
         Z = np.asarray(basis.wide.rows(sample.X[: self.evaluated_rows].astype(np.float64)), dtype=np.float64)

@@ -17,12 +17,12 @@ from kme_dist.run.fit.additive import Statistics
 from kme_dist.run.fit.panels import relative_residual
 from kme_dist.run.fit.problem import Problem, Solved
 
-_SAMPLED = 1_000  # rows that stand for all where the size of K is estimated
+_SAMPLED = 1_000  # rows used to estimate the size of K
 
 
 @dataclass(frozen=True)
 class Exact:
-    """(K + nλI) V = Y, made ready; each exact solver adds its own `solve`."""
+    """(K + nλI) V = Y, prepared; each exact solver adds its own `solve`."""
 
     problem: Problem
     facts: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Exact:
         return relative_residual(self.problem, solved.weights.astype(np.float64), lam)
 
     def close(self) -> None:
-        """Nothing of these is left behind, but for the tiles of a fit that was interrupted."""
+        """Nothing to remove; only an interrupted fit leaves tiles."""
 
 
 def leave_one_out_on_worker(

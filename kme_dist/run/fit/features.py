@@ -1,4 +1,4 @@
-"""The fit of weights of explicit features: ridge regression on φ(x), any number of rows, in one pass over them."""
+"""The fit of weights for explicit features: ridge regression on φ(x), any number of rows, in one pass."""
 
 from __future__ import annotations
 

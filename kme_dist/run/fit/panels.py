@@ -1,4 +1,4 @@
-"""The Gram matrix in panels of rows: products K S by tasks that compute the tiles they need, or find them stored."""
+"""The Gram matrix in panels of rows: products K S in tasks that compute the tiles they need or load them if stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALLEST, _LARGEST = 256, 4_096
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Which rows, cut into which blocks, and whether tiles are kept in the scratch place."""
+    """Which rows, cut into which blocks, and whether tiles are kept in the scratch folder."""
 
     token: str
     rows: RowsRef
@@ -46,7 +46,7 @@ class Panels:
 
 
 def panel_rows(n: int) -> int:
-    """A sixteenth of the rows, within what pays: by n alone, since the cut decides the rounding."""
+    """A sixteenth of the rows, within bounds. A function of n only, since the block size affects rounding."""
     return int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
 
 
@@ -54,7 +54,7 @@ def make_panels(problem: Problem, dtype: str) -> Panels:
     n = problem.rows.count
     rows = problem.rows.in_precision(dtype)
     token = os.urandom(6).hex()
-    # Kept tiles lie in the page cache of the workers' machines, so what counts is the memory of all of them.
+    # Kept tiles are in the page cache of the workers' hosts, so the memory of all workers counts.
     cached = n * n // 2 * np.dtype(dtype).itemsize < 0.5 * problem.memory * problem.executor.workers
     blocks = tuple(rows.blocks(problem.tile_rows or panel_rows(n)))
     return Panels(token, rows, problem.kernel, blocks, problem.scratch.child(f"pcg-{token}"), cached)
@@ -66,7 +66,7 @@ def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
 
 
 def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> np.ndarray:
-    """K(block i, blocks `over`) S: what a worker does."""
+    """K(block i, blocks `over`) S. Runs on a worker."""
     S = panels.scratch.load(name)
     total, at = 0.0, 0
     for j in over:
@@ -78,7 +78,7 @@ def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> 
 
 
 def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
-    """|(K + nλI) V - Y| / |Y| with a freshly computed K in double precision, panel by panel."""
+    """|(K + nλI) V - Y| / |Y| with K recomputed in double precision, panel by panel."""
     panels = replace(make_panels(problem, "float64"), cached=False)
     everything = tuple(range(len(panels.blocks)))
     panels.scratch.save("S", V)

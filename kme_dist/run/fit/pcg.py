@@ -1,12 +1,12 @@
 """The exact fit by preconditioned block conjugate gradients: exact to a tolerance, no factorisation of size n.
 
 All m right sides are solved at once and share one Krylov space (`kme_dist.core.cg`): a step costs one product K S with
-n x m numbers S, done in panels by tasks that compute the tiles of K they need, or find them in the scratch place where
-they fit. The preconditioner is F Fᵀ + nλI with F from randomly pivoted Cholesky, built block by block over the cluster:
-each round chooses some pivots here and adds their columns to every block of F there.
+an n x m matrix S, in panels, by tasks that compute the tiles of K they need or load them from the scratch folder if
+they fit there. The preconditioner is F Fᵀ + nλI with F from randomly pivoted Cholesky, built block by block over the
+cluster: each round chooses pivots on the driver and adds their columns to every block of F on the workers.
 
-Recurrences are in double precision; tiles are in single precision only where λ and the tolerance allow it. λ is chosen
-by leave-one-out, as for the other exact fits.
+Recurrences are in double precision; tiles are in single precision only if λ and the tolerance allow it. λ is chosen by
+leave-one-out, as for the other exact fits.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from kme_dist.run.fit.exact import Exact, precision_for
 from kme_dist.run.fit.panels import Panels, labels, make_panels, multiply_panel, panel_rows
 from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
 
-_USUAL_STEPS = 50
+_TYPICAL_STEPS = 50
 
 
-# --- what workers do --------------------------------------------------------------------------------
+# --- on a worker ------------------------------------------------------------------------------------
 
 
-def extend_factor(panels: Panels, i: int, turn: int) -> np.ndarray:
-    """Add the columns of one round of pivots to block i of F; returns what they explain of each row."""
+def extend_factor(panels: Panels, i: int, number: int) -> np.ndarray:
+    """Add the columns of one round of pivots to block i of F; returns how much of each row they explain."""
     where = panels.scratch
-    pivots, beside, L = (np.array(where.load(f"{key}-{turn}")) for key in ("pivots", "beside", "corner"))
-    F = np.concatenate([where.load(f"F-{i}-{r}") for r in range(turn)], axis=1) if turn else None
+    pivots, beside, L = (np.array(where.load(f"{key}-{number}")) for key in ("pivots", "beside", "corner"))
+    F = np.concatenate([where.load(f"F-{i}-{r}") for r in range(number)], axis=1) if number else None
     X = panels.X(i)
     F = np.zeros((len(X), 0), X.dtype) if F is None else F
     added = columns(panels.kernel, panels.kernel.prepare(X), panels.kernel.prepare(pivots), F, beside, L)
-    where.save(f"F-{i}-{turn}", np.ascontiguousarray(added))
+    where.save(f"F-{i}-{number}", np.ascontiguousarray(added))
     return np.asarray(np.sum(added.astype(np.float64) ** 2, axis=1))
 
 
-def join_factor(panels: Panels, i: int, turns: int) -> np.ndarray:
+def join_factor(panels: Panels, i: int, rounds: int) -> np.ndarray:
     """F of block i as one array; returns FᵀF."""
-    F = np.concatenate([panels.scratch.load(f"F-{i}-{r}") for r in range(turns)], axis=1)
+    F = np.concatenate([panels.scratch.load(f"F-{i}-{r}") for r in range(rounds)], axis=1)
     panels.scratch.save(f"F-{i}", F)
     wide = F.astype(np.float64)
     return np.asarray(wide.T @ wide)
@@ -69,15 +69,15 @@ def correct(panels: Panels, i: int, start: int, name: str, W: np.ndarray) -> np.
 
 
 def cost(size: Size) -> Cost:
-    """A tile, a panel of the preconditioner and all right sides in a task; flops of as many steps as are usual.
+    """A tile, a panel of the preconditioner and all right sides per task; flops for a typical number of steps.
 
-    In the scratch place lie the tiles, where they are kept, and the preconditioner, as it grew and as a whole.
+    The scratch folder holds the tiles, if kept, and the preconditioner, in parts and as a whole.
     """
     n, rows, rank = size.rows, size.tile_rows or panel_rows(size.rows), default_rank(size.rows)
     return Cost(
         memory=(rows**2 + rows * rank) * size.item + 2 * n * size.columns * 8,
         scratch=((n * n + n * rows) // 2 + 2 * n * rank) * size.item,
-        flops=float(n) * rank**2 + _USUAL_STEPS * 2.0 * n**2 * size.columns,
+        flops=float(n) * rank**2 + _TYPICAL_STEPS * 2.0 * n**2 * size.columns,
     )
 
 
@@ -107,23 +107,23 @@ class ConjugateGradients(Exact):
             panels.scratch.clear()
         if not residual <= problem.tolerance:
             raise NumericalError(
-                f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps, {problem.tolerance:.1e} was "
-                f"asked for, at regularization {lam:.1e}; raise `regularization` or `tolerance`, or use "
-                "solver='tiled' or 'nystrom'",
+                f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps at regularization "
+                f"{lam:.1e}, above the tolerance of {problem.tolerance:.1e}; raise `regularization` or "
+                "`tolerance`, or use solver='tiled' or 'nystrom'",
                 rows=n, regularization=lam, dtype=panels.rows.dtype,
             )  # fmt: skip
-        X, _ = panels.rows.read(0, n)  # in the precision that the weights were found in, and are kept in
+        X, _ = panels.rows.read(0, n)  # in the precision of the weights
         facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
         embedding = Embedding(problem.kernel, X, V.astype(panels.rows.dtype), lam)
         return Solved(V, embedding, steps, stored, facts, residual)
 
     def residual(self, solved: Solved, lam: float) -> float:
-        """The true residual of the worst class, which the last step was followed by."""
+        """The true residual of the worst class, measured after the last step."""
         return super().residual(solved, lam) if solved.residual is None else solved.residual
 
 
 def default_rank(n: int) -> int:
-    """Of the preconditioner: its cost n r² stays below that of a few products with K."""
+    """Rank of the preconditioner: its cost n r² stays below that of a few products with K."""
     return int(min(n // 2 or 1, max(200, 10 * math.sqrt(n))))
 
 
@@ -138,7 +138,7 @@ def solve_blocks(
     start: np.ndarray | None = None,
     most_steps: int = MOST_STEPS,
 ) -> cg.Solved:
-    """(K + nλI)⁻¹ Y over some blocks of rows; without `factor` nothing is preconditioned."""
+    """(K + nλI)⁻¹ Y over some blocks of rows; not preconditioned without `factor`."""
     shift = len(Y) * lam
     run = problem.executor.map
 
@@ -157,7 +157,7 @@ def solve_blocks(
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """M = F Fᵀ + shift I; F lies in blocks of rows in the scratch place."""
+    """M = F Fᵀ + shift I; F is in the scratch folder, in blocks of rows."""
 
     panels: Panels
     grams: tuple[np.ndarray, ...]  # FᵀF of each block
@@ -169,38 +169,38 @@ class Preconditioner:
 
     @classmethod
     def build(cls, panels: Panels, problem: Problem, rank: int) -> Preconditioner:
-        """Randomly pivoted Cholesky: pivots are chosen here, columns computed there."""
+        """Randomly pivoted Cholesky: pivots are chosen on the driver, columns computed on the workers."""
         rng = np.random.default_rng([problem.seed, 7])
         everything, kernel = range(len(panels.blocks)), panels.kernel
         residual = np.concatenate([kernel.diag(panels.X(i)).astype(np.float64) for i in everything])
         trace, floor = residual.sum(), 1e-12 if panels.rows.dtype == "float64" else 1e-6
-        done = turn = 0
+        done = rounds = 0
         while done < rank and residual.sum() > floor * trace:
             proposed = propose(residual, min(block_size(rank), rank - done), rng)
-            (X, _), beside = panels.rows.take(proposed), cls._rows_of(panels, proposed, turn)
+            (X, _), beside = panels.rows.take(proposed), cls._rows_of(panels, proposed, rounds)
             H = kernel.gram(X, X.copy()).astype(np.float64) - beside.astype(np.float64) @ beside.T
             kept, L = accept(H, rng)
             if not len(kept):
                 residual[proposed] = 0.0
                 continue
             for key, array in (("pivots", X[kept]), ("beside", beside[kept]), ("corner", L)):
-                panels.scratch.save(f"{key}-{turn}", array)
-            calls = [(panels, i, turn) for i in everything]
+                panels.scratch.save(f"{key}-{rounds}", array)
+            calls = [(panels, i, rounds) for i in everything]
             explained = np.concatenate(problem.executor.map(extend_factor, calls, name="pivoted-cholesky"))
             residual = np.maximum(residual - explained, 0.0)
             residual[proposed[kept]] = 0.0
-            done, turn = done + len(kept), turn + 1
-        grams = problem.executor.map(join_factor, [(panels, i, turn) for i in everything], name="pivoted-cholesky")
+            done, rounds = done + len(kept), rounds + 1
+        grams = problem.executor.map(join_factor, [(panels, i, rounds) for i in everything], name="pivoted-cholesky")
         return cls(panels, tuple(grams), float(residual.sum() / trace))
 
     @staticmethod
-    def _rows_of(panels: Panels, numbers: np.ndarray, turns: int) -> np.ndarray:
-        """Rows of F, as far as it goes, by their numbers."""
-        if not turns:
+    def _rows_of(panels: Panels, numbers: np.ndarray, rounds: int) -> np.ndarray:
+        """Rows of F, as built so far, by row number."""
+        if not rounds:
             return np.zeros((len(numbers), 0), panels.rows.dtype)
         size = panels.blocks[0][1]
         found = np.empty((len(numbers), 0), panels.rows.dtype)
-        for r in range(turns):
+        for r in range(rounds):
             held = {i: panels.scratch.load(f"F-{i}-{r}") for i in sorted(set((numbers // size).tolist()))}
             part = np.stack([held[number // size][number % size] for number in numbers.tolist()])
             found = np.concatenate([found, part], axis=1)

@@ -1,8 +1,8 @@
-"""What a solver is asked, what it costs, and what it brings back: the interface of all solvers.
+"""The interface of all solvers: problem, cost, solution, fit.
 
-A solver is a module with two functions, `cost(size)` and `prepare(problem)`. What `prepare` returns knows the rows and
-the kernel but not λ: it evaluates values of λ by leave-one-out, solves for one of them, and measures what the solution
-leaves of the equations. The driver (`kme_dist.run.fit.driver`) does all five in this order, for whatever solver.
+A solver is a module with two functions, `cost(size)` and `prepare(problem)`. `prepare` returns an object that depends
+on the rows and the kernel but not on λ: it evaluates values of λ by leave-one-out, solves for one of them, and measures
+the residual. The driver (`kme_dist.run.fit.driver`) does all five in this order, for any solver.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import Statistics
 from kme_dist.run.scratch import Scratch
 
-CENTRES = 2_000  # where nobody says how many
+CENTRES = 2_000  # default number of centres
 
 
-def _silent(line: str) -> None:
+def silent(line: str) -> None:
     pass
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be fitted, where, and by whom."""
+    """What to fit, and on what."""
 
     rows: RowsRef
     kernel: Kernel
     executor: Executor
     scratch: Scratch
     memory: int  # bytes that one worker may use
-    floor: float = 0.0  # the probability floor that losses are measured with
+    floor: float = 0.0  # the probability floor used in the losses
     seed: int = 0
     tolerance: float = 1e-6  # of an iteration: relative residual
     tile_rows: int | None = None
-    backend: str = "numpy"  # where a whole Gram matrix is factorised
+    backend: str = "numpy"  # for the factorisation of a whole Gram matrix
     centres: int | None = None
     centre_choice: str = "rpcholesky"
     features: FeatureMap | None = None
-    say: Callable[[str], None] = _silent
+    report: Callable[[str], None] = silent
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one solve, by formula; leave-one-out costs about as much again for each λ tried, on its sample of rows."""
+    """Of one solve, by formula; leave-one-out costs about the same for each λ tried, on its sample of rows."""
 
-    memory: int  # bytes in one worker
-    scratch: int  # bytes in the scratch place
+    memory: int  # bytes per worker
+    scratch: int  # bytes in the scratch folder
     flops: float  # of all workers together
 
 
@@ -78,18 +78,18 @@ class Solved:
     weights: np.ndarray  # V as it was solved for; the embedding may keep it in less precision
     embedding: Any  # Embedding, or FeatureEmbedding for explicit features
     iterations: int
-    bytes: int  # of the largest things that were held or stored on the way
+    bytes: int  # of the largest arrays held or stored
     facts: dict[str, Any] = field(default_factory=dict)
-    residual: float | None = None  # where solving has measured it anyway
+    residual: float | None = None  # if the solver measured it
 
 
 class Prepared(Protocol):
-    """A problem made ready to be solved for any λ."""
+    """A problem prepared for any λ."""
 
     @property
-    def evaluated_rows(self) -> int: ...  # rows that leave-one-out looks at; 0 where it cannot
+    def evaluated_rows(self) -> int: ...  # rows used by leave-one-out; 0 if it is not possible
     @property
-    def scale(self) -> float: ...  # of the function values over the rows: what λ is measured against
+    def scale(self) -> float: ...  # natural unit of λ: mean k(x, x) / n
     @property
     def facts(self) -> dict[str, Any]: ...
     @property
@@ -97,7 +97,7 @@ class Prepared(Protocol):
     def leave_one_out(self, lams: list[float]) -> list[float]: ...  # log losses
     def solve(self, lam: float) -> Solved: ...
     def residual(self, solved: Solved, lam: float) -> float: ...  # |A V - Y| / |Y|
-    def close(self) -> None: ...  # removes what it left in the scratch place
+    def close(self) -> None: ...  # removes its files from the scratch folder
 
 
 class Solver(Protocol):
@@ -109,19 +109,19 @@ class Solver(Protocol):
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted embedding and how it came about."""
+    """A fitted embedding and how it was computed."""
 
     embedding: Any  # Embedding, or FeatureEmbedding for explicit features
     solver: str
     reason: str
     regularization: float
-    loss: float | None  # leave-one-out log loss; None where λ was taken as given
+    loss: float | None  # leave-one-out log loss; None if λ was not tuned
     tried: tuple[tuple[float, float], ...]  # (λ, loss)
     residual: float  # |A V - Y| / |Y|, or that of the p x p system
     iterations: int
     seconds: float
-    bytes: int  # of the largest things that were held or stored on the way
+    bytes: int  # of the largest arrays held or stored
     rows: int
     scaling: Scaling
-    facts: dict[str, Any] = field(default_factory=dict)  # what else is worth knowing, in words and numbers
-    statistics: Statistics | None = None  # of solvers that sum over rows
+    facts: dict[str, Any] = field(default_factory=dict)  # further diagnostics
+    statistics: Statistics | None = None  # only for solvers that sum over rows

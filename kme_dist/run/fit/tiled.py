@@ -1,16 +1,16 @@
-"""The exact fit by a block Cholesky factorisation whose tiles lie in the scratch place.
+"""The exact fit by a block Cholesky factorisation with tiles in the scratch folder.
 
-    A = K + nλI is cut into tiles of `tile_rows`. Tile (i, j) of the factor is made by one task, in one go, from the
-    rows of blocks i and j and the finished tiles to its left:
+    A = K + nλI is cut into tiles of `tile_rows`. Tile (i, j) of the factor is computed by one task from the rows of
+    blocks i and j and the finished tiles to its left:
 
         L_ij = (A_ij - Σ_{k<j} L_ik L_jkᵀ) L_jj⁻ᵀ,        L_jj = chol(A_jj - Σ_{k<j} L_jk L_jkᵀ)
 
-    Columns follow one another; the tiles of a column are made side by side. The forward solve for the labels goes along
-    with the diagonal; the backward solve is one more pass over the tiles. Other right sides take a pass for each.
+    Columns are computed one after the other, the tiles of a column in parallel. The forward solve for the labels is
+    done with the diagonal tiles; the backward solve is one more pass over the tiles. Other right sides take both.
 
-A task holds a handful of tiles whatever the number of rows, and the disk holds half of an n x n matrix: that is the
-plan, not an accident. A tile is written once, whole, under its own name, so a task that a dead worker left behind is
-simply run again, and a fit that was killed finds its tiles and resumes.
+A task holds a few tiles whatever the number of rows, and the disk holds half of an n x n matrix. A tile is written
+once, whole, under its own name, so the task of a dead worker is simply run again, and a killed fit resumes from its
+tiles.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SMALLEST, _LARGEST = 512, 4_096
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A factorisation: which rows, which matrix, and where its tiles go."""
+    """A factorisation: rows, matrix, and where its tiles are stored."""
 
     rows: RowsRef
     kernel: Kernel
@@ -52,12 +52,12 @@ class Tiles:
 
 
 def default_tile_rows(n: int) -> int:
-    """A sixteenth of the rows, within what pays: by n alone, since the cut decides the rounding."""
+    """A sixteenth of the rows, within bounds. A function of n only, since the tile size affects rounding."""
     return int(min(max(-(-n // 16), _SMALLEST), _LARGEST))
 
 
 def cost(size: Size) -> Cost:
-    """A few tiles in a task; half of an n x n matrix in the scratch place."""
+    """A few tiles per task; half of an n x n matrix in the scratch folder."""
     n, rows = size.rows, size.tile_rows or default_tile_rows(size.rows)
     return Cost(memory=5 * rows**2 * size.item, scratch=(n * n + n * rows) // 2 * size.item, flops=n**3 / 3)
 
@@ -72,7 +72,7 @@ class TiledCholesky(Exact):
         count = len(tiles.blocks)
         V = _backward(tiles, [np.array(tiles.scratch.load(f"z-{j}"), np.float64) for j in range(count)], self.problem)
         tiles.scratch.clear()
-        X, _ = tiles.rows.read(0, tiles.rows.count)  # in the precision that the weights were found in, and are kept in
+        X, _ = tiles.rows.read(0, tiles.rows.count)  # in the precision of the weights
         facts = {"tile_rows": _tile_rows(self.problem), "tiles": count * (count + 1) // 2, "dtype": tiles.rows.dtype}
         embedding = Embedding(self.problem.kernel, X, V.astype(tiles.rows.dtype), lam)
         return Solved(V, embedding, count, stored, facts)
@@ -83,7 +83,7 @@ def _tile_rows(problem: Problem) -> int:
 
 
 def factorise(problem: Problem, lam: float) -> tuple[Tiles, int]:
-    """The tiles of the factor of K + nλI, with more on the diagonal where it stays singular; and their bytes."""
+    """The tiles of the factor of K + nλI, with jitter on the diagonal if it is singular; and their bytes."""
     n, size = problem.rows.count, _tile_rows(problem)
     scale, need = precision_for(problem, lam)
     if need.missing:
@@ -100,7 +100,7 @@ def factorise(problem: Problem, lam: float) -> tuple[Tiles, int]:
             continue
         return tiles, stored
     raise NumericalError(
-        f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; raise it",
+        f"the Gram matrix of all {n} rows is singular in float64 at regularization {lam:.1e}; increase it",
         rows=n, regularization=lam, dtype="float64",
     )  # fmt: skip
 
@@ -122,11 +122,11 @@ def _tiles(problem: Problem, dtype: str, shift: float, size: int) -> Tiles:
 
 
 def _check_room(problem: Problem, size: Size) -> int:
-    """Bytes that the tiles take; refuses a disk or a worker that cannot hold its share."""
+    """Bytes of all tiles; ConfigError if they do not fit on the disk or a task does not fit on a worker."""
     needed = cost(size)
     if needed.memory > problem.memory:
         raise ConfigError(
-            f"tiles of {size.tile_rows} rows need {needed.memory / 1e9:.1f} GB in a worker that has "
+            f"tiles of {size.tile_rows} rows need {needed.memory / 1e9:.1f} GB on a worker that has "
             f"{problem.memory / 1e9:.1f} GB; set `tile_rows` lower"
         )
     if not problem.scratch.in_memory and problem.scratch.place.is_local:
@@ -145,11 +145,11 @@ def _factor(tiles: Tiles, problem: Problem) -> None:
     run(factor_diagonal, [(tiles, 0)], name="factor-diagonal")
     for j in range(count - 1):
         run(factor_tile, [(tiles, i, j) for i in range(j + 1, count)], name="factor-tile")
-        problem.say(f"fit: column {j + 2} of {count}")
+        problem.report(f"fit: column {j + 2} of {count}")
 
 
 def apply_inverse(tiles: Tiles, B: np.ndarray, problem: Problem) -> np.ndarray:
-    """(K + shift I)⁻¹ B for any right sides, by the finished tiles."""
+    """(K + shift I)⁻¹ B for any right sides, from the finished tiles."""
     count, run = len(tiles.blocks), problem.executor.map
     rest = [np.array(B[start:stop], dtype=np.float64) for start, stop in tiles.blocks]
     for j in range(count):
@@ -162,7 +162,7 @@ def apply_inverse(tiles: Tiles, B: np.ndarray, problem: Problem) -> np.ndarray:
 
 
 def _backward(tiles: Tiles, rest: list[np.ndarray], problem: Problem) -> np.ndarray:
-    """L⁻ᵀ of what the forward solve has left, block by block."""
+    """L⁻ᵀ times the result of the forward solve, block by block."""
     run = problem.executor.map
     for j in range(len(tiles.blocks) - 1, -1, -1):
         rest[j] = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}"))).half_solve(rest[j], transposed=True)
@@ -173,7 +173,7 @@ def _backward(tiles: Tiles, rest: list[np.ndarray], problem: Problem) -> np.ndar
 
 
 def factor_tile(tiles: Tiles, i: int, j: int) -> None:
-    """L_ij; the task of the first tile below the diagonal computes the next diagonal tile, too."""
+    """L_ij; the task of the first tile below the diagonal also computes the next diagonal tile."""
     if not tiles.scratch.has(f"L-{i}-{j}"):
         A = tiles.kernel.gram(tiles.X(i), tiles.X(j))
         for k in range(j):
@@ -185,7 +185,7 @@ def factor_tile(tiles: Tiles, i: int, j: int) -> None:
 
 
 def factor_diagonal(tiles: Tiles, j: int) -> None:
-    """L_jj, and block j of the forward solve for the labels, where there are any."""
+    """L_jj, and block j of the forward solve for the labels, if there are any."""
     labelled = tiles.rows.n_classes > 0
     if tiles.scratch.has(f"z-{j}" if labelled else f"L-{j}-{j}"):  # z is written after the tile
         return
@@ -206,12 +206,12 @@ def factor_diagonal(tiles: Tiles, j: int) -> None:
 
 
 def forward_substitute(tiles: Tiles, i: int, j: int, z: np.ndarray) -> np.ndarray:
-    """What block j of the forward solve takes from block i: L_ij z_j."""
+    """What block j of the forward solve subtracts from block i: L_ij z_j."""
     product: np.ndarray = tiles.scratch.load(f"L-{i}-{j}") @ z
     return product
 
 
 def back_substitute(tiles: Tiles, j: int, k: int, V: np.ndarray) -> np.ndarray:
-    """What block j of the solution takes from block k: L_jkᵀ V_j."""
+    """What block j of the solution subtracts from block k: L_jkᵀ V_j."""
     product: np.ndarray = tiles.scratch.load(f"L-{j}-{k}").T @ V
     return product
