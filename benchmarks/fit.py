@@ -97,7 +97,7 @@ def iterations(data, folder, rows, lam):
             f"tiles {'kept' if panels.cached else 'computed anew'}), load {load_average()}",
             flush=True,
         )
-        _, plain, left = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, None, most_steps=4 * steps)
+        _, plain, left = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, None, max_steps=4 * steps)
         print(f"  without the preconditioner: after {plain} steps a residual of {left:.1e}", flush=True)
         panels.scratch.clear()
 

@@ -55,7 +55,7 @@ class ArrayRows(RowSource):
         self.chunk_rows, self._shard_rows = layout.chunk_rows, layout.shard_rows
         self._files: tuple[str, ...] = ()
         if y is not None and len(y) != self.rows:
-            raise DataError(f"{self.rows} rows came with {len(y)} labels; one label per row is needed")
+            raise DataError(f"got {self.rows} rows but {len(y)} labels; give one label per row")
 
     def __repr__(self) -> str:
         return f"ArrayRows({self.rows} rows, {self.features} features)"

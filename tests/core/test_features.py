@@ -271,15 +271,15 @@ def test_stacks_are_drawn_with_the_widths_of_their_parts():
         ("fourrier", "is unknown"),
         ("spectrl", "did you mean 'spectral'"),
         ({"name": "random_fourier", "kernel": "cauchy"}, "no sampler"),
-        ({"name": "random_fourier", "kernel": "laplace", "orthogonal": True}, "gaussian or matern"),
+        ({"name": "random_fourier", "kernel": "laplace", "orthogonal": True}, "'gaussian' or 'matern'"),
         ({"name": "random_fourier", "form": "3D"}, "form='3D'"),
         ({"name": "random_fourier", "form": "independent"}, "form='independent' is unknown; choose '2D'"),
         ({"name": "spectral", "form": "3D"}, "or 'independent'"),
         ({"name": "random_fourier", "features": 0}, "features=0"),
-        ({"name": "dense_network", "hidden": []}, "needs the sizes"),
+        ({"name": "dense_network", "hidden": []}, "must be the sizes"),
         ({"name": "dense", "activation": "swish"}, "activation='swish'"),
         ({"name": "dropout", "rate": 1.0}, "rate=1.0"),
-        ({"name": "polynomial", "degree": 0}, "degree from 1"),
+        ({"name": "polynomial", "degree": 0}, "degree must be an integer from 1"),
         ({"name": "dense", "size": 3}, "does not fit"),
         ({"name": "stack"}, "does not fit"),
         ({"name": "stack", "parts": []}, "at least one"),
@@ -292,7 +292,7 @@ def test_a_wrong_config_is_one_clear_error(config, message):
 
 def test_rows_of_another_width_are_refused():
     for phi in (maps.random_fourier(D, 4), maps.dense_network(D, (2,))):
-        with pytest.raises(DataError, match="rows of 3 features, got an array of shape"):
+        with pytest.raises(DataError, match=r"expects shape \(rows, 3\), got \(4, 5\)"):
             phi.forward(np.ones((4, 5)))
     with pytest.raises(ConfigError, match="shape"):
         maps.random_fourier(D, 4).replace(first=np.ones((2, 2)))
