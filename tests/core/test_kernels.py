@@ -293,7 +293,7 @@ def test_convex_combination_stays_convex(rng):
         (lambda: Gaussian(scale=math.nan), "scale=nan"),
         (lambda: Gaussian(scale=[1.0, 2.0]), r"scale=\[1.0, 2.0\].*a positive number"),
         (lambda: Polynomial(offset=[1.0, 2.0]), "offset"),
-        (lambda: Matern(nu=1.0), "nu is 0.5, 1.5 or 2.5"),
+        (lambda: Matern(nu=1.0), "nu must be 0.5, 1.5 or 2.5"),
         (lambda: Polynomial(degree=0), "degree=0"),
         (lambda: Polynomial(degree=1.5), "degree=1.5"),
         (lambda: Spectrum(p=0), "p=0"),
@@ -327,7 +327,7 @@ def test_unfit_rows_are_refused_with_a_reason(X, message):
 
 
 def test_strings_and_numbers_are_not_confused():
-    with pytest.raises(errors.DataError, match="Spectrum needs strings, got float"):
+    with pytest.raises(errors.DataError, match="Spectrum expects strings, got float"):
         Spectrum().gram([1.0, 2.0])
     with pytest.raises(errors.DataError, match="expects a matrix"):
         Gaussian().gram(["abc"])
