@@ -131,12 +131,12 @@ def test_what_does_not_go_together_is_refused_before_anything_is_written(kind, o
 
 def test_a_network_is_fitted_after_it_was_learned(tmp_path):
     config = parse_config(tree(tmp_path / "run", "cen", {"hidden": [8]}, learn={"steps": 5}))
-    with pytest.raises(ConfigError, match=r"holds nothing learned with .* 'cen'; run `kme-dist learn`"):
+    with pytest.raises(ConfigError, match=r"has no learned model of .* 'cen'; run `kme-dist learn`"):
         fit.run(config, name="iris")
     assert learn.run(config, name="iris")["steps"] == 5
     assert fit.run(config, name="iris")["solver"] == "features"
     assert kme_dist.load(tmp_path / "run" / "model.zarr").feature_names_in_[0] == "sepal length (cm)"
-    with pytest.raises(ConfigError, match="counts the batches of mce"):
+    with pytest.raises(ConfigError, match="supports only mce"):
         plan.run(config)
 
 

@@ -172,7 +172,7 @@ def test_bad_tables_are_refused_with_the_place_of_the_fault(tmp_path, lines, wor
         ({"features": [4]}, ["no column 4", "4 features"]),
         ({"image_shape": (2, 3)}, ["data.image_shape", "6 pixels", "4 features"]),
         ({"label": "kind"}, ["data.label", "its own labels"]),
-        ({"source": "absent.csv", "label": "a"}, ["absent.csv", "no such file"]),
+        ({"source": "absent.csv", "label": "a"}, ["absent.csv", "does not exist"]),
         ({"test_fraction": 0.001}, ["data.test_fraction", "150 rows"]),
     ],
 )
