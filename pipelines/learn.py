@@ -217,7 +217,7 @@ class CheckpointFolder:
             changed = f"{section}.{key}" if section else key
             raise ConfigError(
                 f"{self.run.folder.path} was learned with other settings or data: {changed} was "
-                f"{before.get(key)!r} and is now {now.get(key)!r}. Choose another output.folder, restart with "
+                f"{before.get(key)!r}, now it is {now.get(key)!r}. Choose another output.folder, restart with "
                 "--fresh, or restore those settings and data."
             )
 

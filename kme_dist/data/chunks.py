@@ -111,7 +111,7 @@ def read_layout(place: Place, name: str) -> Layout:
         shape = tuple(_size(value) for value in metadata["shape"])
         data_type = metadata["data_type"]
         if not isinstance(data_type, str) or data_type not in DTYPES:
-            raise DataError(f"{where}: data type {data_type!r} is not supported; use numbers or booleans.")
+            raise DataError(f"{where}: data type {data_type!r} is not supported; only numbers and booleans are.")
         if metadata["chunk_grid"]["name"] != "regular" or metadata.get("storage_transformers"):
             raise DataError(f"{where}: only regular chunk grids without storage transformers are supported.")
         outer = tuple(_size(value) for value in metadata["chunk_grid"]["configuration"]["chunk_shape"])

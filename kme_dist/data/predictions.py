@@ -178,7 +178,7 @@ def read_state(place: Place) -> dict[str, Any] | None:
 
 def _not_predictions(place: Place, found: str) -> ConfigError:
     return ConfigError(
-        f"{place}: the path exists and is not kme-dist predictions ({found}); not overwritten. Choose another path "
+        f"{place}: the path exists and does not hold predictions ({found}); it is not overwritten. Choose another path "
         "or remove it."
     )
 

@@ -45,7 +45,7 @@ def test_the_shipped_config_goes_from_the_table_to_the_report(tmp_path):
     model = kme_dist.load(summary["model"])
     assert [part.weight.shape[1] for part in model.features_.parts] == [64, 32]
     page = Path(summary["report"]).read_text(encoding="utf-8")
-    for title in ("Learning curves", "Accuracy by epoch", "under a softmax layer", "Confusion matrix", "Mistakes"):
+    for title in ("Learning curves", "Accuracy by epoch", "with a softmax layer", "Confusion matrix", "Mistakes"):
         assert title in page
     assert len(model.softmax_curve_) == len(model.curve_) == 20
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -100,7 +100,7 @@ def test_what_cannot_fit_is_refused_with_a_batch_that_would(config):
     tight = ["cluster.kind=local", "cluster.workers=1", f"cluster.memory={needed - 1_000_000}B"]
     with pytest.raises(ConfigError, match=r"learn\.batch_size 800 needs") as caught:
         plan.run(load_config(config, ["learn.batch_size=800", *tight]))
-    fits = int(re.search(r"batches of (\d+) rows", str(caught.value)).group(1))
+    fits = int(re.search(r"batches of at most (\d+) rows", str(caught.value)).group(1))
     plan.run(load_config(config, [f"learn.batch_size={fits}", *tight]), calibrate=False)
     with pytest.raises(ConfigError):
         plan.run(load_config(config, [f"learn.batch_size={fits + 1}", *tight]), calibrate=False)

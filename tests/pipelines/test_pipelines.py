@@ -150,7 +150,7 @@ def test_a_table_of_ones_own_is_read_by_its_label(tmp_path):
         ([*GOOD, "inf,3,a"], ["row 21", "'height'", "infinite"]),
         ([*GOOD, "tall,3,a"], ["'height'", "'tall'", "text among numbers"]),
         ([*GOOD, "1,3"], ["row 21", "fields"]),
-        ([line[:-1] + "a" for line in GOOD], ["one class only (a)", "data.label"]),
+        ([line[:-1] + "a" for line in GOOD], ["only one class (a)", "data.label"]),
         ([*GOOD, "1,2,c"], ["class c has one row", "data.stratify"]),
         ([f"1,2,{i}.5" for i in range(20)], ["'kind'", "20 different values in 20 rows"]),
         ([], ["no rows"]),
