@@ -47,7 +47,7 @@ json.dump(found, sys.stdout)
 
 def measure(folder: Path) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    # -S would lose the packages: the editable install is passed over because PYTHONPATH comes first.
+    # PYTHONPATH comes before the editable install.
     ended = subprocess.run(
         [sys.executable, "-c", WORK], env=environment, cwd=folder, capture_output=True, text=True, check=True
     )

@@ -1,9 +1,9 @@
-"""Does calibration by leave-one-out help on rows that nobody has seen?
+"""Whether calibration by leave-one-out helps on unseen rows.
 
     python -m benchmarks.calibration [--steps 200] [--seeds 2] [--rows 2000] [names ...]
 
 For each data set (those that ship with scikit-learn, and the shared ones where they are present) a model is fitted to
-three quarters of at most so many rows; then its probabilities are taken as they are, with a temperature, and with
+three quarters of at most `--rows` rows; then its probabilities are evaluated as they are, with a temperature, and with
 isotonic maps, both fitted to leave-one-out predictions of the training rows. Printed for the other quarter: log loss,
 calibration error and accuracy, mean over the seeds. Nothing is chosen on the test rows.
 """
@@ -38,7 +38,7 @@ def read(name: str, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
     return X[chosen].astype(np.float64), y[chosen]
 
 
-def judge(X: np.ndarray, y: np.ndarray, seed: int, steps: int) -> dict[str, tuple[float, float, float]]:
+def evaluate(X: np.ndarray, y: np.ndarray, seed: int, steps: int) -> dict[str, tuple[float, float, float]]:
     counts = dict(zip(*np.unique(y, return_counts=True), strict=True))
     keep = np.array([counts[label] >= 4 for label in y])
     X, X_test, y, y_test = train_test_split(X[keep], y[keep], random_state=seed, stratify=y[keep])
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         if table is None:
             print(f"{name}: not found")
             continue
-        runs = [judge(*table, seed, options.steps) for seed in range(options.seeds)]
+        runs = [evaluate(*table, seed, options.steps) for seed in range(options.seeds)]
         means = {kind: np.mean([run[kind] for run in runs], axis=0) for kind in KINDS}
         cells = [f"{means[kind][0]:>18.4f} / {means[kind][1]:.3f} / {means[kind][2]:.3f}" for kind in KINDS]
         print(f"{name:14}{len(table[1]):>6}" + "".join(cells), flush=True)

@@ -1,14 +1,14 @@
-"""What the data plane costs, as ratios within one run on one machine.
+"""The cost of the data layer, as ratios within one run on one machine.
 
     python benchmarks/data_plane.py [ingest memory batches prefetch] [--rows 1000000] [--folder DIR]
 
 ingest     rows/s from CSV and Parquet, against pyarrow reading the file plus zarr writing the same array
 memory     peak memory of an ingest process from 100 thousand to 10 million rows
 batches    2000 rows of 2 million x 64 by each mode, against a bare zarr slice of the same layout
-prefetch   how long a learning step waits for its data
+prefetch   time that a learning step waits for its data
 
 The table is covtype where the shared data sets are present (KME_DATA, or ../shared/data), otherwise random numbers of
-the same shape. Alternating runs, medians; the machine need not be idle, because both sides suffer alike.
+the same shape. Alternating runs, medians; the machine need not be idle, because other load affects both sides.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def bare_write(table: pa.Table, path: Path, layout: dict[str, int], compressed: bool) -> float:
-    """Seconds that zarr alone needs to write the array, which is made ready before the clock starts."""
+    """Seconds for a plain zarr write of the array, which is prepared before the timing."""
     X = np.column_stack([table.column(j).to_numpy() for j in range(table.num_columns - 1)]).astype(np.float32)
     y = table.column(table.num_columns - 1).to_numpy()
     codecs = [ZstdCodec(level=1)] if compressed else []
@@ -96,7 +96,7 @@ def ingest_rates(folder: Path, rows: int, repeats: int = 5) -> None:
         mine, theirs = float(np.median(ours)), float(np.median(bare))
         print(
             f"ingest {kind}: {rows / mine:,.0f} rows/s ({mine:.2f} s); pyarrow read + bare zarr write {theirs:.2f} s; "
-            f"rate {theirs / mine:.0%} of it (at least 60 % wanted)"
+            f"rate {theirs / mine:.0%} of it (target: at least 60 %)"
         )
 
 
@@ -126,7 +126,7 @@ def peak_memory(folder: Path, rows: int) -> None:
                 check=True,
             )
             before, peak = map(int, done.stdout.split())
-            print(f"memory {kind}: {count:,} rows: peak {peak} MiB, of which {before} MiB are the imports", flush=True)
+            print(f"memory {kind}: {count:,} rows: peak {peak} MiB, including {before} MiB for imports", flush=True)
             path.unlink()
 
 
@@ -170,7 +170,7 @@ def batch_reads(folder: Path, rows: int, repeats: int = 150) -> None:
     print(f"batches: bare zarr slice of 2000 rows of X {1e3 * bare:.2f} ms; ours read X and y")
     for mode, wanted in (("contiguous", "1.3"), ("blocks", "6"), ("rows", "any")):
         mine = float(np.median(times[mode]))
-        print(f"batches {mode}: {1e3 * mine:.2f} ms, {mine / bare:.2f} times the bare slice (at most {wanted} wanted)")
+        print(f"batches {mode}: {1e3 * mine:.2f} ms, {mine / bare:.2f} times the bare slice (target: at most {wanted})")
 
 
 def prefetch_waits(folder: Path, rows: int, steps: int = 40) -> None:
@@ -187,14 +187,14 @@ def prefetch_waits(folder: Path, rows: int, steps: int = 40) -> None:
             total = time.perf_counter() - begin
         share = batches.waited_s / total
         step_ms = 1e3 * total / (steps - 1)
-        print(f"prefetch {mode}: a step of {step_ms:.0f} ms waits {share:.2%} of its time for data (below 5 % wanted)")
+        print(f"prefetch {mode}: a step of {step_ms:.0f} ms waits {share:.2%} of its time for data (target: below 5 %)")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=["ingest", "memory", "batches", "prefetch"])
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the ingested table")
-    parser.add_argument("--folder", help="where to work; a temporary folder when not given")
+    parser.add_argument("--folder", help="working folder; default: a temporary folder")
     given = parser.parse_args(argv)
     folder = Path(given.folder or tempfile.mkdtemp(prefix="kme-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
                 case "prefetch":
                     prefetch_waits(folder, 2 * given.rows)
                 case _:
-                    parser.error(f"there is no section {section!r}")
+                    parser.error(f"unknown section {section!r}")
     finally:
         if not given.folder:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""How good are the defaults? `MCEClassifier()` on raw data against scikit-learn's `SVC()` on standardised data.
+"""Quality of the defaults: `MCEClassifier()` on raw data against scikit-learn's `SVC()` on standardised data.
 
     python -m benchmarks.defaults [--splits 3] [--rows 3000] [--sets iris,wine,...]
 
 Accuracy, and log loss of the predicted probabilities against a calibrated SVC, on the shared classification sets
 (folder KME_DATA or ../shared/data) and on those that ship with scikit-learn. Random splits, three quarters for
-training; larger sets are sampled down to `--rows` training rows, because SVC needs it. Default gradient boosting stands
-beside for scale.
+training; larger sets are sampled down to `--rows` training rows, because SVC does not scale. Default gradient boosting
+is shown for comparison.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def split(name, seed, rows):
 
 
 def loss(model, X, y):
-    """Log loss over the rows whose label was seen in training (no model can name the others)."""
+    """Log loss over the rows whose label occurs in training (no model can predict the others)."""
     known = np.isin(y, model.classes_)
     return log_loss(y[known], model.predict_proba(X[known]), labels=model.classes_)
 
@@ -73,7 +73,7 @@ def measure(name, seed, rows):
     seconds = time.perf_counter() - began
     svc = make_pipeline(StandardScaler(), SVC()).fit(X, y)
     labels, counts = np.unique(y, return_counts=True)
-    often = np.isin(y, labels[counts > 1])  # calibration by folds cannot do with a class of one row
+    often = np.isin(y, labels[counts > 1])  # calibration by folds is not possible with a class of one row
     folds = int(min(5, counts[counts > 1].min()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

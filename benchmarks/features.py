@@ -4,8 +4,8 @@
     python -m benchmarks.features --frequencies FOLDER       no timing: a picture of frequencies, drawn and learned
 
 The same objective three ways in one run with one thread each: `kme_dist.feature_objective`, the two-mask objective of
-the convolutional network, and PyTorch autograd of the first, written as its users would write it. Ratios are of the
-fastest of several calls, taken in turns, in processor time (others use this machine); gradients are compared too.
+the convolutional network, and idiomatic PyTorch autograd of the first. Ratios are of the fastest of several alternating
+calls, in processor time (the machine may be shared); gradients are compared too.
 """
 
 from __future__ import annotations

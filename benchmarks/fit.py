@@ -1,9 +1,9 @@
-"""The final fit: that the exact solvers agree, what the preconditioner and the centres are worth, and speed.
+"""The final fit: agreement of the exact solvers, gain of the preconditioner and of chosen centres, and speed.
 
 python -m benchmarks.fit agree               cholesky, tiled and pcg on 5,000 rows
-python -m benchmarks.fit iterations          conjugate gradients on 20,000 rows of covtype, with and without help
-python -m benchmarks.fit centres             what centres leave unexplained, by how they were chosen
-python -m benchmarks.fit covtype             centres on all of covtype, against scikit-learn with as many
+python -m benchmarks.fit iterations          conjugate gradients on 20,000 rows of covtype, plain and preconditioned
+python -m benchmarks.fit centres             unexplained part of the kernel, by how centres were chosen
+python -m benchmarks.fit covtype             centres on all of covtype, against scikit-learn with the same number
 
 The shared data sets are looked for in KME_DATA, or in ../shared/data beside the repository.
 """
@@ -40,7 +40,7 @@ def workers(count=2):
 
 
 def covtype(folder, kept):
-    """The data set, shuffled, nine tenths of it to fit on; made once where `kept` names a folder."""
+    """The data set, shuffled, 90 % for the fit; created once if `kept` names a folder."""
     place = Path(kept or folder) / "covtype.zarr"
     if not place.exists():
         ingest(shared_data() / "covtype.npz", place, label="y", shuffle=0, split="train=0.9,test=0.1")
@@ -76,7 +76,7 @@ def agree(folder, rows):
 
 
 def iterations(data, folder, rows, lam):
-    """Steps of preconditioned against plain conjugate gradients; the plain ones are stopped at four times as many."""
+    """Steps of preconditioned against plain conjugate gradients, which are stopped at four times as many."""
     part = ingest(
         tuple(a[:rows] for a in (data.read_rows(0, rows))), Path(folder) / "part.zarr", dtype="float32"
     )  # fmt: skip
@@ -94,10 +94,10 @@ def iterations(data, folder, rows, lam):
         print(
             f"{rows} rows of covtype, regularization {lam:.0e}: {steps} steps to a residual of {residual:.1e} "
             f"(rank {factor.rank} built in {built:.0f} s, in all {time.perf_counter() - began:.0f} s, "
-            f"tiles {'kept' if panels.cached else 'computed anew'}), load {load_average()}",
+            f"tiles {'cached' if panels.cached else 'recomputed'}), load {load_average()}",
             flush=True,
         )
-        _, plain, left = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, None, most_steps=4 * steps)
+        _, plain, left = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, None, max_steps=4 * steps)
         print(f"  without the preconditioner: after {plain} steps a residual of {left:.1e}", flush=True)
         panels.scratch.clear()
 
@@ -179,10 +179,10 @@ def main(argv=None):
     parser.add_argument("--centre-choice", default="rpcholesky", choices=CHOICES)
     parser.add_argument("--regularization", type=float, default=1e-7)
     parser.add_argument("--skip-sklearn", action="store_true")
-    parser.add_argument("--keep", help="folder in which the data set is kept for the next time")
+    parser.add_argument("--keep", help="folder to keep the data set in")
     chosen = parser.parse_args(argv)
     if chosen.parts != ["agree"] and shared_data() is None:
-        parser.exit(2, "the shared data sets are not here; set KME_DATA to their folder\n")
+        parser.exit(2, "the shared data sets were not found; set KME_DATA to their folder\n")
     with tempfile.TemporaryDirectory() as folder:
         if "agree" in chosen.parts:
             agree(folder, chosen.rows or 5_000)

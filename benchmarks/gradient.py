@@ -5,7 +5,7 @@
 The same objective (algorithm 1, ARD Gaussian kernel, 64 features, 10 classes) three ways in one run with one BLAS
 thread each: `kme_dist.rcb_objective`, PyTorch autograd, and the floor: one Gram product, one exponential over the lower
 triangle, one Cholesky factorisation in place, one product of an n x n matrix with the data. Ratios are of the fastest
-of several calls, taken in turns. The gradients are compared too, so that equal work is really being timed.
+of several alternating calls. The gradients are compared too, to make sure that equal work is timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def problem(n, dtype):
 
 
 def torch_step(kernel, X, y):
-    """The same objective under PyTorch autograd, written as its users would write it."""
+    """The same objective in idiomatic PyTorch autograd."""
     import torch
 
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def torch_step(kernel, X, y):
 
 
 def floor_steps(kernel, X):
-    """The work that no method avoids, one function for each part."""
+    """The work that every method has to do, one function for each part."""
     n = len(X)
     Z = X / kernel.length_scale.astype(X.dtype)
     K = np.asfortranarray(kernel.gram(X))
@@ -87,7 +87,7 @@ def floor_steps(kernel, X):
 
 
 def fastest(parts, repeats):
-    """Least seconds of each (setup, function), all parts measured in turns."""
+    """Fewest seconds of each (setup, function), all parts measured alternately."""
     best = dict.fromkeys(parts, float("inf"))
     for _ in range(repeats):
         for name, (setup, function) in parts.items():

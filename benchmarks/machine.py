@@ -1,4 +1,4 @@
-"""What benchmarks share: where the data are, how busy the machine is, how a time is taken."""
+"""Helpers of the benchmarks: path of the data, load of the machine, timing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_average() -> str:
 
 
 def best_time(function, repeats: int = 9) -> float:
-    """Seconds of the fastest of several calls: the steadiest figure on a machine that others use too."""
+    """Seconds of the fastest of several calls: the most stable number on a shared machine."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""ρ, the mean of all k(x_i, x_j), over 200 000 rows by tiles, against the bare work it cannot do without.
+"""ρ, the mean of all k(x_i, x_j), over 200 000 rows by tiles, against the minimum of work.
 
     python -m benchmarks.means                       # 200 000 x 54 rows from a data set on disk, single precision
     python -m benchmarks.means --rows 20000          # a quick look
 
-The bare work of a tile is one matrix product and one exponential; it is timed on tiles of the same shape throughout the
-same run, so that both meet the same machine. Memory is the growth of this process between a tenth of the rows and all
+The minimum of work for a tile is one matrix product and one exponential; it is timed on tiles of the same shape during
+the same run, so that both see the same load. Memory is the growth of this process between a tenth of the rows and all
 of them. On 5 000 rows the sum is compared with the direct one in double precision. One BLAS thread.
 """
 
@@ -30,11 +30,11 @@ BARE_TILES = 60  # timed between two blocks
 
 
 class Interleaved(SerialExecutor):
-    """Runs the calls one after the other and times the bare work between them."""
+    """Runs the calls one after another and times the bare work between them."""
 
     def __init__(self, dtype):
         rng = np.random.default_rng(1)
-        # The product has two columns more than there are features: the squared lengths ride along.
+        # The product has two more columns than there are features, for the squared norms.
         self.A, self.B = rng.random((2, TILE_ROWS, FEATURES + 2)).astype(dtype)
         self.A, self.out = self.A - 0.5, np.empty((TILE_ROWS, TILE_ROWS), dtype)
         self.bare, self.busy, self.pairs, self.bare_pairs = 0.0, 0.0, 0.0, 0

@@ -1,20 +1,19 @@
 """MNIST: an ARD Gaussian embedding on few images, and a convolutional network with either head.
 
-    python -m benchmarks.mnist ard [--rows 5000]         kernel learned on the first images, judged on the test images
+    python -m benchmarks.mnist ard [--rows 5000]         kernel learned on the first images, test accuracy
     python -m benchmarks.mnist pixels --out FOLDER        length scales of pixels for groups of digits, as a picture
     python -m benchmarks.mnist cen --out FOLDER           the convolutional embedding network
-    python -m benchmarks.mnist softmax --out FOLDER       the same network under a softmax layer, from the same start
+    python -m benchmarks.mnist softmax --out FOLDER       the same network with a softmax layer, from the same start
     python -m benchmarks.mnist compare --out FOLDER       both curves side by side, and a picture of them
 
 Both networks have two 5 x 5 convolutions and 1024 features, dropout 0.5 on the features, the same start (He's, or the
 published one by `--start published`), the same batches in the same order, the same rate, Adam with cosine decay. The
-embedding network is judged with W solved on all 60 000 training images, the softmax network as it is.
+embedding network is evaluated with W fitted to all 60 000 training images, the softmax network as it is.
 
-`cen` learns by validation within the batch and a softmax loss; `cen --published` by the published objective, with the
-settings that go with it. Loss, halves, dropout, rate and regularisation of the former were chosen on the last 10 000
-training images, the batch is the published one, the average was put in after a look at test curves; the settings of the
-latter were not blind to test figures. Every epoch adds a line to FOLDER/NAME.json, so that a run that was stopped
-leaves what it had.
+`cen` learns by validation within the batch and a softmax loss; `cen --published` by the published objective and
+settings. Loss, halves, dropout, rate and regularisation of the former were chosen on the last 10 000 training images,
+the batch size is the published one, averaging was added after looking at test curves; test results also influenced the
+settings of the latter. Every epoch adds a line to FOLDER/NAME.json, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def images():
 
 
 def network(start, seed):
-    """Two 5 x 5 convolutions and 1024 features; the published start is for longer runs than fit here."""
+    """Two 5 x 5 convolutions and 1024 features; the published initialisation needs longer runs than these."""
     import torch
 
     from kme_dist.run.torch_features import hnr_cnn, published_start
@@ -58,7 +57,7 @@ def network(start, seed):
 
 
 class Log:
-    """A curve that is on disk after every point."""
+    """A curve that is written to disk after every point."""
 
     def __init__(self, folder, name, settings):
         self.path = Path(folder) / f"{name}.json"

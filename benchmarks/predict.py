@@ -1,14 +1,14 @@
-"""Batch inference: how near it comes to bare matrix products, and whether its cost stays flat.
+"""Batch inference: throughput relative to bare matrix products, and cost per row at different scales.
 
     python -m benchmarks.predict [throughput] [scale] [--rows 400000] [--sizes 100000 1000000 10000000] [--centres 4096]
 
-    throughput   rows/s of `kme_dist.predict` over two workers, from a data set on disk to predictions on disk, beside
+    throughput   rows/s of `kme_dist.predict` on two workers, from a data set on disk to predictions on disk, against
                  bare NumPy on the same tiles (two threads, one BLAS thread each: product, exponential, product with
-                 the weights) and beside scikit-learn's `rbf_kernel(X, centres) @ V`; alternating, ratios of each round
+                 the weights) and scikit-learn's `rbf_kernel(X, centres) @ V`; alternating, ratios of each round
     scale        cost per row, memory of the driver and of the workers from 10^5 to 10^7 rows, made chunk by chunk
 
-Every line prints the load of the machine. Ratios are of one round, in which all sides ran one after the other; beside
-those of elapsed time stand those of processor time, which others on the machine disturb less.
+Every line prints the load of the machine. Ratios are of one round, in which all sides ran one after another, of elapsed
+time and of processor time, which other load disturbs less.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PIECE = 1 << 18
 
 
 def make_model(folder: Path, centres: int) -> MCEClassifier:
-    """A model of a given size; what it says does not matter here."""
+    """A model of a given size, with arbitrary weights."""
     rng = np.random.default_rng(0)
     X = rng.random((400, FEATURES), dtype=np.float32)
     model = MCEClassifier(kernel=Gaussian(length_scale=np.full(FEATURES, 1.5)), steps=0, scaling="unit")
@@ -53,7 +53,7 @@ def make_model(folder: Path, centres: int) -> MCEClassifier:
 
 
 def make_rows(folder: Path, rows: int) -> str:
-    """A data set of random rows, made and appended piece by piece."""
+    """A data set of random rows, generated and appended in pieces."""
     rng, path = np.random.default_rng(1), folder / f"rows-{rows}.zarr"
     data = None
     for start in range(0, rows, PIECE):
@@ -63,7 +63,7 @@ def make_rows(folder: Path, rows: int) -> str:
 
 
 def bare(X: np.ndarray, C: np.ndarray, V: np.ndarray, weighted: bool) -> None:
-    """The tiles alone: what no implementation on this machine can do without."""
+    """The tiles only: the minimum of work for any implementation."""
     q, c = HOST_TILE
     tile = np.empty((q, c), np.float32)
     for i in range(0, len(X) - q + 1, q):

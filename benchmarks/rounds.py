@@ -1,18 +1,18 @@
-"""Rounds over a cluster: what coordination costs, what a second worker brings, whether long loops grow.
+"""Rounds on a cluster: coordination overhead, speedup of a second worker, memory of long loops.
 
     python -m benchmarks.rounds [overhead] [scaling] [local] [long] [covtype] [--rows 1000 2000] [--rounds 60]
 
     overhead   a round beyond the slowest of its batches at one and two workers: plain tasks, lanes, actors, and the mix
                of tasks and lanes that learning uses
     scaling    batches per second of two workers against one
-    local      seconds until the objective is as low as the mean gradient brings it, for replicas that meet after some
-               steps of their own, with and without a slow network
+    local      seconds to the objective that the mean gradient reaches, for replicas that are averaged after several
+               steps, with and without a slow network
     long       memory of driver and scheduler and pace over thousands of rounds (--long-rounds)
-    covtype    581,012 rows on two workers: time, memory of a worker; the way of learning is chosen on held-out rows of
-               the training part, then test accuracy after a Nystrom fit, beside scikit-learn's Nystroem and RBFSampler
-               with the median heuristic and a ridge classifier
+    covtype    581,012 rows on two workers: time, memory of a worker; the settings are chosen on held-out training rows,
+               then test accuracy after a Nystrom fit, against scikit-learn's Nystroem and RBFSampler with the median
+               heuristic and a ridge classifier
 
-Every line prints the load of the machine: on a busy one, coordination waits for its turn like everybody else.
+Every line prints the load of the machine: on a busy one, coordination has to wait for a core.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FEATURES, CLASSES = 54, 7
 
 
 class Gradients:
-    """The same work by an actor: what plain tasks are compared with."""
+    """The same work by an actor, to compare with plain tasks."""
 
     def take(self, learner, batches, number, parameters):
         return batch_gradient(learner, batches, number, parameters)
@@ -98,7 +98,7 @@ def overhead(data, sizes, count):
 
 
 def ways(executor):
-    """The ways that a round may take to the workers and back."""
+    """The ways to send a round to the workers."""
     client, lanes = executor.client, Lanes(executor.client)
     addresses = list(client.scheduler_info(n_workers=-1)["workers"])
     actors = [client.submit(Gradients, actor=True, workers=[a], pure=False).result() for a in addresses]
@@ -132,7 +132,7 @@ def report(name, found):
 
 
 def scaling(data, batch, count):
-    """One and two workers in turns, so that both meet the same machine."""
+    """One and two workers alternately, so that both see the same load."""
     job, parameters = start(data, batch)
     rates, least = {1: [], 2: []}, {}
     with workers(1) as one, workers(2) as two:
@@ -165,7 +165,7 @@ class Far:
 
 
 def local(data, batch, steps, lengths=(None, 5, 20), latencies=(0.0, 0.1)):
-    """Seconds to where the mean gradient ends up, within one part in a hundred; `None` is the mean gradient itself."""
+    """Seconds to the final objective of the mean gradient, to within 1 %; `None` is the mean gradient itself."""
     kernel = Gaussian(length_scale=np.full(data.features, 1.0))
     settings = LearnSettings(steps=steps, batch_size=batch, learning_rate=0.05)
     with workers(2) as executor:
@@ -213,7 +213,7 @@ def long(data, count):
     )
 
 
-# Ways of learning that covtype chooses from, by accuracy on rows of its training part that none of them learned from.
+# Settings that covtype chooses from, by accuracy on held-out training rows.
 CANDIDATES = {
     "rcb": {"objective": "rcb"},
     "validation, half of a batch trains": {"objective": "validation", "train_share": 0.5},
@@ -227,7 +227,7 @@ CANDIDATES = {
 def covtype(folder, steps, centres, rows):
     source = shared_data()
     if source is None:
-        print("covtype: the shared data sets are not here; set KME_DATA to their folder")
+        print("covtype: the shared data sets were not found; set KME_DATA to their folder")
         return
     place = Path(folder) / "covtype.zarr"
     ingest(source / "covtype.npz", place, label="y", shuffle=0, split="train=0.765,held=0.035,test=0.2")
@@ -244,12 +244,12 @@ def covtype(folder, steps, centres, rows):
             flush=True,
         )
     best = max(found, key=lambda name: found[name][0])
-    print(f"covtype: chosen is {best!r}; test rows are looked at once, now", flush=True)
+    print(f"covtype: chosen: {best!r}; test rows are evaluated once, now", flush=True)
     accuracies(data, found[best][1], centres, rows)
 
 
 def learn_covtype(data, steps, chosen):
-    """Two workers, as configs/covtype.yaml has it: (learned, seconds, most memory of a worker in bytes)."""
+    """Two workers, as in configs/covtype.yaml: (learned, seconds, peak memory of a worker in bytes)."""
     settings = LearnSettings(
         steps=steps, batch_size=2000, learning_rate=0.1, schedule=optim.cosine_decay, **chosen
     )  # fmt: skip
@@ -268,7 +268,7 @@ def learn_covtype(data, steps, chosen):
 
 
 def _peak_bytes():
-    # Not getrusage: its maximum begins with that of the process that started this one.
+    # Not getrusage: its maximum includes that of the parent process.
     with open("/proc/self/status", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
@@ -292,7 +292,7 @@ def accuracy(data, split, learned, centres, rows):
 
 
 def accuracies(data, learned, centres, rows):
-    """Test accuracy of the learned kernel and of the median heuristic, with as many centres or features."""
+    """Test accuracy of the learned kernel and of the median heuristic, with the same number of centres or features."""
     X, y = scaled(data, "train", rows)
     X_test, y_test = scaled(data, "test", None)
     print(f"  {len(X)} training rows, {len(X_test)} test rows, {centres} centres or features", flush=True)
@@ -306,7 +306,7 @@ def accuracies(data, learned, centres, rows):
 
 
 def median_heuristic(data, centres, rows):
-    """What scikit-learn's approximations and a ridge classifier make of it, in the better known scalings."""
+    """Accuracy of scikit-learn's approximations with a ridge classifier, in the usual scalings."""
     from sklearn.kernel_approximation import Nystroem, RBFSampler
     from sklearn.linear_model import RidgeClassifier
 

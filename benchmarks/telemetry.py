@@ -1,11 +1,11 @@
-"""What telling costs a learning step, and how soon a page shows the step.
+"""The cost of telemetry per learning step, and its latency on the dashboard.
 
     python -m benchmarks.telemetry [--rows 1000] [--steps 60] [--turns 4]
 
-The same steps on one local cluster, in turns: silent; told; told with the page open (over its own websocket, as a
-browser has it). Three figures: the time that the loop itself spends telling, as a share of a step; the median step
-against the silent one; the time from a step to the page that shows it. The first is steady on a busy machine too, the
-second is not: look at the load beside it.
+The same steps on one local cluster, alternately: without telemetry; with it; with it and the page open (over a
+websocket, like a browser). Three numbers: the time that the loop spends on telemetry, as a fraction of a step; the
+median step relative to one without telemetry; the time from a step to the page that shows it. The first is stable on a
+busy machine too, the second is not: see the printed load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kme_dist.run.settings import LearnSettings
 
 
 class Watch:
-    """A callback that takes the time of every step, and of what it is asked to tell."""
+    """A callback that records the time of every step and of its telemetry."""
 
     def __init__(self, tell=None):
         self.tell, self.steps, self.telling = tell, [], []
@@ -55,7 +55,7 @@ def learned(data, executor, batch, steps, watch):
     return watch.steps[5:], watch.telling[5:]
 
 
-def told(data, executor, batch, steps):
+def with_telemetry(data, executor, batch, steps):
     with telemetry(executor, run=uuid.uuid4().hex[:8], stage="learn") as teller:
 
         def tell(record):
@@ -71,7 +71,7 @@ def opened(client):
 
 
 def shows(client, text):
-    """Whether what the scheduler's web server has sent to an open page says so."""
+    """Whether the scheduler's web server has sent this text to an open page."""
     applications = client.cluster.scheduler.http_application.applications
     ours = next(each for each in applications if "/kme" in getattr(each, "app_paths", ()))
     documents = [session.document for session in ours.get_sessions("/kme") if not session.destroyed]
@@ -79,12 +79,12 @@ def shows(client, text):
 
 
 def latency(client, turns):
-    """Seconds from a step to its number on a page that is open."""
+    """Seconds from a step to its number on an open page."""
     found = []
     session = opened(client)
     for turn in range(turns):
         with telemetry(client, run=uuid.uuid4().hex[:8], stage="learn") as teller:
-            time.sleep(1.5 + 0.13 * turn)  # that it began is on the page already; steps come when they come
+            time.sleep(1.5 + 0.13 * turn)  # the page shows the start already; wait for the steps
             number = 0.1111 + 0.0101 * turn
             teller.step({"step": 1, "steps": 2, "objective": number, "rows": 1})
             began = time.perf_counter()
@@ -105,23 +105,23 @@ def main(arguments=None):
         data = made_up(folder, rows=20_000)
         client = executor.client
         assert install(client) is None
-        steps = {"silent": [], "told": [], "told, page open": []}
+        steps = {"without telemetry": [], "telemetry": [], "telemetry, page open": []}
         telling = []
         learned(data, executor, chosen.rows, 10, Watch())
         for _ in range(chosen.turns):
-            steps["silent"] += learned(data, executor, chosen.rows, chosen.steps, Watch())[0]
-            took, spent = told(data, executor, chosen.rows, chosen.steps)
-            steps["told"] += took
+            steps["without telemetry"] += learned(data, executor, chosen.rows, chosen.steps, Watch())[0]
+            took, spent = with_telemetry(data, executor, chosen.rows, chosen.steps)
+            steps["telemetry"] += took
             telling += spent
             session = opened(client)
-            steps["told, page open"] += told(data, executor, chosen.rows, chosen.steps)[0]
+            steps["telemetry, page open"] += with_telemetry(data, executor, chosen.rows, chosen.steps)[0]
             session.close()
-        silent = statistics.median(steps["silent"])
-        share = sum(telling) / sum(steps["told"])
-        print(f"telling: {1e6 * statistics.mean(telling):.0f} µs a step, {share:.3%} of it (load {load_average()})")
+        silent = statistics.median(steps["without telemetry"])
+        share = sum(telling) / sum(steps["telemetry"])
+        print(f"telemetry: {1e6 * statistics.mean(telling):.0f} µs a step, {share:.3%} of it (load {load_average()})")
         for name, took in steps.items():
             median = statistics.median(took)
-            print(f"{name}: {1e3 * median:.1f} ms a step, {median / silent:.3f} of silent (load {load_average()})")
+            print(f"{name}: {1e3 * median:.1f} ms a step, {median / silent:.3f} of the first (load {load_average()})")
         seen = latency(client, chosen.turns)
         print(f"on the page after {statistics.median(seen):.2f} s, at most {max(seen):.2f} s (load {load_average()})")
 

@@ -2,8 +2,7 @@
 
 The mathematics in `kme_dist.core` asks `namespace_of(X)` for the array module and writes `xp.`; this module holds
 only what the two libraries do differently: factorisation, triangular solves, in-place work, transfers, memory. It is
-the only importer of cupy, and imports it when a device array or a request for a device first turns up, so that a
-machine without a GPU never pays for it.
+the only importer of cupy, and imports it when a device is first used, so that a machine without a GPU never loads it.
 
 Host memory layout: square matrices are Fortran-ordered so that LAPACK factorises them in place. Single precision is
 factorised in single precision (numpy.linalg would silently compute in double and hide failures that a GPU shows).
@@ -29,7 +28,7 @@ from scipy.linalg import lapack
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.meter import metered
 
-Array = Any  # a NumPy, CuPy or array-API array: libraries we do not control share no static type
+Array = Any  # a NumPy, CuPy or array-API array: these libraries share no static type
 
 
 def namespace_of(array: Array) -> Any:
@@ -56,14 +55,14 @@ def _cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            "backend 'cupy' needs the package cupy, which is not installed; "
+            "backend 'cupy' requires the package cupy, which is not installed; "
             "install kme-dist[gpu] or choose backend='numpy'"
         ) from error
     return cupy  # type: ignore[no-any-return]
 
 
 def gpu_available() -> bool:
-    """True when cupy is installed and sees a device (importing cupy alone proves nothing)."""
+    """True when cupy is installed and finds a device (cupy can be imported without one)."""
     try:
         return bool(_cupy().is_available())
     except ConfigError:
@@ -71,12 +70,12 @@ def gpu_available() -> bool:
 
 
 def resolve(backend: str) -> str:
-    """Turn the setting "auto" | "numpy" | "cupy" into "numpy" or "cupy", refusing what cannot work."""
+    """Resolve the setting "auto" | "numpy" | "cupy" to "numpy" or "cupy"; ConfigError without a usable device."""
     if backend == "auto":
         return "cupy" if gpu_available() else "numpy"
     if backend == "cupy" and not gpu_available():
         raise ConfigError(
-            "backend 'cupy' was asked for, but no usable CUDA device was found; "
+            "backend 'cupy' was requested, but no usable CUDA device was found; "
             "run `kme-dist doctor` for details or choose backend='numpy'"
         )
     if backend not in ("numpy", "cupy"):
@@ -88,7 +87,7 @@ def resolve(backend: str) -> str:
 
 
 def to_device(array: Array, backend: str) -> Array:
-    """Bring an array to where `backend` computes."""
+    """Copy an array to the device of `backend`, if it is not there."""
     if backend == "cupy":
         return _cupy().asarray(array)
     return to_host(array)
@@ -108,7 +107,7 @@ def to_host(array: Array) -> np.ndarray:
 
 
 def like(values: Array, reference: Array, dtype: Any = None) -> Array:
-    """Host values (parameters, labels, index ranges) as an array beside `reference`."""
+    """Host values (parameters, labels, index ranges) as an array on the device of `reference`."""
     xp = namespace_of(reference)
     if xp is np:
         return np.asarray(values, dtype=dtype or reference.dtype)
@@ -131,7 +130,7 @@ def precision(array: Array) -> str:
 
 
 def empty_square(n: int, reference: Array) -> Array:
-    """An uninitialised n x n matrix in the layout that `cholesky` wants."""
+    """An uninitialised n x n matrix in the memory order that `cholesky` expects."""
     xp = namespace_of(reference)
     if xp is np:
         return np.empty((n, n), dtype=reference.dtype, order="F")
@@ -141,7 +140,7 @@ def empty_square(n: int, reference: Array) -> Array:
 
 
 def free_bytes(backend: str) -> int:
-    """Memory that can still be allocated where `backend` computes."""
+    """Memory that can still be allocated on the device of `backend`."""
     if backend == "cupy":
         cupy = _cupy()
         free, _total = cupy.cuda.runtime.memGetInfo()
@@ -154,7 +153,7 @@ def _host_free_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return 4 << 30  # no way to ask (not Linux): plan for a small machine
+    return 4 << 30  # unknown (not Linux): assume a small machine
 
 
 # --- in-place work -------------------------------------------------------------------------------
@@ -214,8 +213,8 @@ def diagonal(A: Array) -> Array:
 class Factor:
     """The Cholesky factor L of A = L Lᵀ, ready to solve.
 
-    `lower` holds L in its lower triangle; above the diagonal it may hold anything (on the host: whatever A had
-    there, which is how a Gram matrix and the factor of its shifted copy share one n x n block of memory).
+    `lower` holds L in its lower triangle; above the diagonal its content is undefined (on the host: that of A, so that
+    a Gram matrix and the factor of its shifted copy share one n x n block of memory).
     """
 
     def __init__(self, lower: Array) -> None:
@@ -228,7 +227,7 @@ class Factor:
             rhs = np.array(B, dtype=self.lower.dtype, order="F")
             X, info = potrs(self.lower, rhs, lower=1, overwrite_b=1)
             if info != 0:
-                raise NumericalError(f"LAPACK potrs refused argument {-info}")
+                raise NumericalError(f"LAPACK potrs: argument {-info} is invalid")
             return X
         return self.half_solve(self.half_solve(B), transposed=True)
 
@@ -248,7 +247,7 @@ class Factor:
         return xp.linalg.solve(L.T if transposed else L, B)
 
     def inverse_diagonal(self) -> Array:
-        """The diagonal of A⁻¹; overwrites the factor on the host (the cheapest way there is)."""
+        """The diagonal of A⁻¹; overwrites the factor on the host, which is the cheapest way."""
         if isinstance(self.lower, np.ndarray):
             (potri,) = lapack.get_lapack_funcs(("potri",), (self.lower,))
             with metered("factorise"):
@@ -263,7 +262,7 @@ class Factor:
 
 
 def _cupy_solve_triangular() -> Any:
-    # Needs CUDA's libraries at import time, so only now.
+    # Imported here because it loads the CUDA libraries.
     return importlib.import_module("cupyx.scipy.linalg").solve_triangular
 
 
@@ -275,7 +274,7 @@ def cholesky(A: Array) -> Factor:
     """Factorise the symmetric matrix in A's lower triangle; the strict upper triangle is neither read nor changed.
 
     On the host the factor replaces the lower triangle of A. A matrix that is not positive definite raises
-    NumericalError on every backend: CuPy's own routine would hand back garbage without a word.
+    NumericalError on every backend: CuPy's routine would silently return garbage.
     """
     with metered("factorise"):
         return Factor(_lower_factor(A))
@@ -286,14 +285,14 @@ def _lower_factor(A: Array) -> Array:
         (potrf,) = lapack.get_lapack_funcs(("potrf",), (A,))
         in_place = A if A.flags.f_contiguous else np.asfortranarray(A)
         L, info = potrf(in_place, lower=1, overwrite_a=1, clean=0)
-        # A NaN in the last rows slips through LAPACK's test of each pivot, so look at the diagonal too.
+        # LAPACK's test of each pivot misses a NaN in the last rows, so the diagonal is checked too.
         if info != 0 or not np.isfinite(np.diagonal(L)).all():
             raise _not_positive_definite(A.shape[0], A.dtype)
         return L
     xp = namespace_of(A)
     if is_cupy(A):
-        # By default CuPy ignores the solver's report; and the report says nothing about NaN. Asking for both costs two
-        # synchronisations, the price of knowing.
+        # By default CuPy ignores the solver's status, and the status does not cover NaN. Checking both costs two
+        # synchronisations.
         try:
             with _cupyx().errstate(linalg="raise"):
                 L = xp.linalg.cholesky(A)
@@ -321,13 +320,14 @@ def _not_positive_definite(n: int, dtype: Any) -> NumericalError:
 
 @contextlib.contextmanager
 def blas_threads(count: int | None) -> Iterator[None]:
-    """Hold BLAS to `count` threads inside the block (None leaves it alone).
+    """Limit BLAS to `count` threads inside the block (None: no limit).
 
-    Everything that decides what is learned runs on one: the bits do not depend on the number of cores, factorisations
-    of a batch gain nothing from a second thread, and OpenBLAS stalls when one of its threads has to wait for a core.
+    Everything that affects what is learned runs on one thread: the bits do not depend on the number of cores,
+    factorisations of a batch gain nothing from a second thread, and OpenBLAS stalls when one of its threads has to wait
+    for a core.
 
-    The number of threads belongs to the process: blocks of several threads that ask for one overlap, and the first to
-    begin sets it, the last to end puts it back.
+    The limit is that of the process: when blocks of several threads overlap, the first to enter sets it and the last to
+    leave restores it.
     """
     if count is None:
         yield
@@ -343,7 +343,7 @@ def blas_threads(count: int | None) -> Iterator[None]:
 
 
 class _OneThread:
-    """Blocks that hold BLAS to one thread, counted over all threads of the process."""
+    """Counts the blocks that limit BLAS to one thread, over all threads of the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -355,7 +355,7 @@ class _OneThread:
             libraries = [library for library in _blas().lib_controllers if library.user_api == "blas"]
             if not self._inside:
                 self._before = [(library, library.num_threads) for library in libraries]
-            _set_threads([(library, 1) for library in libraries])  # anew each time: somebody else may have changed it
+            _set_threads([(library, 1) for library in libraries])  # every time: other code may have changed it
             self._inside += 1
 
     def leave(self) -> None:
@@ -368,7 +368,7 @@ class _OneThread:
 def _set_threads(counts: list[tuple[Any, int]]) -> None:
     for library, count in counts:
         if library.num_threads != count:
-            # threadpoolctl lets one thread of a process set the number and ignores the others; here they are counted.
+            # threadpoolctl lets only one thread of a process set the number; here any thread may.
             release = getattr(type(library), "clear_controlling_thread", None)
             if release is not None:
                 release(force=True)
@@ -382,15 +382,15 @@ _one_thread = _OneThread()
 
 @functools.cache
 def _blas() -> Any:
-    """The BLAS libraries of this process: looked for once, since the search takes longer than a small step."""
-    import scipy.linalg  # noqa: F401  its own copy must be loaded to be found
+    """The BLAS libraries of this process, searched once, since the search takes longer than a small step."""
+    import scipy.linalg  # noqa: F401  its BLAS must be loaded to be found
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()
 
 
 def gpu_report() -> dict[str, Any]:
-    """What `kme-dist doctor` says about GPUs: CuPy's version, the devices, a small self-test."""
+    """The GPU section of `kme-dist doctor`: CuPy's version, the devices, a small self-test."""
     report: dict[str, Any] = {
         "cupy": None,
         "devices": [],
@@ -402,7 +402,7 @@ def gpu_report() -> dict[str, Any]:
         return report
     report["cupy"] = cupy.__version__
     if not cupy.is_available():
-        report["self_test"] = "not run: cupy sees no CUDA device or driver"
+        report["self_test"] = "not run: cupy finds no CUDA device or driver"
         return report
     for index in range(cupy.cuda.runtime.getDeviceCount()):
         properties = cupy.cuda.runtime.getDeviceProperties(index)

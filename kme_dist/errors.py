@@ -1,23 +1,23 @@
-"""Every error that kme-dist raises on purpose.
+"""The errors that kme-dist raises on purpose.
 
     KMEError                          exit code
     ├── ConfigError   (ValueError)        2   usage, configuration, arguments
     ├── DataError     (ValueError)        2   the user's tables: shapes, types, missing values, labels
-    ├── NumericalError (ArithmeticError)  3   a factorisation or a solve failed for good
+    ├── NumericalError (ArithmeticError)  3   a factorisation or a solve failed after all fallbacks
     ├── CorruptError  (OSError)          65   stored data is damaged or missing
     └── RetryError    (RuntimeError)     75   try again: store unreachable, disk full, lease held, cluster lost
 
-    PrecisionWarning (UserWarning)        -   a result with fewer digits than asked for, or for a nearby setting
+    PrecisionWarning (UserWarning)        -   a result with fewer digits than requested, or for a nearby setting
 
-A message says what was seen, what was needed and what to do. Errors cross process borders, so each one survives
-pickling with its attributes. Anything else that escapes is a bug of ours and exits with 1 and a traceback.
+A message says what was found, what is required and what to do. Errors are sent between processes, so each one can be
+pickled with its attributes. Any other exception is a bug of ours and exits with 1 and a traceback.
 """
 
 from __future__ import annotations
 
 
 class KMEError(Exception):
-    """Base of all errors of kme-dist; `exit_code` is what the command line returns for it."""
+    """Base of all errors of kme-dist; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
@@ -29,15 +29,15 @@ class ConfigError(KMEError, ValueError):
 
 
 class DataError(KMEError, ValueError):
-    """The data handed in cannot be used as they are."""
+    """The given data cannot be used as they are."""
 
     exit_code = 2
 
 
 class NumericalError(KMEError, ArithmeticError):
-    """Linear algebra failed after every remedy was tried.
+    """Linear algebra failed after all fallbacks.
 
-    Attributes carry the facts: `rows`, `regularization`, `dtype` (None where not known).
+    Attributes: `rows`, `regularization`, `dtype` (None where not known).
     """
 
     exit_code = 3
@@ -59,7 +59,7 @@ class NumericalError(KMEError, ArithmeticError):
 
 
 class CorruptError(KMEError, OSError):
-    """What lies on disk is damaged, incomplete or not what it claims to be."""
+    """Stored data is damaged, incomplete or not of the format it declares."""
 
     exit_code = 65
 
@@ -71,4 +71,4 @@ class RetryError(KMEError, RuntimeError):
 
 
 class PrecisionWarning(UserWarning):
-    """Double precision cannot carry what was asked for; something near it was computed, and the message says what."""
+    """Double precision is not sufficient for the request; a nearby result was computed, and the message says which."""

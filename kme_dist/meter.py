@@ -1,10 +1,10 @@
-"""What is computed in this process, counted for whoever counts: a worker's metrics, Dask's fine performance metrics.
+"""Time and counts of the work in this process, for a worker's metrics and Dask's fine performance metrics.
 
-    with metered("gram"):          # a piece of work, under one of STAGES; pieces inside it count for themselves alone
+    with metered("gram"):          # time of a block, under one of STAGES, without the time of nested blocks
         ...
-    observed(function, call)       # a call with its time, its rows and whether it failed; executors make theirs so
+    observed(function, call)       # a call with its time, its rows and whether it failed; used by executors
 
-Where nobody counts, in the driver or without a cluster, either costs less than a microsecond.
+Without a registered meter (in the driver, or without a cluster) either costs less than a microsecond.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ STAGES = ("read", "gram", "factorise", "reduce", "write")  # names for `metered`
 
 
 class Meter(Protocol):
-    """Who counts what is computed in this process; see `kme_dist.ops.dashboard.TileMeter`."""
+    """Receives the calls and stage times of this process; see `kme_dist.ops.dashboard.TileMeter`."""
 
     def call(self, name: str, seconds: float, result: Any, *, failed: bool) -> None: ...
     def stage(self, name: str, seconds: float) -> None: ...
 
 
-_meters: list[Meter] = []  # of this process: one for each worker in it that counts
+_meters: list[Meter] = []  # of this process: one for each worker in it
 
 
-def count_by(meter: Meter) -> None:
-    """From now on `meter` is told of every call and stage in this process."""
+def register(meter: Meter) -> None:
+    """Report every call and stage of this process to `meter` from now on."""
     if meter not in _meters:
         _meters.append(meter)
 
@@ -42,7 +42,7 @@ def unregister(meter: Meter) -> None:
 
 
 def observed(function: Callable[..., T], call: tuple[Any, ...], *, new: bool = True) -> T:
-    """`function(*call)`, counted: calls, seconds, and the rows and bytes of its result unless it is not `new`."""
+    """`function(*call)`, metered: calls, seconds and, if the result is `new`, its rows and bytes."""
     if not _meters:
         return function(*call)
     began = time.perf_counter()
@@ -59,7 +59,7 @@ def observed(function: Callable[..., T], call: tuple[Any, ...], *, new: bool = T
 
 
 def metered(name: str) -> contextlib.AbstractContextManager[None]:
-    """Time spent in the block, told apart by `kme_stage_seconds_total` and by Dask's fine performance metrics."""
+    """Time spent in the block, by name in `kme_stage_seconds_total` and in Dask's fine performance metrics."""
     return _Timed(name) if _meters else _UNTIMED
 
 
@@ -68,7 +68,7 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class _Timed:
-    """One block; its own time is without that of blocks inside it, so that stages add up."""
+    """One block; its time excludes that of nested blocks, so that stages add up."""
 
     __slots__ = ("_began", "_name", "_outer", "inside")
 
@@ -86,7 +86,7 @@ class _Timed:
         if self._outer is not None:
             self._outer.inside += taken
         if kind is not None:
-            return  # what failed half-way is no finished stage
+            return  # failed stages are not reported
         dask = sys.modules.get("distributed.metrics")
         if dask is not None:
             dask.context_meter.digest_metric(self._name, taken - self.inside, "seconds")

@@ -1,5 +1,5 @@
-"""The jobs of kme-dist, one short module each, written on the library's public interface.
+"""The pipelines of kme-dist, one short module each, built on the library's public interface.
 
-In the repository they lie in `pipelines/`; an installed kme-dist has them as `kme_dist.pipelines`.
+In the repository they are in `pipelines/`; an installed kme-dist has them as `kme_dist.pipelines`.
 The command line runs them: `kme-dist run CONFIG` is `run.run`, and so on.
 """

@@ -1,4 +1,4 @@
-"""What is at a path: `kme-dist inspect PATH [--verify]`, or `python pipelines/describe.py PATH`.
+"""Describe a path: `kme-dist inspect PATH [--verify]`, or `python pipelines/describe.py PATH`.
 
 `describe` returns plain data (for --json and for other programs), `render` prints it for people.
 """
@@ -26,7 +26,7 @@ MAX_COLUMNS = 40
 def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
     """The facts about a data set or a group of saved arrays; with `verify` every stored byte is read and checked.
 
-    A damaged, cut or missing chunk raises CorruptError, which names it.
+    A damaged, truncated or missing chunk raises CorruptError, which names it.
     """
     place = Place.of(path)
     if place.exists(PARQUET_STATE):
@@ -39,7 +39,7 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ) from None
     format_name = str(attributes.get("format", ""))
     if not format_name.startswith("kme-dist/"):
-        raise DataError(f"{place}: a Zarr group, but not one that kme-dist wrote.")
+        raise DataError(f"{place}: a Zarr group that was not written by kme-dist.")
     facts = _sizes(place)
     if format_name == DATASET_FORMAT:
         data = open_dataset(place)
@@ -116,7 +116,7 @@ def _print(console: Console, title: str, header: Sequence[str], rows: Sequence[S
         table.add_row(*map(str, row))
     console.print(table)
     if len(rows) > MAX_COLUMNS:
-        console.print(f"... and {len(rows) - MAX_COLUMNS} more (all of them with --json)")
+        console.print(f"... and {len(rows) - MAX_COLUMNS} more (all with --json)")
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`kme-dist doctor`: what is installed here, what the machine offers, and what would get in the way.
+"""`kme-dist doctor`: installed versions, the resources of the machine, and problems found.
 
 With `--scheduler ADDRESS` also whether that cluster can be reached and its workers have the versions of this process.
 """
@@ -22,7 +22,7 @@ PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit
 def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure: bool = False) -> dict[str, Any]:
     """Versions, BLAS and threads, cores and memory, GPUs, write access; `problems` lists what is wrong.
 
-    With the address of a scheduler also its workers and what differs there.
+    With the address of a scheduler also its workers and how they differ from this process.
     """
     # The libraries must be loaded for threadpoolctl to see their BLAS.
     import numpy as np
@@ -46,7 +46,7 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
     ]
     matrix = np.eye(8) * 4.0
     if not np.allclose(scipy.linalg.cho_solve(scipy.linalg.cho_factor(matrix), matrix), np.eye(8)):
-        problems.append("the linear algebra of scipy gives wrong results; reinstall numpy and scipy")
+        problems.append("scipy.linalg gives wrong results; reinstall numpy and scipy")
     cores = _usable_cores()
     threads = max((pool["num_threads"] or 1 for pool in blas), default=1)
     if threads > cores:
@@ -76,7 +76,7 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
 
 
 def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
-    """What runs at an address, and which of its workers differ from this process in what."""
+    """The cluster at an address, and the workers that differ from this process."""
     found: dict[str, Any] = {"scheduler": scheduler, "problems": []}
     try:
         with open_unchecked(ClusterConfig(kind="address", address=scheduler, insecure=insecure)) as client:
@@ -92,8 +92,8 @@ def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
             }
             found["problems"] += [f"worker {worker} {why}" for worker, why in different]
             found["problems"] += [
-                f"worker {worker['id']} has {worker['nthreads']} threads; kme-dist computes with one thread a worker, "
-                "so start it with --nthreads 1, and as many workers as there are cores"
+                f"worker {worker['id']} has {worker['nthreads']} threads; kme-dist uses one thread per worker: "
+                "start it with --nthreads 1, and one worker per core"
                 for worker in workers
                 if worker["nthreads"] > 1
             ]
@@ -109,9 +109,9 @@ def _usable_cores() -> int:
 
 
 def _write_error(folder: Path) -> str | None:
-    """None when a file can be made in `folder`, else why not and what to do."""
+    """None if a file can be created in `folder`, else the reason and what to do."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             return None
     except OSError as error:
-        return f"cannot write in {folder.resolve()} ({error.strerror}); change to another folder, or set output.folder"
+        return f"cannot write to {folder.resolve()} ({error.strerror}); change to another folder, or set output.folder"

@@ -1,10 +1,10 @@
-"""How good are the predictions? `kme-dist evaluate`, `python pipelines/evaluate.py CONFIG`.
+"""Evaluation of predictions: `kme-dist evaluate`, `python pipelines/evaluate.py CONFIG`.
 
     measure(y_test, clf.predict_proba(X_test), clf.classes_)["accuracy"]          # rows in memory
     evaluate("scores.zarr", "rows.zarr", executor=executor)                       # stored rows, chunk by chunk
 
-`evaluate` sums over the chunks on the workers and writes the figures (`metrics.json`) and a page with pictures
-(`report.html`) into a folder. In a run, `STAGE` evaluates the predictions of its test rows.
+`evaluate` sums over the chunks on the workers and writes the metrics (`metrics.json`) and a report with plots
+(`report.html`) to a folder. In a run, `STAGE` evaluates the predictions of its test rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def evaluate(
     executor: Executor | None = None,
     title: str = "Predictions",
 ) -> dict[str, Any]:
-    """Compare stored predictions with the labels of the data set they were made of; returns the figures.
+    """Compare stored predictions with the labels of their data set; returns the metrics.
 
     With `folder`, metrics.json and report.html are written there.
     """
@@ -86,7 +86,7 @@ def evaluate(
 def run(
     config: Config, *, name: str, fresh: bool = False, listener: Listener | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """Evaluate what `kme-dist predict CONFIG` has written, into the same folder."""
+    """Evaluate the output of `kme-dist predict CONFIG`; writes to the same folder."""
     request = request_of(config, name)
     folder = Path(request.out).with_name("evaluation")
     with executor_for(open_predictions(request.out), config.cluster) as executor:
@@ -109,7 +109,7 @@ STAGE = Stage("evaluate", _work, lambda run: {"predictions": run.inputs_digest("
 
 @contextlib.contextmanager
 def executor_for(predictions: Predictions, cluster: ClusterConfig) -> Iterator[Executor]:
-    """The cluster of a config, or this process where a local cluster would take longer to start than the sums take."""
+    """The cluster of a config, or this process if starting a local cluster would take longer than the sums."""
     if cluster.kind == "local" and predictions.rows <= FEW_ROWS:
         yield SerialExecutor()
         return
@@ -118,7 +118,7 @@ def executor_for(predictions: Predictions, cluster: ClusterConfig) -> Iterator[E
 
 
 def summary_of(metrics: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """What `kme-dist evaluate --json` prints."""
+    """The output of `kme-dist evaluate --json`."""
     return {
         "status": "succeeded",
         "rows": metrics["rows"],

@@ -1,19 +1,19 @@
 """`kme-dist fit CONFIG`: the embedding on all rows of a data set, over a cluster. Also `python pipelines/fit.py`.
 
-The candidates that `kme-dist learn` left in the run folder (learned.zarr) are fitted and the best is kept; where it has
-not run, kernel and regularisation are as the config gives them. The run folder gets
+The candidates that `kme-dist learn` stored in the run folder (learned.zarr) are fitted and the best is kept; without
+them, kernel and regularisation are those of the config. It writes to the run folder
 
-    model.zarr         what `kme_dist.load` opens: an MCEClassifier, of explicit features a CENClassifier
-    statistics.zarr    of centres and features: sums over the rows, and the digest of every chunk that is in them
-    run.json           solver and why, residual, iterations, seconds, bytes; see "fit" under "stages"
+    model.zarr         the model for `kme_dist.load`: an MCEClassifier, with explicit features a CENClassifier
+    statistics.zarr    with centres or features: sums over the rows, and the digests of the chunks they include
+    run.json           solver and the reason for it, residual, iterations, seconds, bytes; see "fit" under "stages"
 
-With the sums the model follows its data without a second look at old rows:
+With the sums a model can be updated without reading old rows again:
 
-    kme-dist fit CONFIG --update                 adds the chunks of data.source that are not in yet
-    kme-dist fit CONFIG --update --remove D      removes the chunks of another data set (last year's, say)
-    kme-dist fit CONFIG --update --merge M       adds what another model with the same centres has seen
+    kme-dist fit CONFIG --update                 adds the new chunks of data.source
+    kme-dist fit CONFIG --update --remove D      removes the chunks of another data set (e.g. last year's)
+    kme-dist fit CONFIG --update --merge M       adds the rows of another model with the same centres
 
-Kernel, scaling and centres stay as they are; the regularisation is chosen again. A chunk is never counted twice.
+Kernel, scaling and centres are kept; the regularisation is re-tuned. A chunk is never counted twice.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _work(run: Run) -> dict[str, Any]:
 
 
 def _fit_kernels(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
-    """The best candidate of every starting point, and of those the one with the lowest objective."""
+    """Fit the best candidate of every starting point; keep the one with the lowest objective."""
     fitted: list[tuple[Any, Trained]] = []
     for number, start in enumerate(run.starts):
         given = _given(_recipe(run, start.settings))
         found = [given] if learned is None else learned.starts[number]
         model, trained = _fitted(run, start.settings, found)
         fitted.append((model, trained))
-        if start.folder:  # several are compared, each with the model without learning
+        if start.folder:  # several are compared, each also without learning
             model.save(run.folder.path / start.folder / MODEL)
             _fitted(run, start.as_given, [given])[0].save(run.folder.path / start.folder / GIVEN)
     best = min(range(len(fitted)), key=lambda i: final_objective(fitted[i][0]))
@@ -91,12 +91,12 @@ def _given(recipe: Recipe) -> Candidate:
 
 
 def final_objective(model: Any) -> float:
-    """What learning has come down to; of several starting points the lowest is kept."""
+    """The objective at the end of learning; of several starting points the lowest is kept."""
     return float(model.history_[-1]["objective"]) if model.history_ else math.inf
 
 
 def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
-    """Weights of the features that `learn.mode: full` has learned, or of those that the config names."""
+    """Fit weights for the features that `learn.mode: full` has learned, or for those of the config."""
     recipe, split = _recipe(run, run.starts[0].settings), run.data.training_split()
     if learned is None:
         chosen, lam, scaling = recipes.feature_map_of(run.config, run.data.features), recipe.regularization, None
@@ -125,10 +125,10 @@ def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
 
 
 def _fit_network(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
-    """The weights on top of what was learned: the estimator resumes from its last checkpoint, without a step."""
+    """Fit weights for the learned network: the estimator resumes from its last checkpoint, without further steps."""
     if learned is None or not learned.checkpoints:
         raise ConfigError(
-            f"{run.folder.path} holds nothing learned with model.kind {run.config.model.kind!r}; run `kme-dist learn`"
+            f"{run.folder.path} has no learned model of model.kind {run.config.model.kind!r}; run `kme-dist learn`"
         )
     began = time.monotonic()
     model = learn.fit_network(run, run.folder.path / learned.checkpoints)
@@ -152,7 +152,7 @@ def _fit_network(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
 
 
 def _store(run: Run, model: Any, fit: Fit) -> dict[str, Any]:
-    """Statistics first: should this be the last thing that happens, the same command puts the model beside them."""
+    """Store statistics, then the model: after a kill in between, the same command adds the model."""
     if fit.statistics is not None:
         fit.statistics.save(run.folder.path / STATISTICS)
     else:
@@ -191,7 +191,7 @@ STAGE = Stage("fit", _work, _inputs, _outputs)
 
 
 def _update_stage(remove: str | None, merge: str | None) -> Stage:
-    """Bring the model of the run folder up to date. It always looks: what is in is known by chunk."""
+    """Update the model of the run folder. Never skipped: its chunks are compared with those of the data."""
 
     def work(run: Run) -> dict[str, Any]:
         return _update(run, remove, merge)
@@ -243,10 +243,10 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
 
 
 def _check_update(run: Run, remove: str | None) -> None:
-    """Refuse what cannot be updated, while the record of the fit is still as it was."""
+    """Check that the update is possible, before the record of the fit is changed."""
     path = run.folder.path
     if not all((path / output).exists() for output in (MODEL, STATISTICS)):
-        raise ConfigError(f"{path} holds no model of sums that could be updated; fit one with fit.solver nystrom first")
+        raise ConfigError(f"{path} has no statistics to update; fit with fit.solver nystrom first")
     known = load(path / MODEL).classes_.tolist()
     for part in (run.data, *([] if remove is None else [open_dataset(remove)])):
         if part.classes is None or list(part.classes) != known:
@@ -273,12 +273,12 @@ def run(
     command: str = "",
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Fit, or bring a fitted model up to date; returns what `kme-dist fit --json` prints.
+    """Fit, or update a fitted model; returns the output of `kme-dist fit --json`.
 
-    `performance` is a file for Dask's report of what the cluster did.
+    `performance` is a file for Dask's performance report.
     """
     if (remove is not None or merge is not None) and not update:
-        raise ConfigError("--remove and --merge change a model that is there: give --update, too")
+        raise ConfigError("--remove and --merge require --update")
     if update and tables.dataset_at(config.data.source) is None:
         raise ConfigError(f"data.source {config.data.source} is not a data set; --update adds chunks of one")
     again = (STAGE.name,) if fresh or update else ()

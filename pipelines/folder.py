@@ -1,14 +1,14 @@
-"""The run folder: who may write it, what run.json says, and which stages are done.
+"""The run folder: its lease, run.json, and the stages that are done.
 
     with RunFolder.open(config, name="digits", command="kme-dist run ...") as folder:
         data = folder.stage("ingest", inputs={...}, outputs=["data.zarr"], work=make_the_data_set)
         learned = folder.stage("learn", inputs={"data": data["digest"], ...}, outputs=["learned.zarr"], work=learn)
 
-`stage` calls `work` and keeps the plain data it returns in run.json, beside the digest of `inputs`. Where an earlier
-call has finished the same stage with the same inputs and its outputs are still there, what it returned comes back at
-once. So a second run does what changed and nothing else, and so does a run that was killed.
+`stage` calls `work` and stores its result (plain data) in run.json, with the digest of `inputs`. If an earlier call has
+finished the same stage with the same inputs and its outputs still exist, the stored result is returned. So a second
+run, or a run after a kill, does only what is missing.
 
-One process at a time writes a folder. `run.json` says "succeeded" only after everything else is in place.
+One process at a time writes a folder. The status in `run.json` is "succeeded" only after everything else is stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed",
 
 @dataclass(frozen=True)
 class Listener:
-    """Callbacks for the progress of a run: name of a starting point, learning step, chunks done, line for people."""
+    """Callbacks for the progress of a run: name of a starting point, learning step, chunks done, text line."""
 
     start: Callable[[str], None] = lambda name: None
     step: Callable[[dict[str, Any]], None] = lambda record: None
@@ -50,16 +50,16 @@ class Listener:
 
 @dataclass
 class RunFolder:
-    """A run folder that this process may write."""
+    """A run folder whose lease this process holds."""
 
     path: Path
     facts: dict[str, Any]
-    known: dict[str, Any]  # what run.json said before this call
+    known: dict[str, Any]  # run.json before this call
     earlier: dict[str, Any]  # the stages that earlier calls have finished
     fresh: bool = False
     replace: bool = True
     listener: Listener = field(default_factory=Listener)
-    done_now: list[str] = field(default_factory=list)  # stages that this call had to do
+    done_now: list[str] = field(default_factory=list)  # stages executed by this call
     begun: bool = False  # whether this call has written anything
 
     @classmethod
@@ -73,7 +73,7 @@ class RunFolder:
         fresh: bool = False,
         listener: Listener | None = None,
     ) -> Iterator[RunFolder]:
-        """Take the folder that `config` names, and write into run.json how the block ended."""
+        """Open the folder of `config` with its lease; on exit run.json records how the block ended."""
         path = folder_of(config, name)
         place = Place.of(_made(path))
         with writer_lease(place):
@@ -117,20 +117,20 @@ class RunFolder:
     def write(self, **facts: Any) -> None:
         self.begun = True
         self.facts |= facts
-        # What this call has not come to yet stays on record: a kill must not make finished work be done again.
+        # Stages that this call has not reached stay on record, so that a kill does not lose finished work.
         stages = {**self.earlier, **self.stages}
         seconds = {name: stage["seconds"] for name, stage in self.stages.items()}
         self.place.write("run.json", to_json({**self.facts, "stages_seconds": seconds, "stages": stages}))
 
     def is_current(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
-        """Whether an earlier call has done this stage with the same inputs, and its outputs are still there."""
+        """Whether an earlier call has done this stage with the same inputs, and its outputs still exist."""
         before = None if self.fresh else self.earlier.get(name)
         if before is None or before["inputs"] != digest(inputs):
             return False
         return all((self.path / output).exists() for output in outputs)
 
     def reuse(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
-        """Take over what an earlier call has done, where it is current."""
+        """Keep the result of an earlier call if it is up to date."""
         if not self.is_current(name, inputs, outputs):
             return False
         self.stages[name] = self.earlier[name]
@@ -144,7 +144,7 @@ class RunFolder:
         outputs: Sequence[str],
         work: Callable[[], dict[str, Any]],
     ) -> dict[str, Any]:
-        """What `work` returned, now or when an earlier call did the same stage with the same inputs."""
+        """The result of `work`, from this call or from an earlier one with the same inputs."""
         result: dict[str, Any]
         if self.reuse(name, inputs, outputs):
             result = self.stages[name]["result"]
@@ -153,7 +153,7 @@ class RunFolder:
         other = before is not None and before["inputs"] != digest(inputs)
         if other and not self.replace and not self.fresh:
             raise ConfigError(
-                f"{self.path} holds the results of other settings or data and output.overwrite is false; "
+                f"{self.path} has results of other settings or data and output.overwrite is false; "
                 f"choose another output.folder, or use --fresh to replace them"
             )
         self.earlier.pop(name, None)
@@ -166,7 +166,7 @@ class RunFolder:
         return result
 
     def remove(self, *outputs: str) -> None:
-        """Take away what an earlier call left under these names."""
+        """Remove the outputs of an earlier call with these names."""
         for output in outputs:
             path = self.path / output
             if path.is_dir():
@@ -176,7 +176,7 @@ class RunFolder:
 
 
 class MetricsFile:
-    """metrics.jsonl: one line per step; a resumed run first drops the lines of steps that it repeats."""
+    """metrics.jsonl: one line per step; a resumed run first removes the lines of steps that it repeats."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -200,7 +200,7 @@ class MetricsFile:
         self.written += 1
 
     def read(self) -> list[dict[str, Any]]:
-        """Every whole line; half a line is what a kill leaves behind."""
+        """All complete lines; a kill may leave an incomplete last line."""
         if not self._path.exists():
             return []
         found = []
@@ -212,7 +212,7 @@ class MetricsFile:
 
     @property
     def steps(self) -> int:
-        """How many steps all starting points and objectives have made together."""
+        """The total number of steps of all starting points and objectives."""
         last: dict[tuple[Any, Any], int] = {}
         for line in self.read():
             last[_curve(line)] = max(line["step"], last.get(_curve(line), 0))
@@ -232,7 +232,7 @@ class MetricsFile:
 
 
 def _curve(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The learning curve that a step belongs to: its starting point and its objective."""
+    """The learning curve of a step: its starting point and its objective."""
     return record.get("start"), record.get("phase")
 
 
@@ -243,13 +243,13 @@ def folder_of(config: Config, name: str) -> Path:
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """What `kme-dist inspect` says about a run folder."""
+    """The description of a run folder for `kme-dist inspect`."""
     try:
         facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CorruptError(f"{folder / 'run.json'} is not readable as JSON ({error}); run it again") from None
+        raise CorruptError(f"{folder / 'run.json'} is not valid JSON ({error}); run it again") from None
     if not isinstance(facts, dict) or facts.get("format") != RUN_FORMAT:
-        raise DataError(f"{folder / 'run.json'} does not belong to a run of kme-dist")
+        raise DataError(f"{folder / 'run.json'} was not written by kme-dist")
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {"path": str(folder), "bytes": sum(path.stat().st_size for path in files), **facts}
 
@@ -258,25 +258,25 @@ def _made(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"output.folder {folder} cannot be made ({error.strerror}); choose another") from None
+        raise ConfigError(f"output.folder {folder} cannot be created ({error.strerror}); choose another") from None
     return folder
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """run.json of an earlier call, empty where there is none; refuses a folder that holds something else."""
+    """run.json of an earlier call, empty if there is none; an error for a folder with other content."""
     try:
         known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         if any(folder.iterdir()):
             raise ConfigError(
-                f"{folder} is not empty and holds no run.json, so it is not a run folder; "
+                f"{folder} is not empty and has no run.json, so it is not a run folder; "
                 f"choose another output.folder, or move its content away"
             ) from None
         return {}
     except ValueError:
         known = None
     if not isinstance(known, dict) or known.get("format") != RUN_FORMAT:
-        raise ConfigError(f"{folder / 'run.json'} was not written by this kind of run; choose another output.folder")
+        raise ConfigError(f"{folder / 'run.json'} was written by another kind of run; choose another output.folder")
     return known
 
 

@@ -1,7 +1,7 @@
-"""Any table into a data set: `kme-dist ingest SOURCE DEST`, or `python pipelines/ingest.py SOURCE DEST --label COL`.
+"""Ingest a table: `kme-dist ingest SOURCE DEST`, or `python pipelines/ingest.py SOURCE DEST --label COL`.
 
-`run` takes plain values (what a command line or a config file can say), shows progress, and returns the data set.
-`STAGE` is the same as the first stage of a run: rows of `data.source`, divided into `train` and `test`, in data.zarr.
+`run` takes plain values (as from a command line or a config file), shows progress, and returns the data set. `STAGE` is
+the first stage of a run: the rows of `data.source`, split into `train` and `test`, in data.zarr.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def run(
     client: Any = None,
     progress: Callable[[str, int, int | None], None] | None = None,
 ) -> Dataset:
-    """Ingest `source` into `dest`, or with `add` append its rows to the data set that is there.
+    """Ingest `source` into `dest`, or with `add` append its rows to the existing data set.
 
-    `missing` is error, drop, mean, median, or a number; texts that look like numbers count as numbers. The other
-    options are those of `kme_dist.data.ingest.ingest`.
+    `missing` is error, drop, mean, median, or a number, also as text. The other options are those of
+    `kme_dist.data.ingest.ingest`.
     """
     files: dict[str, Any] = {"format": format, "delimiter": delimiter, "header": header, "encoding": encoding}
     with ShownProgress(quiet=quiet or progress is not None) as shown:
@@ -125,7 +125,7 @@ def _inputs(run: Run) -> dict[str, Any]:
     divided = {"data": tables.fingerprint(run.config.data)}
     if not isinstance(run.source, Dataset) or tables.is_divided(run.source):
         return divided
-    # A data set without parts is learned from as a whole, unless `kme-dist run` has divided it here before.
+    # A data set without splits is learned from as a whole, unless `kme-dist run` has split it here before.
     return divided if run.folder.is_current("ingest", divided, [DATA]) else {**divided, "whole": True}
 
 
@@ -137,7 +137,7 @@ STAGE = Stage("ingest", _work, _inputs, _outputs, over_workers=False)
 
 
 class ShownProgress:
-    """Progress for people: a bar with rows/s on a terminal, a line now and then elsewhere, nothing when quiet."""
+    """Progress: a bar with rows/s on a terminal, occasional lines elsewhere, nothing if quiet."""
 
     def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self.quiet = quiet
@@ -179,7 +179,7 @@ class ShownProgress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make a data set from a file, a folder or a Zarr array.")
+    parser = argparse.ArgumentParser(description="Create a data set from a file, a folder or a Zarr array.")
     parser.add_argument("source")
     parser.add_argument("dest")
     parser.add_argument("--label", help="column of the classes or targets, by name or position")
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", default="error", help="error, drop, mean, median, or a number")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="store the rows in a random order")
     parser.add_argument("--split", help="for example train=0.8,test=0.2")
-    parser.add_argument("--split-key", help="column whose equal values stay together")
+    parser.add_argument("--split-key", help="column whose equal values stay in one split")
     parser.add_argument("--split-column", help="column that names the split")
     parser.add_argument("--stratify", action="store_true")
     parser.add_argument("--memory", default="512MiB")

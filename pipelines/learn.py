@@ -1,21 +1,21 @@
-"""`kme-dist learn CONFIG`: the kernel and the regularisation, over a cluster. Also `python pipelines/learn.py CONFIG`.
+"""`kme-dist learn CONFIG`: learn kernel and regularisation on a cluster. Also `python pipelines/learn.py CONFIG`.
 
 The run folder holds
 
-    config.yaml     the configuration with every default spelled out
+    config.yaml     the configuration with all defaults
     run.json        status (running, succeeded, failed, interrupted), timings, versions
     metrics.jsonl   one line per step, written during learning
-    checkpoints/    state of the learning; the same command resumes from there
+    checkpoints/    state of learning, from which the same command resumes
     learned.zarr    every candidate for the fit: kernels (or features) and regularisations
-    data.zarr       the rows, where `data.source` is not a data set yet
+    data.zarr       the rows, if `data.source` is not a data set
 
-What is learned depends on data and settings, never on the cluster: a run may be killed, resumed elsewhere and resumed
-again. What was learned with other settings or data is replaced by `--fresh` only (`kme-dist run` replaces it without);
-`learn.steps` alone may grow, unless the learning rate has a schedule.
+The result depends on data and settings, never on the cluster: a run may be killed and resumed elsewhere, any number of
+times. Results of other settings or data are only replaced with `--fresh` (`kme-dist run` replaces them without it);
+only `learn.steps` may grow, unless the learning rate has a schedule.
 
-`learn.mode` says how: `sync` averages gradients in every step, `local` averages replicas after `learn.local_steps`
-steps of their own, `full` learns the explicit features of `model.features` by the exact gradient of all rows. With
-`model.kind` cen or askl the estimator itself learns over the workers; its last checkpoint is what `fit` starts from.
+`learn.mode`: `sync` averages gradients in every step, `local` averages replicas after `learn.local_steps` steps each,
+`full` learns the explicit features of `model.features` by the exact gradient of all rows. With `model.kind` cen or askl
+the estimator itself learns on the workers; `fit` starts from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kme_dist.run.train import Candidate, learn_candidates
 
 LEARNED, LEARNED_FORMAT, METRICS = "learned.zarr", "kme-dist/learned", "metrics.jsonl"
 CHECKPOINTS, SETTINGS = "checkpoints", "settings.json"
-FIT_KEYS = ("calibration",)  # of the section `model` that learning does not depend on
+FIT_KEYS = ("calibration",)  # keys of the section `model` that learning does not depend on
 COST_KEYS = ("checkpoint_steps", "checkpoint_seconds", "checkpoints_kept", "feature_cache")  # nor on these
 StepCallback = Callable[[dict[str, Any]], None]
 
@@ -56,24 +56,24 @@ StepCallback = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class LearnedResult:
-    """What learned.zarr holds: candidates of every starting point, or features, or where the checkpoints are."""
+    """The content of learned.zarr: candidates of every starting point, or features, or the path of the checkpoints."""
 
     starts: list[list[Candidate]] = field(default_factory=list)
     features: Any = None
-    regularization: float = 1.0  # that was learned with the features, or the network
-    scaling: Scaling | None = None  # that the features are of
+    regularization: float = 1.0  # learned with the features, or the network
+    scaling: Scaling | None = None  # the scaling of the features' inputs
     checkpoints: str = ""  # of model.kind cen and askl, in the run folder
 
     @property
     def digest(self) -> str:
-        """Changes with what was learned."""
+        """Changes with the learned parameters."""
         arrays = {} if self.features is None else {name: np.asarray(a).tolist() for name, a in _arrays(self).items()}
         found = [[_plain(candidate) for candidate in start] for start in self.starts]
         return digest([found, arrays, self.regularization, self.checkpoints])
 
 
 def load_learned(run: Run) -> LearnedResult | None:
-    """What the stage has left in the run folder, with the records of its steps; None where it was not done."""
+    """The result of the stage in the run folder, with the records of its steps; None if it is not done."""
     path = run.folder.path / LEARNED
     if not path.exists():
         return None
@@ -82,7 +82,7 @@ def load_learned(run: Run) -> LearnedResult | None:
         raise ConfigError(f"{path} was not written by `kme-dist learn`; learn again with --fresh")
     if list(found["feature_names"]) != list(run.data.feature_names):
         raise ConfigError(
-            f"{path} was learned from other columns than those of {run.data.path}; choose another output.folder"
+            f"{path} was learned from columns that differ from those of {run.data.path}; choose another output.folder"
         )
     if "checkpoints" in found:
         return LearnedResult(checkpoints=found["checkpoints"], regularization=float(found["regularization"]))
@@ -92,7 +92,7 @@ def load_learned(run: Run) -> LearnedResult | None:
         learned = maps.from_config(found["features"], arrays=held)
         return LearnedResult(features=learned, regularization=float(found["regularization"]), scaling=scaling)
     only = {"name": found["objective"], **{key: found[key] for key in ("kernel", "regularization")}}
-    stored = found.get("starts") or [{"name": "", "candidates": [only]}]  # there was one candidate in older files
+    stored = found.get("starts") or [{"name": "", "candidates": [only]}]  # older files have one candidate
     lines = MetricsFile(run.folder.path / METRICS).read()
     return LearnedResult([[_candidate(c, start["name"], lines) for c in start["candidates"]] for start in stored])
 
@@ -122,7 +122,7 @@ def _summary(learned: LearnedResult) -> dict[str, Any]:
 
 
 def _save(run: Run, learned: LearnedResult, steps: int) -> None:
-    """As arrays and JSON; kernels and features are of rows scaled by `(x - shift) * factor`."""
+    """Store as arrays and JSON; kernels and features apply to rows scaled by `(x - shift) * factor`."""
     settings, data = run.resolved, run.data
     scaling = Scaling.of(data.split_statistics(data.training_split()), settings["model"]["scaling"])
     arrays = {"scaling/shift": scaling.shift, "scaling/factor": scaling.factor}
@@ -185,7 +185,7 @@ def _work(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Where checkpoints of one kind of settings and data are, in the run folder."""
+    """The checkpoints of one combination of settings and data, in the run folder."""
 
     run: Run
     path: Path
@@ -196,7 +196,7 @@ class CheckpointFolder:
         return cls(run, run.folder.path / CHECKPOINTS / digest(_lasting_inputs(run))[:16])
 
     def open(self) -> CheckpointFolder:
-        """Begin, or resume what is there."""
+        """Start, or resume existing checkpoints."""
         if self.run.folder.fresh:
             self.run.folder.remove(f"{CHECKPOINTS}/{self.path.name}")
         if not self.path.exists():
@@ -207,7 +207,7 @@ class CheckpointFolder:
         return self
 
     def refuse_others(self) -> None:
-        """ConfigError where the run folder holds what was learned with other settings or from other data."""
+        """ConfigError if the run folder has results of other settings or data."""
         for path in self.path.parent.glob(f"*/{SETTINGS}"):
             if path.parent == self.path:
                 continue
@@ -216,18 +216,18 @@ class CheckpointFolder:
             section = next((name for name in ("learn", "model") if key in self.run.resolved[name]), "")
             changed = f"{section}.{key}" if section else key
             raise ConfigError(
-                f"{self.run.folder.path} holds what was learned with other settings or data: {changed} was "
-                f"{before.get(key)!r}, now it is {now.get(key)!r}. Choose another output.folder, start over with "
-                "--fresh, or go back to those settings and data."
+                f"{self.run.folder.path} was learned with other settings or data: {changed} was "
+                f"{before.get(key)!r}, now it is {now.get(key)!r}. Choose another output.folder, restart with "
+                "--fresh, or restore those settings and data."
             )
 
     def watched(self, name: str) -> Any:
-        """Checkpoints called `name`, which tell the dashboard when one is written."""
+        """Checkpoints called `name`; the dashboard is notified when one is written."""
         self.opened.append(checkpoints_at(self.run, self.path / name))
         return self.run.telemetry.watching(self.opened[-1], self.run.image_shape)
 
     def close(self) -> None:
-        """Once learning has ended: those of other settings, which it replaces, are removed."""
+        """At the end of learning: remove the checkpoints of other settings."""
         for damaged in (line for checkpoints in self.opened for line in checkpoints.damaged):
             self.run.say(f"skipped a damaged checkpoint: {damaged}")
         for other in self.path.parent.iterdir() if self.path.parent.exists() else ():
@@ -250,7 +250,7 @@ def checkpoints_at(run: Run, folder: Path) -> Checkpoints:
 
 
 def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
-    """Candidates under every objective that is compared, from every starting point."""
+    """Learn candidates with every compared objective from every starting point."""
     found = []
     for number, start in enumerate(run.starts):
         run.listener.start(start.name)
@@ -267,7 +267,7 @@ def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
 
 
 def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
-    """Explicit features, by exact gradients."""
+    """Learn explicit features by exact gradients."""
     data, split = run.data, run.data.training_split()
     recipe = recipes.recipe_of(run.config, run.starts[0].settings, data, run.executor)
     found = learn_features(
@@ -287,7 +287,7 @@ def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Le
 
 
 def _learn_network(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
-    """The estimator of model.kind learns over the workers; its last checkpoint is what the fit starts from."""
+    """The estimator of model.kind learns on the workers; the fit starts from its last checkpoint."""
     place = saved.path / run.config.model.kind
     watched = (run.sample.X_test, run.sample.y_test) if len(run.sample.y_test) else None
     run.listener.start("")
@@ -296,14 +296,14 @@ def _learn_network(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
 
 
 def fit_network(run: Run, place: Path, step: StepCallback | None = None, watched: Any = None) -> Any:
-    """The estimator, fitted over the workers from its last checkpoint; `watched` are rows for a curve."""
+    """The estimator, fitted on the workers from its last checkpoint; `watched` are rows for a curve."""
     model = recipes.estimator_of(run.config, run.starts[0].settings, client=getattr(run.executor, "client", None))
     further = {"watch": watched} if isinstance(model, CENClassifier) else {}
     return model.fit(run.data, callback=step, checkpoints=checkpoints_at(run, place), **further)
 
 
 def _step(run: Run, lines: MetricsFile, start: str) -> StepCallback:
-    """Tells everyone of a step; that of a model which ours is compared with only the listener."""
+    """Report a step to metrics, dashboard and listener; steps of a comparison model to the listener only."""
 
     def step(record: dict[str, Any]) -> None:
         own = record.get("phase") != "softmax"
@@ -325,7 +325,7 @@ def _inputs(run: Run) -> dict[str, Any]:
 
 
 def _lasting_inputs(run: Run) -> dict[str, Any]:
-    """Those that a checkpoint belongs to. More steps resume where fewer ended, unless a schedule ends there."""
+    """The inputs that identify a checkpoint. A longer run resumes a shorter one, unless the rate has a schedule."""
     inputs = _inputs(run)
     if run.config.learn.schedule == "constant":
         inputs.pop("steps", None)
@@ -336,7 +336,7 @@ STAGE = Stage("learn", _work, _inputs, lambda run: [LEARNED, METRICS])
 
 
 def rehearse(run: Run) -> None:
-    """Try the settings on a few rows, unless learning is done: before anything stored is touched."""
+    """Try the settings on a few rows, unless learning is done, before anything stored is changed."""
     if run.source is None or run.is_current(ingest.STAGE, STAGE):
         return
     rows = tables.sample(run.source, 1000) if isinstance(run.source, Dataset) else run.source
@@ -352,9 +352,9 @@ def run(
     command: str = "",
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Learn as `config` says, or resume an earlier call; returns what `kme-dist learn --json` prints.
+    """Learn according to `config`, or resume an earlier call; returns the output of `kme-dist learn --json`.
 
-    `performance` is a file for Dask's report of what the cluster did.
+    `performance` is a file for Dask's performance report.
     """
     again = (STAGE.name,) if fresh else ()
     with Run.open(
@@ -363,7 +363,7 @@ def run(
         rehearse(current)
         current.do(ingest.STAGE)
         if not fresh:
-            CheckpointFolder.of(current).refuse_others()  # hours of learning are not thrown away by a slip
+            CheckpointFolder.of(current).refuse_others()  # hours of learning must not be lost by mistake
         summary = current.do(STAGE)
         if STAGE.name not in current.folder.done_now:
             return {**summary, "steps_now": 0}

@@ -1,6 +1,6 @@
-"""The reports of a run and of an evaluation: which figures and pictures are shown, in which order, with which words.
+"""The reports of a run and of an evaluation: their numbers, plots, order and text.
 
-`run_page` gathers what was learned into one HTML page; the drawing itself is in `kme_dist.report.page`.
+`run_page` puts the results of a run on one HTML page; the drawing itself is in `kme_dist.report.page`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_MISTAKES = 16
 
 @dataclass(frozen=True, eq=False)
 class FittedStart:
-    """A starting point and its model; with several of them also the model without learning, to compare."""
+    """A starting point and its model; with several starting points also the model without learning."""
 
     name: str
     model: Any
@@ -50,8 +50,8 @@ def run_page(
     learn_seconds: float,
     footer: str,
 ) -> str:
-    """The page, as text. `best` is the start whose model was kept, `rows` what is drawn of training and test rows,
-    `counts` how many there are of either, `initial_features` the map that learning began with, if it was learned."""
+    """The page as text. `best` is the start whose model was kept, `rows` are the training and test rows to draw,
+    `counts` the number of each, `initial_features` the feature map before learning, if it was learned."""
     shape = _flat(image_shape)
     classes = [str(label) for label in best.model.classes_]
     steps = sum(len(start.model.history_) for start in starts)
@@ -64,7 +64,7 @@ def run_page(
         *_relevance(rows, best, shape),
         *_frequencies(rows, best.model, initial_features, shape),
     ]
-    if sum(not picture.wide for picture in pictures) % 2:  # they stand in pairs
+    if sum(not picture.wide for picture in pictures) % 2:  # shown in pairs
         pictures.append(_risk_coverage(best.metrics))
     pictures += _mistakes(rows, best, shape)
     return draw.render_html(
@@ -95,7 +95,7 @@ def _headline(
         (
             "Calibration error",
             f"{100 * metrics['calibration_error']:.1f} %",
-            "mean gap of confidence and accuracy",
+            "mean gap between confidence and accuracy",
         ),
         ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
         ("Rows", f"{counts[0]:,}", f"for training, {counts[1]:,} for the test"),
@@ -117,14 +117,14 @@ def _origin(model: Any) -> str:
 
 
 def _flat(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
-    """Of images of one colour; others are not drawn."""
+    """The shape of single-channel images; others are not drawn."""
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
 
 
 def _map(model: Any) -> tuple[str, str]:
-    """A learned feature map in two short lines."""
+    """A learned feature map, in two short lines."""
     numbers = sum(int(np.size(value)) for value in model.features_.parameters.values())
-    return type(model.features_).__name__, f"{len(model.weights_)} features, {numbers:,} learned numbers"
+    return type(model.features_).__name__, f"{len(model.weights_)} features, {numbers:,} learned parameters"
 
 
 def _kernel(kernel: Any) -> tuple[str, str]:
@@ -173,8 +173,8 @@ def _relevance(rows: Tables, best: FittedStart, image_shape: tuple[int, int] | N
             Picture(
                 "Pixel relevance",
                 draw.relevance_images(measures, image_shape),
-                "Bright pixels decide. Left, how much a change over a pixel's own range counts; right, how much "
-                "the changes count that occur in the training images (pixels that hardly ever change turn dark).",
+                "Bright pixels matter most. Left: the effect of a change over a pixel's own range; right: the effect "
+                "of the changes that occur in the training images (pixels that hardly ever change are dark).",
             ),
             _pixels({"length scale": np.where(varies, scales, np.nan)}, image_shape, "is learned"),
         ]
@@ -182,7 +182,7 @@ def _relevance(rows: Tables, best: FittedStart, image_shape: tuple[int, int] | N
         Picture(
             "Feature relevance",
             draw.relevance_bars(relevance, rows.feature_names),
-            "Long bars decide: a small change of that feature, in units of its scaled range, changes the prediction.",
+            "Long bars matter most: a small change of that feature, relative to its range, changes the prediction.",
         )
     ]
 
@@ -202,7 +202,7 @@ def _pixels(scales: Mapping[str, np.ndarray], shape: tuple[int, int], words: str
 
 
 def _frequencies(rows: Tables, model: Any, initial: Any, shape: tuple[int, int] | None) -> list[Picture]:
-    """Of a map of cosines: how far its frequencies reach, before and after learning."""
+    """For a map of cosines: the spread of its frequencies before and after learning."""
     learned, before = _spectral(getattr(model, "features_", None)), _spectral(initial)
     if learned is None or before is None:
         return []
@@ -220,14 +220,14 @@ def _frequencies(rows: Tables, model: Any, initial: Any, shape: tuple[int, int] 
                 size,
                 "frequencies",
             ),
-            "How the frequencies of each (scaled) feature spread: the bar holds the central half of them, the line "
-            "nine tenths; grey as drawn, in colour as learned. Where they grew, the model looks at finer detail.",
+            "Spread of the frequencies of each (scaled) feature: the bar is the central half, the line the central "
+            "90 %; grey as drawn, in colour as learned. Higher frequencies resolve finer detail.",
         )
     ]
 
 
 def _spectral(features: Any) -> Any:
-    """The map, or the first layer of it, that has frequencies."""
+    """The map, or its first layer, that has frequencies."""
     first = features.parts[0] if hasattr(features, "parts") else features
     return first if hasattr(first, "first") else None
 
@@ -246,9 +246,9 @@ def _accuracy_curve(model: Any) -> list[Picture]:
         Picture(
             "Accuracy by epoch",
             draw.svg(lambda figure: feature_plots.accuracy_curves(shown, figure=figure), (10.5, 3.2), "epochs"),
-            "Accuracy on test rows after every pass over the training rows, the weights solved on all of them. "
-            + ("The other line is the same network under a softmax layer, from the same start. " if compared else "")
-            + "They were only looked at: no setting and no step was chosen by them.",
+            "Accuracy on test rows after every epoch, with weights fitted to all training rows. "
+            + ("The other line is the same network with a softmax layer, from the same start. " if compared else "")
+            + "Test accuracy was not used to choose any setting or step.",
             wide=True,
         )
     ]
@@ -258,7 +258,7 @@ def _confusion(metrics: Mapping[str, Any], classes: Sequence[str]) -> Picture:
     return Picture(
         "Confusion matrix",
         draw.confusion_matrix(metrics["confusion"], classes),
-        "Test rows by true class (down) and predicted class (across); off the diagonal lie the mistakes.",
+        "Test rows by true class (down) and predicted class (across); mistakes are off the diagonal.",
     )
 
 
@@ -266,7 +266,7 @@ def _reliability(metrics: Mapping[str, Any]) -> Picture:
     return Picture(
         "Reliability",
         draw.reliability_diagram(metrics["reliability"]),
-        "On the dashed line the stated probability equals the share of correct answers; "
+        "On the dashed line the predicted probability equals the accuracy; "
         "above it the model is underconfident, below it overconfident.",
     )
 
@@ -275,8 +275,8 @@ def _risk_coverage(metrics: Mapping[str, Any], wide: bool = False) -> Picture:
     return Picture(
         "Error rate when uncertain rows are skipped",
         draw.risk_coverage_curve(metrics["risk_coverage"], wide),
-        "Mistakes when only the rows of least entropy are answered. A curve that rises to the right means that the "
-        "entropy knows which answers to trust; the dashed line is the share of mistakes when all are answered.",
+        "Error rate when only the rows of lowest entropy are answered. A curve that rises to the right means that the "
+        "entropy identifies unreliable predictions; the dashed line is the error rate over all rows.",
         wide=wide,
     )
 
@@ -303,7 +303,7 @@ def evaluation_page(
             (
                 "Calibration error",
                 f"{100 * metrics['calibration_error']:.1f} %",
-                "mean gap of confidence and accuracy",
+                "mean gap between confidence and accuracy",
             ),
             ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
             *(
@@ -312,7 +312,7 @@ def evaluation_page(
             ),
         ]
     if metrics["rows_without_answer"]:
-        headline.append(("Without answer", f"{metrics['rows_without_answer']:,}", "rows of skipped chunks"))
+        headline.append(("Without prediction", f"{metrics['rows_without_answer']:,}", "rows of skipped chunks"))
     return draw.render_html(
         title,
         subtitle=subtitle,
@@ -337,15 +337,15 @@ def _mistakes(rows: Tables, best: FittedStart, image_shape: tuple[int, int] | No
         Picture(
             "Mistakes",
             draw.image_gallery(rows.X_test[wrong], titles, image_shape),
-            "Wrongly classified test images, the surest first: true class → predicted class, "
-            "and the probability given to the latter.",
+            "Misclassified test images, most confident first: true class → predicted class, "
+            "and the probability of the latter.",
             wide=True,
         )
     ]
 
 
 def _maps(rows: Tables, starts: Sequence[FittedStart], classes: list[str]) -> list[Picture]:
-    """For two features: what the models say everywhere in the plane."""
+    """For two features: the predictions of the models over the plane."""
     if len(rows.feature_names) != 2:
         return []
     everything = np.concatenate([rows.X_train, rows.X_test])
@@ -381,7 +381,7 @@ def _maps(rows: Tables, starts: Sequence[FittedStart], classes: list[str]) -> li
             "Probability map",
             draw.probability_maps(panels, extent, markers, classes, names),
             "The colours of the classes mixed by their probabilities, and the entropy: "
-            "dark where the model is sure, bright where it is not. Small marks with a light rim are "
+            "dark where the model is certain, bright where it is not. Small marks with a light rim are "
             "training rows, large ones with a dark rim test rows; percentages are test accuracies.",
             wide=True,
         )

@@ -3,16 +3,16 @@
     kme-dist pendulum configs/pendulum.yaml
     python -m kme_dist.pipelines.pendulum configs/pendulum.yaml --set pendulum.samples=300
 
-The motor is too weak to lift the pendulum at once (torque up to 5, gravity pulls with 9.81); it has to be swung up.
-All that is known of the dynamics are `samples` transitions from uniformly drawn states and torques. From them
+The motor is too weak to lift the pendulum directly (torque up to 5, gravity 9.81); it has to be swung up. The dynamics
+are known only by `samples` transitions from uniformly drawn states and torques. From them
 
 1. a conditional mean embedding of the next state (sin, cos, velocity) given state and torque is fitted,
 2. sparse forms of it are computed along a path of γ, and by incomplete Cholesky for comparison,
 3. values V(y) = r(y) + d max_u E[V(S') | y, u] of the sampled next states are iterated to their fixed point,
-4. a policy looks `lookahead` steps ahead through the embedding, and is tried from hanging down in the true dynamics.
+4. a policy looks `lookahead` steps ahead through the embedding, and is run in the true dynamics from hanging down.
 
 Dynamics: φ'' = (-b φ' + m g l sin φ + u)/(m l²), φ = 0 upright   [Deisenroth, Rasmussen, Peters 2009]
-The run folder gets result.json, model.zarr (the dense embedding) and report.html.
+The results are result.json, model.zarr (the dense embedding) and report.html in the run folder.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class PendulumConfig(BaseModel):
-    """Everything that decides the example; physical units."""
+    """All settings of the example; physical units."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     samples: Annotated[int, Field(ge=10, le=3000)] = Field(default=200, description="transitions to learn from")
-    test_samples: Count = Field(default=500, description="transitions to judge predictions by")
-    seed: int = Field(default=0, ge=0, description="decides all that is drawn")
+    test_samples: Count = Field(default=500, description="transitions to evaluate predictions on")
+    seed: int = Field(default=0, ge=0, description="random seed")
     time_step: Positive = Field(default=0.2, description="seconds between decisions")
     torque: Positive = Field(default=5.0, description="largest torque, N m")
     velocity: Positive = Field(default=7.0, description="largest angular velocity of the samples, rad/s")
@@ -63,25 +63,25 @@ class PendulumConfig(BaseModel):
         default=[0.8, 0.8, 3.0, 8.0],
         min_length=4,
         max_length=4,
-        description="of the kernel of sin, cos, velocity and torque",
+        description="length scales of sin, cos, velocity and torque",
     )
     target_length_scale: list[Positive] = Field(
-        default=[0.7, 0.7, 3.5], min_length=3, max_length=3, description="of the kernel of the next state"
+        default=[0.7, 0.7, 3.5], min_length=3, max_length=3, description="length scales of the next state"
     )
     regularization: Positive = Field(default=5e-4, description="lambda of the dense embedding")
     levels: Annotated[int, Field(ge=2, le=50)] = Field(default=10, description="sparse forms along the path")
-    torques: Annotated[int, Field(ge=2, le=101)] = Field(default=15, description="choices of the policy")
-    discount: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="of a reward one step later")
+    torques: Annotated[int, Field(ge=2, le=101)] = Field(default=15, description="torques to choose from")
+    discount: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="discount factor per step")
     velocity_cost: Annotated[float, Field(ge=0)] = Field(
         default=0.01, description="reward is (1 + cos)/2 minus this times the squared velocity"
     )
     sweeps: Count = Field(default=60, description="value iterations")
     lookahead: Annotated[int, Field(ge=1, le=3)] = Field(default=2, description="steps that the policy looks ahead")
-    seconds: Positive = Field(default=10.0, description="length of a trial")
+    seconds: Positive = Field(default=10.0, description="duration of a trial")
 
 
 class PendulumFile(BaseModel):
-    """The config file: what to do, and where to put it."""
+    """The config file: settings and output."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -99,12 +99,12 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> PendulumFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     if not isinstance(tree, dict) or "pendulum" not in tree:
-        raise ConfigError(f"{path}: a section `pendulum` is needed; see configs/pendulum.yaml")
+        raise ConfigError(f"{path}: the section `pendulum` is missing; see configs/pendulum.yaml")
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.strip().partition(".")
         if not equals or not dot or section not in ("pendulum", "output"):
-            raise ConfigError(f"--set {override}: need pendulum.key=value, e.g. --set pendulum.samples=300")
+            raise ConfigError(f"--set {override}: must be pendulum.key=value, e.g. --set pendulum.samples=300")
         tree[section] = {**(tree.get(section) or {}), name: parse_yaml(text, f"--set {override}")}
     try:
         found = PendulumFile.model_validate(tree)
@@ -161,11 +161,11 @@ def transitions(count: int, c: PendulumConfig, rng: np.random.Generator) -> tupl
 
 
 class Policy:
-    """Values of the embedding's target states, and the torque that promises most.
+    """Values of the embedding's target states, and the torque of the highest expected value.
 
     The embedding gives E[V(S') | s, u] = Σ_i a_i(s, u) V(y_i) for any values at its targets y_i, so iterating values
-    means iterating a vector. With `lookahead` above one the first steps go through the expected next state, whose
-    reward is known, and only the last through the values: a few hundred samples resolve the values coarsely.
+    means iterating a vector. With `lookahead` > 1 the first steps use the expected next state, whose reward is known,
+    and only the last uses the values: a few hundred samples resolve the values coarsely.
     """
 
     def __init__(self, model: ConditionalMeanEmbedding, c: PendulumConfig) -> None:
@@ -178,7 +178,7 @@ class Policy:
         self.values = rewards
         self.changes = []
         for _ in range(c.sweeps):
-            # Weights may be negative, so nothing but the clip makes this a contraction.
+            # Weights may be negative, so only the clip makes this a contraction.
             best = (weights @ self.values).reshape(len(rewards), -1).max(axis=1)
             new = np.clip(rewards + c.discount * best, least, most)
             self.changes.append(float(np.abs(new - self.values).max()))
@@ -193,7 +193,7 @@ class Policy:
         return self.model.coefficients(every)
 
     def gains(self, states: np.ndarray, steps: int) -> np.ndarray:
-        """What every torque promises, (states, torques)."""
+        """The expected value of every torque, (states, torques)."""
         weights = self._weights(states)
         if steps == 1:
             return np.asarray((weights @ self.values).reshape(len(states), -1))
@@ -209,7 +209,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Trial:
-    """What happened in the true dynamics: angles in (-π, π], 0 upright."""
+    """A trial in the true dynamics: angles in (-π, π], 0 upright."""
 
     angles: np.ndarray
     torques: np.ndarray
@@ -217,7 +217,7 @@ class Trial:
 
     @property
     def swing_up_seconds(self) -> float | None:
-        """When it was up to stay up until the end; None where it was not up for the last two seconds."""
+        """The time from which it stays upright until the end; None if it is not upright for the last two seconds."""
         up = np.abs(self.angles) < UPRIGHT
         down = np.flatnonzero(~up)
         first = 0 if not len(down) else int(down[-1]) + 1
@@ -243,7 +243,7 @@ def attempt(policy: Policy, c: PendulumConfig) -> Trial:
 
 @dataclass(frozen=True)
 class Level:
-    """One sparse form beside incomplete Cholesky with as many entries or more."""
+    """One sparse form, compared with incomplete Cholesky of at least as many entries."""
 
     density: float
     inputs: int
@@ -259,7 +259,7 @@ class Level:
 def run(
     config: PendulumFile, *, name: str = "pendulum", say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Fit, sparsify, try, report; returns what `result.json` holds."""
+    """Fit, sparsify, run trials, report; returns the content of `result.json`."""
     began, c = time.perf_counter(), config.pendulum
     folder = Path(config.output.get("folder", f"runs/{name}"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +325,7 @@ class _Baseline:
         self.whole = sparse.operator_distance(0 * W, W, K, L)
 
     def distances(self, entries: int) -> tuple[float, float]:
-        """With at least so many entries: on pivots of both sides, and on pivots of the inputs with all targets."""
+        """With at least `entries` entries: on pivots of both sides, and on pivots of the inputs with all targets."""
         both = min(math.ceil(math.sqrt(entries)), len(self.inputs), len(self.targets))
         one = min(math.ceil(entries / len(self.L)), len(self.inputs))
         every = np.arange(len(self.L))
@@ -380,7 +380,7 @@ def _report(name: str, c: PendulumConfig, result: dict[str, Any], trial: Trial, 
             "Distance to the dense embedding, and error, against sparsity",
             sparsity_figure(levels),
             "Left: how far a sparse embedding is from the dense one, as a share of its norm, before and after the kept "
-            "entries are solved for again; incomplete Cholesky gets as many entries or more. Right: error on "
+            "entries are refitted; incomplete Cholesky has at least as many entries. Right: error on "
             "held-out transitions as a multiple of the dense embedding's; filled "
             "marks swing the pendulum up and hold it.",
             wide=True,
@@ -392,7 +392,7 @@ def _report(name: str, c: PendulumConfig, result: dict[str, Any], trial: Trial, 
             "side is the direction, its length the size.",
             wide=True,
         ),
-        draw.Picture("The dense embedding at work", animation(trial, "dense"), "In real time, over and over."),
+        draw.Picture("The policy of the dense embedding", animation(trial, "dense"), "In real time, repeated."),
         draw.Picture(
             f"With {share} of the entries",
             animation(sparsest.trial, "sparse"),
@@ -440,7 +440,7 @@ def _report(name: str, c: PendulumConfig, result: dict[str, Any], trial: Trial, 
             ("State error", f"{result['state_rmse']:.3f}", "root mean square of sin, cos and velocity"),
         ],
         figures=pictures,
-        tables=[("Sparse forms beside incomplete Cholesky", columns, rows)],
+        tables=[("Sparse forms compared with incomplete Cholesky", columns, rows)],
         config_text=json.dumps(c.model_dump(), indent=2),
         footer=f"{result['seconds']:.1f} s",
     )
@@ -484,7 +484,7 @@ def sparsity_figure(levels: Sequence[Level]) -> str:
 
 
 def strip_figure(trial: Trial, frames: int = 16) -> str:
-    """The pendulum at evenly spaced moments until it is up for a while, and the torque at each."""
+    """The pendulum at evenly spaced times until it stays upright, and the torque at each."""
     up = trial.swing_up_seconds
     last = len(trial.angles) if up is None else min(len(trial.angles), round(up / trial.time_step) + 6)
     chosen = np.unique(np.linspace(0, last - 1, frames).round().astype(int))
@@ -518,7 +518,7 @@ def time_figure(trials: dict[str, Trial]) -> str:
         styles = zip((draw.PALETTE[2], draw.PALETTE[0]), ("-", "--"), strict=True)
         for (label, trial), (color, style) in zip(trials.items(), styles, strict=True):
             moments = np.arange(len(trial.angles)) * trial.time_step
-            angles = np.unwrap(trial.angles)  # without jumps, ending near 0 where it ends upright
+            angles = np.unwrap(trial.angles)  # unwrapped, ending near 0 if it ends upright
             angles -= 2 * np.pi * np.round(angles[-1] / (2 * np.pi))
             top.plot(moments, angles, style, color=color, label=label, linewidth=1.5)
             bottom.step(moments, trial.torques, style, where="post", color=color, linewidth=1.2)
@@ -531,7 +531,7 @@ def time_figure(trials: dict[str, Trial]) -> str:
 
 
 def animation(trial: Trial, name: str) -> str:
-    """The pendulum moving, as an SVG that needs no script."""
+    """The moving pendulum as an SVG animation without scripts."""
     degrees = np.degrees(np.unwrap(trial.angles))
     values = ";".join(f"{angle:.1f}" for angle in degrees)
     seconds = len(degrees) * trial.time_step

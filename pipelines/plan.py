@@ -1,7 +1,7 @@
-"""`kme-dist plan CONFIG`: what `kme-dist learn` would do, before it does it.
+"""`kme-dist plan CONFIG`: what `kme-dist learn` would do.
 
-Prints batches and steps, the memory of one worker, and the time it will take, estimated from a few batches that are
-read and computed here. Refuses what cannot fit the memory of a worker.
+Prints batches and steps, the memory of one worker, and the time, estimated from a few batches that are read and
+computed here. An error if a batch does not fit the memory of a worker.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
 from kme_dist.run.learners import KernelLearner, log_parameters
 from kme_dist.run.train import Recipe
 
-PROCESS_BYTES = 260 << 20  # a worker with NumPy, SciPy, Zarr and Dask loaded, before it has any work
-ROUND_S = 0.02  # what a round costs beyond its batches, on a local cluster
-MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4}  # n x n at a time, by objective
+PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
+ROUND_S = 0.02  # overhead of a round, on a local cluster
+MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4}  # n x n matrices held at a time, by objective
 CALIBRATION_BATCHES = 3
 
 
 @dataclass(frozen=True)
 class LearnPlan:
-    """What `kme-dist learn` would learn from what."""
+    """The recipe and data of `kme-dist learn`."""
 
     data: Dataset
     split: str | None
     mode: str
     recipe: Recipe
-    features: Any = None  # the explicit map that is learned in mode "full"
+    features: Any = None  # the explicit map learned in mode "full"
     cache_bytes: int = 0
 
     @classmethod
@@ -49,13 +49,13 @@ class LearnPlan:
         data = _opened(config.data.source)
         recipe = recipes.recipe_of(config, recipes.starts_of(config, data.features)[0].settings, data)
         if not recipe.objectives:
-            raise ConfigError(f"model.objective is {recipe.objective!r}, which makes no gradient steps to plan")
+            raise ConfigError(f"model.objective is {recipe.objective!r}, which takes no gradient steps")
         features = recipes.feature_map_of(config, data.features)
         split, mode = data.training_split(), config.learn.mode
         return cls(data, split, mode, recipe, features, recipes.cache_bytes_of(config))
 
     def work(self, objective: str) -> tuple[KernelLearner, Batches]:
-        """What a worker is sent under this objective."""
+        """The learner sent to workers with this objective."""
         recipe = self.recipe
         settings = recipe.settings(objective, self.data.split_rows(self.split))
         form = {"split": self.split, "scaling": recipe.scaling, "dtype": recipe.dtype}
@@ -64,9 +64,9 @@ class LearnPlan:
 
 
 def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
-    """The plan as plain facts. ConfigError where one batch does not fit a worker."""
+    """The plan as plain data. ConfigError if one batch does not fit a worker."""
     if config.model.kind != "mce":
-        raise ConfigError(f"model.kind is {config.model.kind!r}: `kme-dist plan` counts the batches of mce")
+        raise ConfigError(f"model.kind is {config.model.kind!r}; `kme-dist plan` supports only mce")
     plan = LearnPlan.of(config)
     workers, limit = _workers(config.cluster)
     if plan.features is not None:
@@ -78,7 +78,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     if limit is not None and needed > limit:
         raise ConfigError(
             f"learn.batch_size {batches.plan.batch_size} needs {needed / 1e9:.2f} GB on a worker, which has "
-            f"{limit / 1e9:.2f} GB: take batches of {_largest_batch(limit, batches, hardest)} rows or fewer, or fewer "
+            f"{limit / 1e9:.2f} GB; use batches of at most {_largest_batch(limit, batches, hardest)} rows, or fewer "
             "workers with more memory (cluster.workers, cluster.memory)"
         )
     steps, per_step = recipe.steps * len(objectives), recipe.batches_per_step
@@ -106,7 +106,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         batch_s = float(
             np.mean([_calibrated(*plan.work(objective), recipe.regularization) for objective in objectives])
         )
-        turns = -(-per_step // workers)  # batches that one worker goes through in a step
+        turns = -(-per_step // workers)  # batches per worker and step
         round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
         rounds_s = steps * turns * batch_s + facts["rounds"] * round_s
         facts |= {"seconds_per_batch": _two_digits(batch_s), "estimated_seconds": _two_digits(rounds_s)}
@@ -120,14 +120,14 @@ def _opened(source: str) -> Dataset:
         data = None
     if data is None:
         raise ConfigError(
-            f"data.source {source} is not a data set; make one first: "
+            f"data.source {source} is not a data set; create one first: "
             f"kme-dist ingest {source} DEST.zarr --label COLUMN --shuffle 0 --split train=0.8,test=0.2"
         )
     return data
 
 
 def worker_bytes(batches: Batches, objective: str) -> int:
-    """The most that one worker holds: itself, its chunk caches, and one batch with its Gram matrices.
+    """Peak memory of one worker: the process, its chunk caches, and one batch with its Gram matrices.
 
     A batch that fails in single precision is repeated in double, which is the worst case counted here.
     """
@@ -150,18 +150,18 @@ def _largest_batch(limit: int, batches: Batches, objective: str) -> int:
 
 
 def _workers(settings: ClusterConfig) -> tuple[int, int | None]:
-    """How many workers there will be and the memory of each; None where only the running cluster knows."""
+    """The number of workers and the memory of each; None where only the running cluster knows."""
     workers = worker_count(settings) if settings.kind in ("serial", "local") else settings.workers or 1
     if settings.memory is not None:
         try:
             return workers, parse_bytes(settings.memory)
         except ValueError:
-            raise ConfigError(f"cluster.memory is {settings.memory!r}; give bytes such as 2GiB") from None
+            raise ConfigError(f"cluster.memory is {settings.memory!r}; it must be a size such as 2GiB") from None
     return workers, free_bytes("numpy") // workers if settings.kind in ("serial", "local") else None
 
 
 def _full(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> dict[str, Any]:
-    """Of exact gradients: three passes over all rows in every step."""
+    """The plan of exact gradients: three passes over all rows in every step."""
     rows, chunk = plan.data.split_rows(plan.split), plan.data.chunk_rows
     began = time.perf_counter()
     X = np.zeros((min(chunk, rows), plan.data.features), plan.recipe.dtype)
@@ -172,7 +172,7 @@ def _full(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> 
     needed = PROCESS_BYTES + 2 * CACHE_BYTES + plan.cache_bytes + 4 * Z.nbytes + 4 * 8 * width * width
     if limit is not None and needed > limit:
         raise ConfigError(
-            f"{width} features need {needed / 1e9:.2f} GB on a worker, which has {limit / 1e9:.2f} GB: take fewer, "
+            f"{width} features need {needed / 1e9:.2f} GB on a worker, which has {limit / 1e9:.2f} GB; use fewer, "
             "lower learn.feature_cache, or give workers more memory (cluster.memory)"
         )
     facts = {
@@ -194,7 +194,7 @@ def _full(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> 
 
 
 def _two_digits(seconds: float) -> float:
-    """An estimate promises no more digits; and no work takes 0.0 seconds, however fast the machine."""
+    """Rounded to the precision of the estimate, but never 0.0."""
     return float(f"{seconds:.2g}")
 
 

@@ -1,9 +1,9 @@
-"""`kme-dist predict CONFIG`: a model over all rows of a data set, chunk by chunk. Also `python pipelines/predict.py`.
+"""`kme-dist predict CONFIG`: predict all rows of a data set, chunk by chunk. Also `python pipelines/predict.py`.
 
-The section `predict` of the config names model, data and output; what it leaves out is that of the run folder: the
-model that `kme-dist run` or `fit` has put there, the test rows of its data, and `predictions.zarr` beside them. Run it
-again after a kill, or after rows were appended, and it does what is missing. In a run, `STAGE` predicts the test rows,
-and the data that the section names.
+The section `predict` of the config names model, data and output; absent keys default to the run folder: the model of
+`kme-dist run` or `fit`, the test rows of its data, and `predictions.zarr`. After a kill, or after rows were appended,
+the same command predicts what is missing. In a run, `STAGE` predicts the test rows, and the data that the section
+names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """Which model over which rows, and where the predictions go."""
+    """Model, rows and destination of a prediction."""
 
     name: str
     model: str
@@ -52,33 +52,33 @@ class PredictRequest:
 
 
 def request_of(config: Config, name: str) -> PredictRequest:
-    """What the config asks for, its gaps filled from the run folder."""
+    """The request of a config, with absent keys filled from the run folder."""
     settings, folder = config.predict, folder_of(config, name)
     own = _rows_of_run(config, folder)
     data, split = settings.data, settings.split
     if data is None:
         if own is None:
             raise ConfigError(
-                f"predict.data is missing, and there is no data set at {folder / DATA}; name one, or run "
+                f"predict.data is missing, and {folder / DATA} does not exist; set predict.data, or run "
                 f"`kme-dist run` first"
             )
         data = own.path
         if split is None and "test" in own.splits:
             split = "test"
     elif settings.like is None and own is not None:
-        settings = settings.model_copy(update={"like": own.path})  # Parquet is encoded as the rows of the run are
+        settings = settings.model_copy(update={"like": own.path})  # Parquet is encoded like the rows of the run
     model = settings.model or str(folder / MODEL)
     default = "predictions" if settings.format == "parquet" else PREDICTIONS
     return PredictRequest(name, model, data, settings.out or str(folder / default), split, settings)
 
 
 def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
-    """The data set that a run has learned from: a copy in its folder, or data.source itself."""
+    """The data set of a run: a copy in its folder, or data.source itself."""
     return tables.dataset_at(str(folder / DATA)) or tables.dataset_at(config.data.source)
 
 
 def standalone_request(model: str, data: str, out: str, settings: PredictConfig) -> PredictRequest:
-    """Without a config: `kme-dist predict --model M --data D --out O`."""
+    """The request of `kme-dist predict --model M --data D --out O`, without a config."""
     return PredictRequest(Path(out).stem, model, data, out, settings.split, settings)
 
 
@@ -92,7 +92,7 @@ def run(
     command: str = "",
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Predict as the config says; `fresh` recomputes every chunk, `overwrite` replaces those of another model."""
+    """Predict according to the config; `fresh` recomputes every chunk, `overwrite` replaces those of another model."""
     return run_request(
         request_of(config, name),
         config.cluster,
@@ -112,9 +112,9 @@ def run_request(
     listener: Listener | None = None,
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """One request over a cluster that is opened for it when there are chunks to compute.
+    """Run one request on a cluster that is opened if there are chunks to compute.
 
-    `performance` is a file for Dask's report of what the cluster did.
+    `performance` is a file for Dask's performance report.
     """
     listener = listener or Listener()
     with (
@@ -133,7 +133,7 @@ def predict_rows(
     fresh: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """What a request asks for, chunk by chunk; returns what `kme-dist predict --json` prints."""
+    """Predict the rows of a request, chunk by chunk; returns the output of `kme-dist predict --json`."""
     settings = request.settings
     outcome = predict(
         request.model,
@@ -159,7 +159,7 @@ def predict_rows(
 
 
 def models_of(run: Run) -> list[tuple[str, str]]:
-    """Every stored model and where its predictions of the test rows go; the one that was kept comes first."""
+    """Every stored model and the path of its predictions of the test rows; the model that was kept comes first."""
     compared = [
         (f"{start.folder}/{which}.zarr", f"{start.folder}/{which}-predictions.zarr")
         for start in run.starts
@@ -207,7 +207,7 @@ def _summary(outcome: Outcome, request: PredictRequest) -> dict[str, Any]:
 
 
 class LazyExecutor(SerialExecutor):
-    """The cluster of a config, opened when there are chunks for it: after the input was checked, and not at all where
+    """The cluster of a config, opened when there are chunks to compute: after the input was checked, and not at all if
     starting a local one would take longer than computing the few chunks here."""
 
     def __init__(
@@ -246,7 +246,7 @@ class LazyExecutor(SerialExecutor):
 
 
 class RowProgress:
-    """Tells a listener how many rows are done, and people how fast it goes and how long it will take."""
+    """Reports the rows done to a listener, with rate and time left as text."""
 
     def __init__(self, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
         self._listener, self._clock = listener, clock

@@ -1,11 +1,11 @@
-"""How far along? A live bar for people, a plain line every few seconds for logs.
+"""Progress of learning: a live bar on a terminal, a plain line every few seconds in logs.
 
     with StepProgress(stream=sys.stderr) as progress:
         clf.fit(X, y, callback=progress)
 
-The callback takes the record of a learning step: `step`, `steps`, `phase`, `objective`, `risk` and `complexity`; where
-it has them also `regularization`, `gradient_norm`, `rows_per_second` and `waiting_share`, the part of the workers' time
-that they spend waiting. `progress.rename(...)` tells one run from the next (several starts, for one).
+The callback takes the record of a learning step: `step`, `steps`, `phase`, `objective`, `risk` and `complexity`; if
+present also `regularization`, `gradient_norm`, `rows_per_second` and `waiting_share`, the fraction of time that the
+workers wait. `progress.rename(...)` sets the name of what follows, e.g. of the next starting point.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StepProgress:
         self._print_pending()
 
     def rename(self, title: str) -> None:
-        """What the following steps belong to."""
+        """Set the name of the following steps."""
         self.title = title
 
     @property
@@ -94,7 +94,7 @@ class StepProgress:
                 self._print_pending()
 
     def _print_pending(self) -> None:
-        """The last line of a phase is always shown, however quick the phase was."""
+        """Always show the last line of a phase, however short the phase was."""
         if self._pending:
             print(self._pending, file=self._stream, flush=True)
             self._pending = ""
@@ -107,7 +107,7 @@ def rate_in_words(steps_per_second: float) -> str:
 
 
 def _numbers(record: Mapping[str, Any]) -> str:
-    """The numbers of a step, under the names of the paper; those that a record does not have are left out."""
+    """The numbers of a step, with the names of the paper; those missing from the record are omitted."""
     shown = (
         ("objective", "q {:.4g}"),
         ("risk", "risk {:.4g}"),

@@ -1,16 +1,16 @@
-"""From a config to what learning and fitting take: the one place where its sections become settings.
+"""From a config to the recipe of learning and fitting: the only place where its sections become settings.
 
-    check(config)                                             # keys that do not go together are refused
+    check(config)                                             # an error for incompatible keys
     for start in starts_of(config, n_features):               # one, or those of `learn.starts`
         recipe = recipe_of(config, start.settings, data)      # of model.kind mce: see `kme_dist.run.train`
         model = estimator_of(config, start.settings)          # of any kind
 
     model:
       kind: cen
-      options: {hidden: [64, 32]}       # whatever CENClassifier takes beyond the keys of the sections
+      options: {hidden: [64, 32]}       # parameters of CENClassifier without a key in the sections
 
-The sections mean the same for every kind of model (`learn.steps`, `model.scaling`, ...); `options` holds the other
-parameters of the estimator. A key that is absent has the default of the estimator.
+The sections have the same meaning for every kind of model (`learn.steps`, `model.scaling`, ...); `options` holds the
+other parameters of the estimator. An absent key has the default of the estimator.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from kme_dist.run.train import Recipe
 KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASKLClassifier}
 SECTIONS: dict[str, Any] = {"model": ModelConfig, "learn": LearnConfig, "fit": FitConfig}
 NOT_OPTIONS = ("client", "verbose")
-FULL_OBJECTIVES = ("rcb", "erm")  # that have exact gradients over all rows
+FULL_OBJECTIVES = ("rcb", "erm")  # objectives with exact gradients over all rows
 ROWS_TO_REHEARSE = 20  # of each class
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where learning starts: the parameters of the estimator; of several, each has a folder in that of the run."""
+    """A starting point: the parameters of the estimator; one of several has its own folder in the run folder."""
 
     name: str
     settings: dict[str, Any]
@@ -50,7 +50,7 @@ class StartingPoint:
 
     @property
     def as_given(self) -> dict[str, Any]:
-        """The same without learning, to compare with."""
+        """The same starting point without learning, for comparison."""
         return {**self.settings, "steps": 0, "refit_regularization": False}
 
 
@@ -58,7 +58,7 @@ class StartingPoint:
 
 
 def check(config: Config) -> None:
-    """Refuse keys that do not go together, before anything is read or written."""
+    """Raise an error for incompatible keys, before anything is read or written."""
     if config.model.kind == "mce":
         _check_kernel(config)
     else:
@@ -71,23 +71,21 @@ def check(config: Config) -> None:
 def _check_kernel(config: Config) -> None:
     learn, objective = config.learn, config.model.objective
     if config.model.options:
-        raise ConfigError("model.options go with model.kind cen or askl; mce takes the keys of the sections")
+        raise ConfigError("model.options requires model.kind cen or askl; set the keys of the sections for mce")
     if learn.mode == "full":
         if objective is not None and objective not in FULL_OBJECTIVES:
-            raise ConfigError(
-                f"learn.mode is full: model.objective is {objective!r}, full gradients are of rcb and erm"
-            )
+            raise ConfigError(f"learn.mode is full: model.objective must be rcb or erm, not {objective!r}")
         if config.model.features is None:
             raise ConfigError(
                 "learn.mode is full: model.features is missing, e.g. {name: random_fourier, features: 512}; it learns "
-                "explicit features, kernels are learned with sync and local"
+                "explicit features; for kernels use sync or local"
             )
         if learn.starts:
-            raise ConfigError("learn.starts are of kernels; learn.mode is full, leave them out")
+            raise ConfigError("learn.starts is only for kernels; remove it with learn.mode full")
     elif config.model.features is not None:
         raise ConfigError(
-            f"model.features is set and learn.mode is {learn.mode}; explicit features are learned with full, or as "
-            "the network of model.kind cen, options: {network: ...}"
+            f"model.features is set and learn.mode is {learn.mode}; explicit features require learn.mode full, or "
+            "model.kind cen with options: {network: ...}"
         )
     steps = MCEClassifier().steps if learn.steps is None else learn.steps
     if learn.mode == "local" and steps % learn.local_steps:
@@ -101,13 +99,13 @@ def _check_network(config: Config) -> None:
     kind = config.model.kind
     if config.model.features is not None:
         instead = "options: {network: ...}" if kind == "cen" else "options: {features: 500}"
-        raise ConfigError(f"model.features goes with model.kind mce; for {kind} write {instead}")
+        raise ConfigError(f"model.features requires model.kind mce; for {kind} use {instead}")
     if config.learn.starts:
-        raise ConfigError(f"learn.starts are of kernels; model.kind is {kind!r}, leave them out")
+        raise ConfigError(f"learn.starts is only for kernels; remove it with model.kind {kind!r}")
     if config.learn.mode != "sync":
         raise ConfigError(
-            f"learn.mode is {config.learn.mode!r}: with model.kind {kind!r} leave it out; without "
-            "learn.batch_size a network takes the exact gradient of all rows"
+            f"learn.mode is {config.learn.mode!r}: remove it with model.kind {kind!r}; without "
+            "learn.batch_size a network uses the exact gradient of all rows"
         )
     _network_settings(config)
 
@@ -116,7 +114,7 @@ def _bytes(key: str, text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError:
-        raise ConfigError(f"{key} is {text!r}; give bytes such as 256MiB") from None
+        raise ConfigError(f"{key} is {text!r}; it must be a size such as 256MiB") from None
 
 
 # --- settings -------------------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ def _network_settings(config: Config) -> dict[str, Any]:
     free = sorted(known - set(owners))
     for key in options:
         if key in owners:
-            raise ConfigError(f"model.options.{key}: write {owners[key]}")
+            raise ConfigError(f"model.options.{key}: use {owners[key]} instead")
         if key not in known:
             near = difflib.get_close_matches(key, free, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(free)}"
@@ -169,10 +167,10 @@ def _network_settings(config: Config) -> dict[str, Any]:
     given |= {k: getattr(config.learn, k) for k in ("schedule", "batches_per_step") if k in config.learn.given()}
     for key in given:
         if key not in known:
-            raise ConfigError(f"{owners[key]} does not go with model.kind {kind!r}; options: {', '.join(free)}")
+            raise ConfigError(f"{owners[key]} is not supported with model.kind {kind!r}; options: {', '.join(free)}")
     if kind == "askl" and options.setdefault("loss", "cross_entropy") != "cross_entropy":
         raise ConfigError(
-            f"model.options.loss is {options['loss']!r}: a run reports probabilities, which come with cross_entropy"
+            f"model.options.loss is {options['loss']!r}: a run reports probabilities, which require cross_entropy"
         )
     if "hidden" in options:
         options["hidden"] = tuple(options["hidden"])
@@ -180,12 +178,12 @@ def _network_settings(config: Config) -> dict[str, Any]:
 
 
 def estimator_of(config: Config, settings: Mapping[str, Any], **further: Any) -> Any:
-    """An estimator of the kind that the config names, not fitted yet."""
+    """An unfitted estimator of model.kind."""
     return KINDS[config.model.kind](**{**settings, **further})
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """The config with every default spelled out."""
+    """The config with all defaults filled in."""
     if config.model.kind == "mce":
         full = config.resolved(MCEClassifier().get_params())
         if config.learn.mode == "full":
@@ -201,9 +199,9 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def recipe_of(config: Config, settings: Mapping[str, Any], data: RowSource, executor: Executor | None = None) -> Recipe:
-    """What the estimator would do with these settings, and what a config adds to them.
+    """The recipe of the estimator with these settings, and the additional settings of a config.
 
-    The workers of `executor` decide whether arrays are on the CPU or the GPU; without one, the CPU.
+    The workers of `executor` determine whether arrays are on the CPU or the GPU; without an executor, the CPU.
     """
     model = MCEClassifier(**{**settings, "backend": "numpy"})
     learn, fit = config.learn, config.fit
@@ -222,13 +220,13 @@ def recipe_of(config: Config, settings: Mapping[str, Any], data: RowSource, exec
 
 
 def feature_map_of(config: Config, n_features: int) -> Any:
-    """The explicit features that `learn.mode: full` starts from; None where a kernel is learned."""
+    """The initial explicit features of `learn.mode: full`; None if a kernel is learned."""
     if config.model.features is None:
         return None
     seed = 0 if config.learn.seed is None else config.learn.seed
     found = maps.from_config(config.model.features, n_features=n_features, seed=seed)
     if not found.parameters:
-        raise ConfigError(f"model.features {config.model.features!r} have no parameters: there is nothing to learn")
+        raise ConfigError(f"model.features {config.model.features!r} has no parameters to learn")
     return found
 
 
@@ -237,7 +235,7 @@ def cache_bytes_of(config: Config) -> int:
 
 
 def rehearse(config: Config, X: np.ndarray, y: np.ndarray) -> None:
-    """One step on a few rows: a setting that cannot work is found before anything stored is touched."""
+    """One step on a few rows, to find invalid settings before anything stored is changed."""
     if config.model.features is not None:
         return
     few = np.concatenate([np.flatnonzero(y == label)[:ROWS_TO_REHEARSE] for label in np.unique(y)])
@@ -255,7 +253,7 @@ def rehearse(config: Config, X: np.ndarray, y: np.ndarray) -> None:
 
 
 def initial_features(config: Config, settings: Mapping[str, Any], n_features: int) -> Any:
-    """The map that learning began with, for pictures of what has moved; None where a kernel is learned."""
+    """The feature map before learning, for plots of the changes; None if a kernel is learned."""
     if config.model.kind == "mce":
         return None
     model = estimator_of(config, settings)

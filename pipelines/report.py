@@ -1,6 +1,6 @@
-"""The last stage of a run: report.html, and the summary that `kme-dist run --json` prints.
+"""The last stage of a run: report.html, and the summary for `kme-dist run --json`.
 
-What the page shows is in `kme_dist.pipelines.pages`.
+The content of the page is in `kme_dist.pipelines.pages`.
 """
 
 from __future__ import annotations

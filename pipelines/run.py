@@ -1,16 +1,16 @@
-"""`kme-dist run CONFIG`: every stage from the source to the report, over the workers. Also `python pipelines/run.py`.
+"""`kme-dist run CONFIG`: every stage from the source to the report, on the workers. Also `python pipelines/run.py`.
 
-    ingest     data.zarr           the rows, divided into `train` and `test` (a data set that is so already stays put)
-    learn      learned.zarr        kernel and regularisation, from every starting point, under every objective compared
-    fit        model.zarr          the embedding on all training rows; the best of what was learned is kept
+    ingest     data.zarr           the rows, split into `train` and `test` (a data set with both is used in place)
+    learn      learned.zarr        kernel and regularisation, from every starting point, with every compared objective
+    fit        model.zarr          the embedding on all training rows; the best candidate is kept
     predict    predictions.zarr    the test rows, chunk by chunk, each exactly once
-    evaluate   metrics.json        figures of the test rows
-    report     report.html         the same with pictures
+    evaluate   metrics.json        metrics of the test rows
+    report     report.html         the same with plots
 
-Each stage is that of the command of the same name. Beside these the run folder holds config.yaml (every default spelled
-out), metrics.jsonl (one line per learning step, written during learning) and run.json (status, timings,
-versions, digests). A stage whose inputs have not changed is skipped, so a second call with the same configuration, data
-and version returns the finished result, and a call after a kill resumes.
+Each stage is the same as the command of that name. The run folder also holds config.yaml (with all defaults),
+metrics.jsonl (one line per learning step, written during learning) and run.json (status, timings, versions, digests). A
+stage whose inputs have not changed is skipped, so a second call with the same configuration, data and version returns
+the finished result, and a call after a kill resumes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.stages import Run
 
 STAGES = (ingest.STAGE, learn.STAGE, fit.STAGE, predict.STAGE, evaluate.STAGE, report.STAGE)
-OUTDATED = (fit.MODEL, evaluate.METRICS, report.REPORT)  # once something new is learned or fitted
+OUTDATED = (fit.MODEL, evaluate.METRICS, report.REPORT)  # removed when something new is learned or fitted
 
 
 def run(
@@ -37,11 +37,11 @@ def run(
     command: str = "",
     performance: Path | None = None,
 ) -> dict[str, Any]:
-    """Do every stage of `config` that is not current; returns the summary that `kme-dist run --json` prints.
+    """Run every stage of `config` that is not up to date; returns the summary for `kme-dist run --json`.
 
-    `name` is that of the config file; it names the run folder when `output.folder` is absent. With `fresh` finished
-    stages are recomputed. `command` is what the user typed, for the record; `performance` a file for Dask's report of
-    what the cluster did.
+    `name` is that of the config file; it names the run folder if `output.folder` is absent. With `fresh` finished
+    stages are recomputed. `command` is the user's command line, for the record; `performance` a file for Dask's
+    performance report.
     """
     with Run.open(
         config,

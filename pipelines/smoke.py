@@ -1,13 +1,13 @@
-"""`kme-dist smoke`: does all of it work here? What every deployment is tried with, in seconds.
+"""`kme-dist smoke`: an end-to-end test of a deployment, in seconds.
 
     kme-dist smoke                                                     # on this machine
     kme-dist smoke nightly.yaml --folder s3://bucket/smoke             # on the cluster that a config names
 
-A table of three well-separated clouds is stored as a data set; the workers learn a few steps, fit the model and predict
-rows that it has not seen. Three things are checked: the workers' parameters are those of a single process, the
-probabilities are probabilities, and nearly all unseen rows are classified correctly. The folder is removed at the end.
+Three well-separated clusters of points are stored as a data set; the workers learn a few steps, fit the model and
+predict unseen rows. Three things are checked: the workers learn the same parameters as a single process, probabilities
+sum to 1, and nearly all unseen rows are classified correctly. The folder is removed at the end.
 
-With workers on other machines, `--folder` names a place that all of them can reach.
+With workers on other machines, `--folder` must be a place that all of them can reach.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kme_dist.run.settings import LearnSettings
 
 ROWS, CLASSES, FEATURES = 360, 3, 4
 SETTINGS = LearnSettings(objective="validation", steps=4, batch_size=60, learning_rate=0.1, seed=0)
-ENOUGH = 0.95  # the clouds are six widths apart: an honest model misses none of them
-SAME = 1e-4  # other processors round otherwise; anything beyond that is an error
+ENOUGH = 0.95  # the clusters are six widths apart: a correct model misclassifies none
+SAME = 1e-4  # other processors round differently; a larger difference is an error
 ON_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def run(cluster: ClusterConfig, folder: str | None = None) -> dict[str, Any]:
-    """Try everything on `cluster` and return what `kme-dist smoke --json` prints; raises where something is wrong."""
+    """Run the test on `cluster` and return the output of `kme-dist smoke --json`; raises on failure."""
     began = time.perf_counter()
     if folder is not None:
         return _in(Place.of(folder).child(f"smoke-{uuid.uuid4().hex[:12]}"), cluster, began)
     if _is_elsewhere(cluster):
         raise ConfigError(
-            f"the workers of {cluster.address or cluster.kind} may run on other machines; name a place that they and "
-            "this process can reach with --folder, e.g. --folder s3://bucket/smoke or a shared directory"
+            f"the workers of {cluster.address or cluster.kind} may run on other machines; pass a place that they and "
+            "this process can reach with --folder, e.g. --folder s3://bucket/smoke or a shared folder"
         )
     with tempfile.TemporaryDirectory(prefix="kme-dist-smoke-") as own:
         return _in(Place.of(own).child("smoke"), cluster, began)
@@ -83,12 +83,12 @@ def _try_all(place: Place, executor: Executor) -> dict[str, Any]:
 
 def _check_predictions(probabilities: np.ndarray, y: Any) -> float:
     if not (np.isfinite(probabilities).all() and np.allclose(probabilities.sum(axis=1), 1.0, atol=1e-4)):
-        raise NumericalError("smoke: the probabilities of some rows do not add up to 1; `kme-dist doctor` may say why")
+        raise NumericalError("smoke: the probabilities of some rows do not sum to 1; run `kme-dist doctor`")
     accuracy = float(np.mean(np.argmax(probabilities, axis=1) == y))
     if accuracy < ENOUGH:
         raise NumericalError(
             f"smoke: {100 * accuracy:.1f} % of the unseen rows are classified correctly, {100 * ENOUGH:.0f} % are "
-            "needed; `kme-dist doctor` may say why"
+            "required; run `kme-dist doctor`"
         )
     return accuracy
 
@@ -107,7 +107,7 @@ def _learn(data: Any, executor: Executor) -> Learned:
 
 
 def _expect_same(learned: Learned, alone: Learned) -> None:
-    """Workers and a single process must learn the same numbers: the first sign of mixed versions or a bad machine."""
+    """Workers and a single process must learn the same numbers, else versions are mixed or a machine is faulty."""
     ours, theirs = (
         {"regularization": np.asarray(result.regularization), **result.kernel.parameters} for result in (alone, learned)
     )
@@ -115,8 +115,8 @@ def _expect_same(learned: Learned, alone: Learned) -> None:
         found = theirs[name]
         if not np.allclose(found, value, rtol=SAME, atol=0.0):
             raise NumericalError(
-                f"smoke: the workers learned {name} = {found}, this process alone {value}; are machines or versions "
-                "mixed? `kme-dist doctor` on each of them tells"
+                f"smoke: the workers learned {name} = {found}, this process {value}; check for mixed machines or "
+                "versions with `kme-dist doctor` on each of them"
             )
 
 

@@ -1,12 +1,11 @@
-"""What the stages of a run have in common: a config, a run folder, workers, and who is told of the progress.
+"""What the stages of a run share: a config, a run folder, workers, and the listeners of progress.
 
     with Run.open(config, name="digits") as run:
         for stage in (ingest.STAGE, learn.STAGE, fit.STAGE):
             run.do(stage)
 
-A stage is a function of the run that returns plain data, the inputs it depends on and the outputs it leaves. It is
-skipped when an earlier call has done it with the same inputs. Workers are started when the first stage needs them and
-serve all of them.
+A stage is a function of the run that returns plain data, with its inputs and outputs. It is skipped if an earlier call
+has done it with the same inputs. Workers are started when the first stage needs them and are used by all stages.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from kme_dist.pipelines import recipes, tables
 from kme_dist.pipelines.folder import Listener, RunFolder, digest
 from kme_dist.run.executors import Executor
 
-ROWS_TO_DRAW = 20_000  # of either part, for pictures and for curves over test rows
+ROWS_TO_DRAW = 20_000  # of either split, for plots and for curves over test rows
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a run. `inputs` are what it depends on, `outputs` what it leaves in the run folder."""
+    """One stage of a run. `inputs` are what it depends on, `outputs` what it writes to the run folder."""
 
     name: str
     work: Callable[[Run], dict[str, Any]]
@@ -64,22 +63,22 @@ class Workers:
 
 @dataclass
 class Run:
-    """What every stage is given.
+    """The context of every stage.
 
-    `source` is what is known of the rows before they are stored, see `tables.checked`; `fresh` names stages to do even
-    if they are current; `outdated` are results of later stages, removed once something new is learned or fitted.
+    `source` is the result of `tables.checked`, from before the rows are stored; `fresh` names stages to run even if
+    they are up to date; `outdated` are results of later stages, removed when something new is learned or fitted.
     """
 
     config: Config
     name: str
-    resolved: dict[str, Any]  # the config with every default
+    resolved: dict[str, Any]  # the config with all defaults
     source: Dataset | tables.Tables | None
     folder: RunFolder
     listener: Listener
     workers: Workers
     fresh: Collection[str] = ()
     outdated: Sequence[str] = ()
-    telemetry: Telemetry = field(init=False)  # of the stage that is being done
+    telemetry: Telemetry = field(init=False)  # of the current stage
 
     @classmethod
     @contextlib.contextmanager
@@ -95,10 +94,10 @@ class Run:
         command: str = "",
         performance: Path | None = None,
     ) -> Iterator[Run]:
-        """Check settings and data, then take the run folder for as long as the block lasts.
+        """Check settings and data, then hold the lease of the run folder inside the block.
 
-        Whatever is wrong with either is said before anything is written. With `test_rows` a data set without the parts
-        `train` and `test` is divided; otherwise it is learned from as a whole.
+        Errors in either are raised before anything is written. With `test_rows` a data set without the splits `train`
+        and `test` is split; otherwise it is learned from as a whole.
         """
         listener = listener or Listener()
         recipes.check(config)
@@ -117,13 +116,13 @@ class Run:
                 yield cls(config, name, resolved, source, folder, listener, workers, fresh, outdated)
 
     def do(self, stage: Stage) -> dict[str, Any]:
-        """Do a stage, or return at once what it has returned when it was done before."""
+        """Run a stage, or return its stored result if it was done before."""
         self.folder.fresh = stage.name in self.fresh
         inputs, outputs = stage.inputs(self), stage.outputs(self)
         return self.folder.stage(stage.name, inputs=inputs, outputs=outputs, work=lambda: self._work(stage))
 
     def is_current(self, *stages: Stage) -> bool:
-        """Whether these stages, in their order, were done before with the same inputs."""
+        """Whether these stages, in order, were done before with the same inputs."""
         for stage in stages:
             self.folder.fresh = stage.name in self.fresh
             if not self.folder.reuse(stage.name, stage.inputs(self), stage.outputs(self)):
@@ -142,11 +141,11 @@ class Run:
         return found
 
     def inputs_digest(self, stage: str) -> str:
-        """Stands for what a stage has left: the next one depends on it."""
+        """Identifies the result of a stage, as an input of the next one."""
         return str(self.folder.stages[stage]["inputs"])
 
     def say(self, line: str) -> None:
-        """A line for people, here and on the dashboard."""
+        """Print a line, here and on the dashboard."""
         self.listener.say(line)
         self.telemetry.say(line)
 
@@ -156,7 +155,7 @@ class Run:
 
     @cached_property
     def data(self) -> Dataset:
-        """The rows, once the stage `ingest` is done."""
+        """The rows, after the stage `ingest`."""
         return open_dataset(self.result("ingest")["path"])
 
     @cached_property
@@ -170,10 +169,10 @@ class Run:
 
     @property
     def image_shape(self) -> tuple[int, ...] | None:
-        """Of one row, where rows are images: as the data set says, else as the config does."""
+        """Shape of a row that is an image: from the data set, else from the config."""
         return self.data.sample_shape if len(self.data.sample_shape) > 1 else self.config.data.image_shape
 
 
 def config_digest(resolved: Mapping[str, Any]) -> str:
-    """Of everything that results depend on."""
+    """Digest of everything that results depend on."""
     return digest({**resolved, "output": None, "cluster": None})

@@ -1,15 +1,14 @@
-"""The rows of a run: read, checked, divided into training and test rows, and stored as a data set.
+"""The rows of a run: read, checked, split into training and test rows, and stored as a data set.
 
-    data = stored(config.data, folder / "data.zarr", checked(config.data))   # with the parts `train` and `test`
+    data = stored(config.data, folder / "data.zarr", checked(config.data))   # with the splits `train` and `test`
     tables = load(config.data)                            # the same rows in memory
     tables.X_train, tables.y_train, tables.X_test, tables.y_test, tables.feature_names
 
-The data set keeps how columns became features (categories of text columns, values for missing numbers), as one that
-`kme-dist ingest` makes, so that new rows can be encoded in the same way.
+The data set stores the encoding (categories of text columns, fill values), like one of `kme-dist ingest`, so that new
+rows can be encoded in the same way.
 
-A data set that comes with both parts is used in place. Everything that is wrong with the data is said here, before
-any computing starts: which row and column holds a missing value, which label the training rows do not have, which
-column does not exist.
+A data set with both splits is used in place. Errors in the data are raised here, before any computation: the row and
+column of a missing value, a label without training rows, a column that does not exist.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from kme_dist.config import DataConfig
 
 
-IN_MEMORY_BYTES = 512 << 20  # larger sources are streamed, and divided on the way
-WHOLE_FILE_BYTES = 256 << 20  # larger files are known by size and time, not by content
+IN_MEMORY_BYTES = 512 << 20  # larger sources are streamed, and split during ingest
+WHOLE_FILE_BYTES = 256 << 20  # larger files are identified by size and time, not by content
 PARTS = frozenset({"train", "test"})
 
 
@@ -69,10 +68,10 @@ def _fingerprint(source: str) -> str:
 
 
 def checked(settings: DataConfig, *, test_rows: bool = True) -> Dataset | Tables | None:
-    """What can be known before anything is stored: the data set that is used in place, or the rows of a table.
+    """What can be checked before anything is stored: the data set that is used in place, or the rows of a table.
 
-    None for a source that is too large to read beforehand. Without `test_rows` a data set need not have the
-    parts `train` and `test`.
+    None for a source that is too large to read beforehand. Without `test_rows` a data set need not have the splits
+    `train` and `test`.
     """
     data = dataset_at(settings.source)
     if data is not None and in_place(settings, data, test_rows=test_rows):
@@ -88,9 +87,9 @@ def stored(
     client: Any = None,
     progress: Callable[[str, int, int | None], None] | None = None,
 ) -> Dataset:
-    """The data set of a run, with its parts `train` and `test`: the source itself, or a copy at `dest`.
+    """The data set of a run, with the splits `train` and `test`: the source itself, or a copy at `dest`.
 
-    `found` is what `checked` has returned.
+    `found` is the result of `checked`.
     """
     if isinstance(found, Dataset):
         return found
@@ -112,7 +111,7 @@ def stored(
 
 
 def sample(data: Dataset, limit: int) -> Tables:
-    """At most `limit` rows of either part, the first ones, to look at and to draw."""
+    """The first rows of either split, at most `limit`, for plots."""
     train = "train" if "train" in data.splits else None
     X_test, y_test = _first_rows(data, data.splits.get("test", ()), limit)
     return Tables(*_first_rows(data, data.ranges(train), limit), X_test, y_test, list(data.feature_names))
@@ -129,7 +128,7 @@ def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) ->
 
 
 def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
-    """Whether a data set is used as it is: it has the parts that are needed, and nothing else is asked for."""
+    """Whether a data set is used in place: it has the required splits, and the settings do not change it."""
     own_label = settings.label is None or settings.label == data.label
     plain = settings.test_source is None and settings.features is None and settings.missing is None
     parts = is_divided(data) or not test_rows
@@ -151,7 +150,7 @@ def _bytes(source: str, data: Dataset | None) -> int:
 
 
 def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> Dataset:
-    """Larger than memory: read, shuffled, divided and stored in one go."""
+    """A source larger than memory: read, shuffled, split and stored in one pass."""
     if settings.test_source is not None:
         raise ConfigError(
             f"data.test_source is for tables that fit in memory, and {settings.source} is larger than "
@@ -176,7 +175,7 @@ def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> D
 
 @dataclass(frozen=True)
 class Tables:
-    """Training and test rows. X: (n, d) float array, y: (n,) labels as the user knows them."""
+    """Training and test rows. X: (n, d) float array, y: (n,) original labels."""
 
     X_train: np.ndarray
     y_train: np.ndarray
@@ -184,7 +183,7 @@ class Tables:
     y_test: np.ndarray
     feature_names: list[str]
     label: str = "target"
-    schema: Schema | None = None  # how columns of the source became features, where they are not numbers as they are
+    schema: Schema | None = None  # the encoding of the source, if its columns are not plain numbers
 
     @property
     def digest(self) -> str:
@@ -199,7 +198,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class _Source:
-    """Rows of one source: features as numbers, labels as they are."""
+    """Rows of one source: features as numbers, original labels."""
 
     X: np.ndarray
     y: np.ndarray
@@ -209,7 +208,7 @@ class _Source:
 
 
 def load(settings: DataConfig) -> Tables:
-    """Read the source (and the test source, when there is one) and split."""
+    """Read the source (and the test source, if given) and split."""
     data = dataset_at(settings.source)
     parts_known = data is not None and settings.stored_split and set(data.splits) >= PARTS
     part = "train" if parts_known and settings.test_source is None else None
@@ -226,7 +225,7 @@ def load(settings: DataConfig) -> Tables:
         test = _read(settings, settings.test_source, like=rows.schema)
         if test.feature_names != rows.feature_names:
             raise DataError(
-                f"{settings.test_source} has other columns than {settings.source}: "
+                f"the columns of {settings.test_source} differ from those of {settings.source}: "
                 f"{_first_difference(test.feature_names, rows.feature_names)}"
             )
         X_train, X_test, y_train, y_test = X, test.X, y, test.y
@@ -237,8 +236,8 @@ def load(settings: DataConfig) -> Tables:
         X_train, X_test, y_train, y_test = _split(settings, X, y)
     if len(np.unique(y_train)) < 2:
         raise DataError(
-            f"{settings.source}: the training rows hold one class only ({y_train[0]!s}); "
-            f"at least two are needed, check data.label"
+            f"{settings.source}: the training rows have only one class ({y_train[0]!s}); "
+            f"at least two are required, check data.label"
         )
     unknown = np.setdiff1d(y_test, y_train)
     if len(unknown):
@@ -251,16 +250,14 @@ def load(settings: DataConfig) -> Tables:
 
 
 def _read(settings: DataConfig, source: str, part: str | None = None, like: Schema | None = None) -> _Source:
-    """The rows of a source, or of one part of a data set; those of a file encoded by the schema `like`."""
+    """The rows of a source, or of one split of a data set; those of a file encoded by the schema `like`."""
     data = dataset_at(source)
     if data is None and not source.startswith("sklearn:"):
         rows = _from_file(settings, source, like)
     else:
         rows = _Source(*_built_in(source)) if data is None else _from_dataset(data, part)
         if settings.label is not None and settings.label != rows.label:
-            raise ConfigError(
-                f"data.label is {settings.label!r}, but {source} comes with its own labels; leave data.label out"
-            )
+            raise ConfigError(f"data.label is {settings.label!r}, but {source} has its own labels; remove data.label")
         if settings.features is not None:
             names = rows.feature_names
             columns = [_position(column, names, source) for column in settings.features]
@@ -271,8 +268,8 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
         row, column = (int(index) for index in bad[0])
         raise DataError(
             f"{source} row {row}, column {rows.feature_names[column]!r}: value is {X[row, column]}, "
-            f"a finite number is needed; drop or fill such rows "
-            f"({len(np.unique(bad[:, 0]))} of {len(X)} rows are concerned)"
+            f"it must be finite; drop or fill such rows "
+            f"({len(np.unique(bad[:, 0]))} of {len(X)} rows are affected)"
         )
     return replace(rows, X=X)
 
@@ -287,7 +284,7 @@ def _built_in(source: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
 
 
 def dataset_at(source: str) -> Dataset | None:
-    """The data set at a path or address; None for everything else, other Zarr groups included."""
+    """The data set at a path or address; None for anything else, including other Zarr groups."""
     if source.startswith("sklearn:"):
         return None
     place = Place.of(source)
@@ -299,7 +296,7 @@ def dataset_at(source: str) -> Dataset | None:
 def _from_dataset(data: Dataset, part: str | None) -> _Source:
     X, codes = data.read(part)
     if codes is None or data.classes is None:
-        raise DataError(f"{data.path} holds no classes; ingest it with the column of the classes as label")
+        raise DataError(f"{data.path} has no classes; ingest it with the column of the classes as label")
     labels = np.asarray(data.classes)[codes]
     return _Source(X.reshape(len(X), -1), labels, data.feature_names, data.label or "target", data.schema)
 
@@ -313,11 +310,11 @@ def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Sourc
             f"its columns are {', '.join(map(repr, list(columns)[:12]))}"
         )
     if not len(table.y):
-        raise DataError(f"{source} holds no rows; at least two rows of two classes are needed")
+        raise DataError(f"{source} has no rows; at least two rows of two classes are required")
     if len(table.y) > 10 and 2 * len(table.class_names) > len(table.y):
         raise DataError(
             f"{source}: the label column {table.label!r} holds {len(table.class_names)} different values in "
-            f"{len(table.y)} rows; classes are needed, each with several rows, check data.label"
+            f"{len(table.y)} rows; it must hold classes with several rows each, check data.label"
         )
     labels = np.asarray(table.class_names)[table.y]
     return _Source(table.X, labels, list(table.feature_names), table.label or "target", table.schema)
@@ -348,7 +345,7 @@ def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray) -> list[np.ndarra
             random_state=settings.split_seed,
             stratify=y if settings.stratify else None,
         )
-    except ValueError as error:  # too few rows for the share asked for
+    except ValueError as error:  # too few rows for this fraction
         raise DataError(
             f"{settings.source}: {len(X)} rows cannot be split with data.test_fraction "
             f"{settings.test_fraction:g}: {error}"
@@ -361,13 +358,13 @@ def _position(column: int | str, names: list[str], source: str) -> int:
         if column < len(names):
             return column
         raise ConfigError(
-            f"data.features: there is no column {column} in {source}; its {len(names)} features count from 0"
+            f"data.features: {source} has no column {column}; it has {len(names)} features, counted from 0"
         )
     if column in names:
         return names.index(column)
     near = difflib.get_close_matches(column, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(repr, names[:12]))}"
-    raise ConfigError(f"data.features: there is no column {column!r} in {source}; {hint}")
+    raise ConfigError(f"data.features: {source} has no column {column!r}; {hint}")
 
 
 def _first_difference(seen: list[str], wanted: list[str]) -> str:

@@ -177,7 +177,7 @@ def test_without_cupy_the_host_computes(no_cupy):
 def test_cupy_without_a_device_is_no_gpu(device, monkeypatch):
     monkeypatch.setattr(strict_cupy.cupy, "is_available", lambda: False)
     assert backend.resolve("auto") == "numpy"
-    assert "sees no CUDA device" in backend.gpu_report()["self_test"]
+    assert "finds no CUDA device" in backend.gpu_report()["self_test"]
 
 
 def test_with_a_device_it_is_chosen(device):

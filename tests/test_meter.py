@@ -28,7 +28,7 @@ class Counting:
 @pytest.fixture
 def counting():
     counts = Counting()
-    meter.count_by(counts)
+    meter.register(counts)
     yield counts
     meter.unregister(counts)
 
@@ -45,7 +45,7 @@ def test_calls_are_counted_where_somebody_counts(counting):
     meter.unregister(counting)
     assert observed(halved, (4,)) == 0.25
     assert counting.calls == [("halved", 0.5, False), ("halved", None, True)]
-    assert [name for name, _ in counting.stages] == ["reduce"], "what failed half-way is no finished stage"
+    assert [name for name, _ in counting.stages] == ["reduce"], "failed stages are not reported"
 
 
 def test_every_task_of_an_executor_is_counted(counting):

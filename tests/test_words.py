@@ -9,18 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Where to look: folders and files.
-ROOMS = [
-    "kme_dist/cli",
-    "kme_dist/ops",
-    "kme_dist/report",
-    "kme_dist/run",
-    "kme_dist/models",
-    "kme_dist/data/leases.py",
-    "pipelines/job.py",
-    "deploy",
-    "docs",
-    "README.md",
-]
+ROOMS = ["kme_dist", "pipelines", "configs", "benchmarks", "deploy", "docs", "README.md"]
 # What was found, as a regular expression, and what to write instead.
 PHRASES = {
     r"(go|goes|going|gone|went) on (with|where|from)": "resume",
@@ -31,6 +20,16 @@ PHRASES = {
     r"so many most probable": "number of top classes",
     r"nothing of kme-dist lies": "not a kme-dist data set, model or run",
     r"lies? (here|there)\b": "path exists and is not ...",
+    r"\bwas not there before\b": "is unknown; known: ...",
+    r"\b(is|are) cut short\b": "truncated",
+    r"\bgets? in the way\b": "problem",
+    r"\brounds? otherwise\b": "rounds differently",
+    r"\bspelled out\b": "with all defaults",
+    r"\b(opened|taken|drawn|stored|written) anew\b": "again, recomputed",
+    r"\bfewer than asked\b|\bthan asked for\b|\bwhen asked for\b": "than requested, on request",
+    r"\bwhat was asked for\b": "the request",
+    r"\b(does|do|goes?) not go (with|together)\b": "is not supported with, incompatible",
+    r"\b(led_by|count_by|_in_the_way|_lies_by_columns|Judgement)\b": "with_argmax, register, HeldOutObjective, ...",
     r"stops? to be valid": "expires",
     r"certificates? (that )?ends?\b": "expires",
     r"\bset aside": "skipped chunk ... (quarantined)",

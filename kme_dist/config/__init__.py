@@ -6,9 +6,9 @@
     json_schema()                       # for editors: `kme-dist config-schema`
 
 The file is plain YAML: no tags, no duplicate keys, and `1e-3` is a number. Every mistake is one
-`ConfigError` that names the dotted key, what was seen and what is allowed; an unknown key also
-names its nearest neighbour. A key that is absent means "the default of the estimator", so that
-each default lives in one place.
+`ConfigError` that names the dotted key, the value found and the values allowed; for an unknown key it
+suggests the nearest known one. An absent key has the default of the estimator, so each default is
+defined once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-NULL_KEYS = frozenset({"scaling", "threads"})  # where null is a choice of its own
+NULL_KEYS = frozenset({"scaling", "threads"})  # keys for which null differs from absent
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -16,7 +16,7 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     def given(self) -> set[str]:
-        """The keys that say something: null means the same as leaving a key out, but for those in NULL_KEYS."""
+        """The keys that are set: null means the same as an absent key, except for those in NULL_KEYS."""
         return {key for key in self.model_fields_set if key in NULL_KEYS or getattr(self, key) is not None}
 
 
@@ -29,7 +29,7 @@ class TlsConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Which workers do the work. They decide how fast it is done, never what comes out."""
+    """Which workers to use. They affect speed, never results."""
 
     kind: Literal["serial", "local", "local-cuda", "address", "slurm", "kubernetes", "gateway"] = Field(
         default="local",
@@ -38,12 +38,12 @@ class ClusterConfig(Section):
         "after the command)",
     )
     workers: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="worker processes; null takes one for each core or GPU of this machine, elsewhere 1"
+        default=None, description="number of worker processes; null: one per core or GPU on this machine, 1 elsewhere"
     )
     memory: str | None = Field(
         default=None,
         min_length=1,
-        description="memory limit of one worker, e.g. 2GiB; null shares the machine's memory",
+        description="memory limit of one worker, e.g. 2GiB; null: an equal share of the machine's memory",
     )
     address: str | None = Field(
         default=None,
@@ -53,25 +53,25 @@ class ClusterConfig(Section):
     tls: TlsConfig | None = Field(default=None, description="files for an encrypted connection")
     insecure: bool = Field(
         default=False,
-        description="whether a scheduler on another machine may be used without encryption: whoever reaches its port "
-        "can run code",
+        description="whether to allow a scheduler on another machine without encryption: anyone who can reach its "
+        "port can run code",
     )
     gpus: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="GPUs of one worker that slurm or kubernetes starts; with them tasks compute on the GPU"
+        default=0, description="GPUs per worker of slurm or kubernetes; with them tasks run on the GPU"
     )
     device_memory: str | Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="local-cuda: device memory above which results move to the host, e.g. 12GiB or 0.8 of the device",
     )
     memory_pool: str | None = Field(
-        default=None, min_length=1, description="local-cuda: device memory taken at once as a pool, e.g. 10GiB"
+        default=None, min_length=1, description="local-cuda: size of the device memory pool, e.g. 10GiB"
     )
     queue: str | None = Field(default=None, min_length=1, description="slurm: partition of the jobs")
     account: str | None = Field(default=None, min_length=1, description="slurm: account of the jobs")
     walltime: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}:\d{2}(:\d{2})?$")] = Field(
-        default="01:00:00", description="slurm: how long a job may run, e.g. 02:00:00"
+        default="01:00:00", description="slurm: time limit of a job, e.g. 02:00:00"
     )
-    directives: list[str] = Field(default=[], description="slurm: further #SBATCH lines, e.g. [--constraint=a100]")
+    directives: list[str] = Field(default=[], description="slurm: additional #SBATCH lines, e.g. [--constraint=a100]")
     prologue: list[str] = Field(
         default=[], description="slurm: shell lines before the worker, e.g. [source /opt/kme/bin/activate]"
     )
@@ -82,5 +82,5 @@ class ClusterConfig(Section):
     )
     dashboard: bool = Field(default=True, description="whether a local cluster serves the Dask dashboard")
     patience_s: Positive = Field(
-        default=60.0, description="seconds after which a worker that does not answer is taken to hang"
+        default=60.0, description="seconds after which a worker that does not respond is considered hung"
     )

@@ -1,4 +1,4 @@
-"""From a YAML file to a checked `Config`: reading, overrides, and messages that name the key and the way out."""
+"""From a YAML file to a checked `Config`: reading, overrides, and messages that name the key and the fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         seen = "nothing" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(f"{path}: need sections such as `data:` and `model:`, saw {seen}")
+        raise ConfigError(f"{path}: expected sections such as `data:` and `model:`, got {seen}")
     for override in overrides:
         _apply(tree, override)
     return parse_config(tree, str(path))
@@ -52,9 +52,9 @@ def parse_config(tree: Mapping[str, Any], where: str = "config") -> Config:
         return Config.model_validate(dict(tree))
     except ValidationError as error:
         found = error.errors(include_url=False)
-        # A misspelt key also makes the right one missing: the misspelling is the news.
+        # A misspelt key also makes the right one missing; report the misspelling.
         first = min(found, key=lambda item: item["type"] != "extra_forbidden")
-        # Each branch of a union reports on its own; together they are one mistake.
+        # Each branch of a union reports an error; together they are one mistake.
         together = [item for item in found if _key(item) == _key(first)]
         raise ConfigError(f"{where}: {_explain(together)}") from None
 
@@ -71,7 +71,7 @@ def json_schema() -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that also refuses duplicate keys and reads 1e-3 as the number it looks like."""
+    """Safe YAML that also rejects duplicate keys and reads 1e-3 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# YAML 1.1 wants a dot in the mantissa and a sign in the exponent; YAML 1.2 and people do not.
+# YAML 1.1 requires a dot in the mantissa and a sign in the exponent; YAML 1.2 does not.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
@@ -96,7 +96,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; `where` opens the message of a `ConfigError`."""
+    """The value of a YAML text; `where` is the prefix of error messages."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain values only
     except yaml.MarkedYAMLError as error:
@@ -104,7 +104,7 @@ def parse_yaml(text: str, where: str) -> Any:
         problem = " ".join((error.problem or "cannot be read").split())
         if "could not determine a constructor" in problem:
             tag = problem.rsplit("'", 2)[1]
-            problem = f"the tag {tag!r} is refused; use plain values (text, numbers, lists, mappings)"
+            problem = f"the tag {tag!r} is not allowed; use plain values (text, numbers, lists, mappings)"
         raise ConfigError(f"{where}{line}: {problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not readable as YAML ({' '.join(str(error).split())[:200]})") from None
@@ -115,7 +115,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"--set {override}: need section.key=value, e.g. --set learn.steps=200")
+        raise ConfigError(f"--set {override}: must be section.key=value, e.g. --set learn.steps=200")
     target = tree
     for depth, part in enumerate(parts[:-1]):
         if target.get(part) is None:
@@ -147,7 +147,7 @@ def _sections() -> dict[str, type[Section]]:
 
 
 def _known_keys() -> list[str]:
-    """Every dotted key that a configuration may hold."""
+    """Every dotted key of the configuration."""
     keys = []
     for name, section in _sections().items():
         keys += [name, *(f"{name}.{key}" for key in section.model_fields)]
@@ -155,7 +155,7 @@ def _known_keys() -> list[str]:
 
 
 def _nearest(key: str) -> str:
-    """Advice for an unknown dotted key: the nearest one of its section, or of the whole file."""
+    """A hint for an unknown dotted key: the nearest one of its section, or of the whole file."""
     known = _known_keys()
     key = re.sub(r"\.\d+\.", ".", key)
     section, _, last = key.rpartition(".")
@@ -173,7 +173,7 @@ def _children(section: str, known: list[str]) -> list[str]:
 
 
 def _explain(findings: list[Any]) -> str:
-    """One line from what pydantic says about one key: the key, what was seen, what is allowed."""
+    """One line for pydantic's errors of one key: the key, the value found, the values allowed."""
     error, key = findings[0], _key(findings[0])
     if error["type"] == "extra_forbidden":
         return f"unknown key `{key}`; {_nearest(key)}"
@@ -186,7 +186,7 @@ def _explain(findings: list[Any]) -> str:
     seen = "nothing" if error["input"] is None else _briefly(error["input"])
     if key in _sections():
         keys = ", ".join(_children(key, _known_keys()))
-        return f"`{key}` must be a section with keys {keys}; saw {seen}"
+        return f"`{key}` must be a section with keys {keys}; got {seen}"
     choices = [str(choice) for choice in _choices(field)]
     if choices:
         near = difflib.get_close_matches(str(error["input"]), choices, n=1)
@@ -201,7 +201,7 @@ def _explain(findings: list[Any]) -> str:
 
 
 def _key(error: Any) -> str:
-    """Dotted key of a finding, without the names that pydantic gives to branches of a union."""
+    """Dotted key of an error, without the names that pydantic gives to branches of a union."""
     parts = [str(part) for part in error["loc"]]
     if error["type"] != "extra_forbidden":
         branch = r"int|float|str|bool|(list|dict|tuple|literal)\[.*|constrained-.*"
@@ -219,7 +219,7 @@ def _field(path: list[str]) -> Any:
 
 
 def _choices(field: Any) -> list[Any]:
-    """The values of a Literal, however deep it sits in a union."""
+    """The values of a Literal at any depth of a union."""
     found: list[Any] = []
     pending = [field.annotation] if field is not None else []
     while pending:
@@ -232,6 +232,6 @@ def _choices(field: Any) -> list[Any]:
 
 
 def _briefly(value: Any) -> str:
-    """A value as Python writes it, cut short without ever being written out in full."""
+    """The repr of a value, truncated without building it in full."""
     text = _REPR.repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -1,1 +1,1 @@
-"""The papers: arrays in, arrays out. No files, clocks, clusters or global state in here."""
+"""The mathematics of the papers: arrays in, arrays out. No files, clocks, clusters or global state."""

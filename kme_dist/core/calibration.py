@@ -1,16 +1,16 @@
-"""Probabilities that mean what they say: from decision probabilities f to clip-normalised p̃, to calibrated ones.
+"""Calibrated probabilities: from decision probabilities f to clip-normalised p̃ to calibrated p.
 
     temperature   p_c ∝ p̃_c^(1/T)     one number T
-    isotonic      p_c ∝ m_c(p̃_c)       a non-decreasing function for each class; then, where two functions would turn
-                                       the order of p̃ in a row around, the nearest probabilities that keep it
+    isotonic      p_c ∝ m_c(p̃_c)       a non-decreasing function for each class; then, where two functions would
+                                       reverse the order of p̃ in a row, the nearest probabilities that keep it
 
-`class_probabilities` is the one way there for every model. Neither map changes the order of the classes in a row (it
-may make equals of neighbours), so no label depends on calibration, and ties at the top go to the class with the largest
-f: the label is the argmax of f and the argmax of the probabilities, in every row.
+Every model computes its probabilities with `class_probabilities`. Neither map changes the order of the classes in a row
+(it may create ties), so no label depends on calibration, and ties at the top go to the class with the largest f: the
+label is the argmax of f and the argmax of the probabilities, in every row.
 
-Both are fitted to decisions that did not see the label: on held-out rows, or by `leave_one_out_decisions`, in closed
-form on the rows of the fit. A regression on labels is modest where classes are many and clipping leaves a little mass
-on each: T falls below 1 and says so. The floor under every probability holds after the map as it does before it.
+Both are fitted to decisions made without the label: on held-out rows, or by `leave_one_out_decisions`, in closed form
+on the rows of the fit. A regression on labels is underconfident with many classes, where clipping leaves a little mass
+on each: then T is below 1. The floor under every probability also holds after the map.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG_TEMPERATURES = (-3.0, 3.0)
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted map; `Calibration()` leaves probabilities alone."""
+    """A fitted map; `Calibration()` is the identity."""
 
     kind: str = "none"
     temperature: float = 1.0
@@ -46,7 +46,7 @@ class Calibration:
 
     @classmethod
     def fit(cls, kind: str, p: np.ndarray, codes: np.ndarray, floor: float = 0.0) -> Calibration:
-        """From clip-normalised probabilities p of rows whose labels (codes) they did not see."""
+        """Fit to clip-normalised probabilities p that were computed without the labels (codes) of their rows."""
         p = np.asarray(p, np.float64)
         if kind == "temperature":
 
@@ -62,9 +62,9 @@ class Calibration:
         return cls(kind)
 
     def apply(self, p: np.ndarray, label: np.ndarray | None = None) -> np.ndarray:
-        """Calibrated probabilities, rows adding up to one, in the precision of p and in the order of p within a row.
+        """Calibrated probabilities: rows sum to one, dtype of p, and within a row the order of p.
 
-        `label` says which class of a row leads where several have its largest p; the first one if it is not given.
+        `label` is the class that wins a tie for the largest p of a row; by default the first one.
         """
         if self.kind == "none":
             return p
@@ -77,11 +77,11 @@ class Calibration:
         q = np.maximum(q / q.sum(axis=1, keepdims=True), self.floor)
         q = q / q.sum(axis=1, keepdims=True)
         if self.kind == "isotonic":
-            q = _in_order(q, p, p.argmax(axis=1) if label is None else label)
+            q = _order_preserving(q, p, p.argmax(axis=1) if label is None else label)
         return np.asarray(q, p.dtype)
 
     def to_plain(self) -> dict[str, Any]:
-        """Numbers and lists, from which `from_plain` makes the same map."""
+        """Numbers and lists, from which `from_plain` builds an equal map."""
         knots = [[x.tolist(), y.tolist()] for x, y in self.knots]
         return {"kind": self.kind, "temperature": self.temperature, "floor": self.floor, "knots": knots}
 
@@ -92,16 +92,16 @@ class Calibration:
 
 
 def class_probabilities(f: np.ndarray, floor: float = 0.0, calibration: Calibration | None = None) -> np.ndarray:
-    """Probabilities from decision probabilities: clip-normalised, calibrated, led by the class with the largest f."""
+    """Probabilities from decision probabilities f: clip-normalised, calibrated, with the argmax of f."""
     f = np.asarray(f)
     label = f.argmax(axis=1)
     p = np.asarray(clip_normalise(f, floor))
-    return led_by(p if calibration is None else calibration.apply(p, label), label)
+    return with_argmax(p if calibration is None else calibration.apply(p, label), label)
 
 
-def led_by(p: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """The same probabilities, `label` being their argmax: where it only shares the first place (all below the floor,
-    or made equal by rounding), it is raised to the next number above."""
+def with_argmax(p: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The same probabilities with `label` as their argmax: where it is tied (all below the floor, or equal after
+    rounding), it is raised to the next floating-point number."""
     first = p.argmax(axis=1)
     rows = np.flatnonzero(first != label)
     if not len(rows):
@@ -112,13 +112,13 @@ def led_by(p: np.ndarray, label: np.ndarray) -> np.ndarray:
 
 
 def expectation(p: np.ndarray, g: Any) -> np.ndarray:
-    """E[g(Y) | x] = Σ_c g(c) p_c(x) under probabilities p: never outside the values of g, not by rounding either."""
+    """E[g(Y) | x] = Σ_c g(c) p_c(x) under probabilities p, within the range of g even after rounding."""
     values = np.asarray(g, np.float64)
     return np.clip(p @ values, values.min(axis=0), values.max(axis=0))
 
 
-def _in_order(q: np.ndarray, p: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """The nearest rows to q that rise where p rises; equals of p are free, but for `label`, the last of them."""
+def _order_preserving(q: np.ndarray, p: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The nearest rows to q in the order of p; ties of p may come in any order, with `label` last."""
     leads = np.arange(p.shape[1]) == label[:, None]
     order = np.lexsort((q, leads, p), axis=1)
     rising = np.take_along_axis(q, order, axis=1)
@@ -132,7 +132,7 @@ def _in_order(q: np.ndarray, p: np.ndarray, label: np.ndarray) -> np.ndarray:
 def _isotonic(p: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The non-decreasing step function nearest to the hits, as knots to interpolate between.
 
-    Two pseudo-rows at either end (Laplace's rule) keep it away from 0 and 1, which no finite number of rows proves.
+    Two pseudo-rows, one at each end (Laplace's rule), keep it away from 0 and 1, which no finite sample can establish.
     """
     order = np.argsort(p, kind="stable")
     x = np.concatenate([[0.0], p[order], [1.0]])
@@ -143,11 +143,11 @@ def _isotonic(p: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def leave_one_out_decisions(embedding: Embedding, X: Any, Y: Array, rows: int) -> Array:
-    """Decisions at the rows of X as if each had been left out of the fit, in double precision.
+    """Leave-one-out decisions at the rows of X, in double precision.
 
     With centres C the fit is a ridge regression on k(C, x), whose hat matrix has the diagonal
     h_i = k_iᵀ (K_nCᵀ K_nC + nλ K_CC)⁻¹ k_i, and f without row i is Y_i - (Y_i - f_i) / (1 - h_i). X may be a sample of
-    the `rows` rows of the fit; its moments then stand for those of all. Exact where X is all of them.
+    the `rows` rows of the fit, whose moments it then estimates. Exact where X holds all of them.
     """
     wide = astype(X, "float64") if hasattr(X, "dtype") else X
     C = astype(embedding.centres, "float64") if hasattr(X, "dtype") else embedding.centres
@@ -166,7 +166,7 @@ def leave_one_out_decisions(embedding: Embedding, X: Any, Y: Array, rows: int) -
             continue
         break
     else:
-        raise NumericalError(f"the moments of {row_count(X)} rows stay singular; calibrate on held-out rows instead")
+        raise NumericalError(f"the moments of {row_count(X)} rows are singular; calibrate on held-out rows instead")
     leverage = xp.sum(half * half, axis=0)[:, None]
     room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
     f = K @ astype(embedding.weights, "float64")

@@ -1,27 +1,27 @@
-"""Block conjugate gradients: A X = B for all columns at once, where A is known by its products alone.
+"""Block conjugate gradients: A X = B for all columns at once, where A is only available as a product.
 
     found = block_cg(product, B, 1e-8, precondition)       # product(S) = A S, precondition(R) = M⁻¹R
     found.solution, found.steps, found.residual            # the true residual, of the worst column
 
-All columns share one Krylov space, so that a step with m columns does more than m steps of one. Residual columns become
-dependent on the way, or are so from the beginning, and the recurrence in its plain form then divides by zero. Here the
-residual block is held as a basis times coefficients, R = Q C (BCGrQ, in Dubrulle's names), and the basis is taken anew
-in every step by a QR factorisation that reveals the rank:
+All columns share one Krylov space, so one step with m columns does more than m steps with one. Residual columns become
+(or are) linearly dependent, and the plain recurrence then divides by zero. So the residual block is held as a basis
+times coefficients, R = Q C (BCGrQ in Dubrulle's notation), and the basis is recomputed in every step by a
+rank-revealing QR factorisation:
 
     T = A P,   X += P α C  and  Q' s = Q - T α  with  α = (PᵀT)⁻¹PᵀQ,   Z = M⁻¹Q',  Q'ᵀZ = I,   P = Z + P sᵀ,  C = s C
 
 s has fewer rows than columns where directions of the residual have vanished: the search block gets narrower, and every
-column of X goes on being updated through C. Orthogonal transformations do not square the condition number of the
-residuals; the inner product with M⁻¹ then takes a Cholesky factor of QᵀM⁻¹Q alone, with Q orthonormal.
+column of X is still updated through C. Orthogonal transformations do not square the condition number of the residuals;
+the inner product with M⁻¹ then needs a Cholesky factor of QᵀM⁻¹Q only, with Q orthonormal.
 
-Search directions are conjugate by the recurrence, but for rounding, which brings old ones back and in the end costs
-more steps than the problem has dimensions. So P is made conjugate to earlier directions explicitly, to as many of the
-latest as a fixed amount of memory holds: to all of them for some thousands of rows, where it about halves the steps and
-makes condition numbers of 1e8 and more a matter of n / m steps.
+In exact arithmetic the recurrence makes search directions conjugate; rounding brings old ones back and can cost more
+steps than the problem has dimensions. So P is made conjugate to earlier directions explicitly, to as many of the latest
+as a fixed amount of memory holds. For a few thousand rows that is all of them, which roughly halves the steps and
+solves systems with condition numbers of 1e8 and more in about n / m steps.
 
-The residual that the recurrence believes in parts from the true one by rounding, at last by about u |A| |X|. So each
-run is followed by a product that finds the true residual, and by another run for the columns that are not there yet,
-for as long as it helps.
+By rounding, the residual of the recurrence drifts from the true one, eventually by about u |A| |X|. So each run is
+followed by a product that computes the true residual, and by another run for the columns that have not converged, for
+as long as that helps.
 [O'Leary, Linear Algebra Appl. 29, 1980; Dubrulle, ETNA 12, 2001]
 """
 
@@ -35,21 +35,21 @@ from typing import NamedTuple
 import numpy as np
 from scipy.linalg import lapack, qr, solve_triangular
 
-MOST_STEPS = 1_000
-_DEPENDENT = 1e-14  # a direction of the residual block so far below the largest is rounding
+MAX_STEPS = 1_000
+_DEPENDENT = 1e-14  # directions of the residual block below this fraction of the largest are rounding
 _KEPT_BYTES = 1 << 28  # of earlier directions and their products with A
 _PATIENCE = 200  # steps without progress before a run gives up
-_WORTH = 0.01  # share of what all steps have brought so far that makes a step, or a run, progress
+_MIN_GAIN = 0.01  # a step or run counts as progress when it adds this fraction of the total gain so far
 
 Product = Callable[[np.ndarray], np.ndarray]
 
 
 class Solved(NamedTuple):
-    """What block conjugate gradients found."""
+    """Result of block conjugate gradients."""
 
     solution: np.ndarray
-    steps: int  # products with A, but for those that found the true residual
-    residual: float  # |A x - b| / |b| of the worst column, as a product with A shows it
+    steps: int  # products with A, without those that computed the true residual
+    residual: float  # |A x - b| / |b| of the worst column, computed from a product with A
 
 
 def block_cg(
@@ -58,36 +58,36 @@ def block_cg(
     tolerance: float,
     precondition: Product | None = None,
     start: np.ndarray | None = None,
-    most_steps: int = MOST_STEPS,
+    max_steps: int = MAX_STEPS,
 ) -> Solved:
     """Solve A X = B, A symmetric and positive definite, to a relative residual of `tolerance` in every column.
 
-    Columns may depend on each other, be zero, or differ in size without bound. `start` is a first guess; columns that
-    it serves worse than 0 does begin at 0. Where the tolerance is out of reach, what came nearest to it is returned.
+    Columns may be linearly dependent, zero, or of very different norms. `start` is a first guess; columns for which it
+    is worse than 0 start at 0. If the tolerance cannot be reached, the best solution found is returned.
     """
     size = np.linalg.norm(B, axis=0)
     X, R = np.zeros_like(B), B.copy()
     if start is not None:
         guessed = B - product(start)
-        serves = np.linalg.norm(guessed, axis=0) < size
-        X[:, serves], R[:, serves] = start[:, serves], guessed[:, serves]
+        better = np.linalg.norm(guessed, axis=0) < size
+        X[:, better], R[:, better] = start[:, better], guessed[:, better]
     left, steps, energy = np.linalg.norm(R, axis=0), 0, np.zeros(B.shape[1])
     nearest, least = X.copy(), left.copy()
-    while steps < most_steps:
+    while steps < max_steps:
         todo = np.flatnonzero(~(least <= tolerance * size))
         if not len(todo):
             break
         length, unit = left[todo], R[:, todo] / left[todo]
-        change, made = _one_run(product, precondition, unit, tolerance * size[todo] / length, most_steps - steps)
+        change, made = _one_run(product, precondition, unit, tolerance * size[todo] / length, max_steps - steps)
         tried = X.copy()
         tried[:, todo] += change * length
         true = B - product(tried)
         steps += made
-        # By so much, over |b|², has half the squared error in the norm of A fallen: what the steps minimise. The
-        # residual may well have grown on the way there.
+        # The decrease of half the squared error in the norm of A, over |b|²: the quantity that the steps minimise. The
+        # residual may have grown meanwhile.
         fallen = 0.5 * np.sum(change * (unit + true[:, todo] / length), axis=0) * (length / size[todo]) ** 2
         now, energy[todo] = np.linalg.norm(true[:, todo], axis=0), energy[todo] + np.maximum(fallen, 0.0)
-        gained = (now < 0.5 * length) | (fallen > _WORTH * energy[todo])
+        gained = (now < 0.5 * length) | (fallen > _MIN_GAIN * energy[todo])
         nearer, better = todo[now < least[todo]], todo[fallen > 0]
         nearest[:, nearer], least[nearer] = tried[:, nearer], now[now < least[todo]]
         X[:, better], R[:, better], left[better] = tried[:, better], true[:, better], now[fallen > 0]
@@ -99,7 +99,7 @@ def block_cg(
 def _one_run(
     product: Product, precondition: Product | None, R: np.ndarray, wanted: np.ndarray, most: int
 ) -> tuple[np.ndarray, int]:
-    """From columns R of length 1 until each is shorter than `wanted`, or as far as it goes; and the steps it took."""
+    """Reduce columns R of length 1 until each is shorter than `wanted`, or no progress is made; and the steps taken."""
     X, basis, earlier, progress = np.zeros_like(R), _basis(R, precondition), _Earlier(len(R)), _Progress(wanted)
     if basis is None:
         return X, 0
@@ -112,7 +112,7 @@ def _one_run(
         part = D.T @ Q
         X += D @ (part @ C)
         basis = _basis(Q - AD @ part, precondition)
-        if basis is None or not progress.goes_on(np.linalg.norm(basis.lengths @ C, axis=0), part @ C):
+        if basis is None or not progress.should_continue(np.linalg.norm(basis.lengths @ C, axis=0), part @ C):
             return X, step
         P = basis.Z + P @ basis.s.T
         earlier.keep(D, AD)
@@ -130,12 +130,12 @@ class _Progress:
         self._wanted, self._shortest, self._waited = wanted, math.inf, 0
         self._energy = self._counted = np.zeros(len(wanted))
 
-    def goes_on(self, lengths: np.ndarray, taken: np.ndarray) -> bool:
-        """`lengths` of the residuals now; `taken` the step of each column along A-orthonormal directions."""
+    def should_continue(self, lengths: np.ndarray, taken: np.ndarray) -> bool:
+        """`lengths`: current norms of the residuals; `taken`: step of each column along A-orthonormal directions."""
         worst = float(np.max(lengths / self._wanted))
-        # The residual may stay as it is for long while the error, in the norm of A, goes on falling: by |taken|².
+        # The residual may be constant for long while the error, in the norm of A, still falls: by |taken|² per step.
         self._energy = self._energy + np.sum(taken**2, axis=0)
-        further = bool((self._energy > (1 + _WORTH) * self._counted)[lengths > self._wanted].any())
+        further = bool((self._energy > (1 + _MIN_GAIN) * self._counted)[lengths > self._wanted].any())
         if worst < 0.9 * self._shortest or further:
             self._shortest, self._counted, self._waited = min(worst, self._shortest), self._energy, 0
         else:
@@ -151,7 +151,7 @@ class _Earlier:
 
     @property
     def room(self) -> int:
-        """Dimensions that are left beside the directions kept."""
+        """Dimensions not spanned by the directions kept."""
         return max(self._rows - self._columns, 0)
 
     def keep(self, D: np.ndarray, AD: np.ndarray) -> None:
@@ -161,7 +161,7 @@ class _Earlier:
             self._columns -= self._kept.popleft()[0].shape[1]
 
     def remove_from(self, P: np.ndarray) -> None:
-        """Make P conjugate to all that is kept."""
+        """Make P conjugate to the directions kept."""
         for D, AD in self._kept:
             P -= D @ (AD.T @ P)
 
@@ -176,7 +176,7 @@ class _Basis(NamedTuple):
 
 
 def _basis(R: np.ndarray, precondition: Product | None) -> _Basis | None:
-    """A basis of the columns of R without what depends on others; None where nothing is left, or no number."""
+    """A basis of the columns of R; None where R is zero or not finite."""
     if not np.isfinite(R).all():
         return None
     Q, upper = np.linalg.qr(R)
@@ -199,7 +199,7 @@ def _basis(R: np.ndarray, precondition: Product | None) -> _Basis | None:
 
 
 def _orthonormal(P: np.ndarray, T: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """A-orthonormal directions D, at most so many, that span P without what depends on others; and A D, for T = A P."""
+    """At most `most` A-orthonormal directions D that span the columns of P, and A D, given T = A P."""
     G = P.T @ T
     if not (np.isfinite(G).all() and (np.diagonal(G) > 0).all()):
         return P[:, :0], T[:, :0]

@@ -1,11 +1,11 @@
-"""A fitted embedding on fewer centres, kept as close to the original as its budget allows.
+"""A fitted embedding reduced to fewer centres, as close to the original as the budget allows.
 
-f = Σ_i k(c_i, ·) V_iᵀ lies in the space that the kernel spans, so "close" has an exact meaning and a closed form: on
-chosen centres S the best weights solve K_SS W = F_S with F = K V, and the error is |f - f_S|² = tr(Vᵀ F) - tr(F_Sᵀ W).
-It bounds every prediction: |f_c(x) - f_S,c(x)| ≤ α |f - f_S|.
+f = Σ_i k(c_i, ·) V_iᵀ is an element of the kernel's Hilbert space, so the distance has a closed form: on chosen centres
+S the best weights solve K_SS W = F_S with F = K V, and the error is |f - f_S|² = tr(Vᵀ F) - tr(F_Sᵀ W). It bounds every
+prediction: |f_c(x) - f_S,c(x)| ≤ α |f - f_S|.
 
-    greedy    the centre that lowers the error most, again and again: |residual|² / (what of k(c, ·) is still new)
-    herding   the centre where the residual is largest: kernel herding towards f, with all weights re-solved
+    greedy    repeatedly the centre that lowers the error most: |residual|² / (norm² of k(c, ·) outside the span)
+    herding   repeatedly the centre where the residual is largest: kernel herding towards f, with all weights re-solved
 
 Both are a pivoted Cholesky factorisation that stops at the budget, O(centres · budget²) and no n x n matrix.
 """
@@ -24,12 +24,12 @@ from kme_dist.core.kernels.base import row_count, take
 from kme_dist.errors import ConfigError
 
 METHODS = ("greedy", "herding")
-_EXHAUSTED = 1e-10  # of k(x, x): what is left of a centre once the others span it
+_EXHAUSTED = 1e-10  # fraction of k(x, x) below which a centre is in the span of the others
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """The smaller embedding, which centres it kept, and |f - f_S| / |f| after each of them."""
+    """The smaller embedding, the centres kept, and |f - f_S| / |f| after each of them."""
 
     embedding: Embedding
     kept: np.ndarray
@@ -43,18 +43,18 @@ class Compressed:
 def compress(
     embedding: Embedding, *, centres: int | None = None, tolerance: float | None = None, method: str = "greedy"
 ) -> Compressed:
-    """Keep at most `centres` centres, or as few as bring the relative error in the kernel's norm to `tolerance`."""
+    """Keep at most `centres` centres, or as few as reach a relative error of `tolerance` in the kernel's norm."""
     p = row_count(embedding.centres)
     if (centres is None) == (tolerance is None):
         raise ConfigError("compress: give either a number of centres or a tolerance")
     if centres is not None and (isinstance(centres, bool) or not isinstance(centres, int | np.integer) or centres < 1):
         raise ConfigError(f"compress: {centres!r} centres: must be an integer >= 1")
     if tolerance is not None and not 0 < tolerance < 1:
-        raise ConfigError(f"compress: tolerance={tolerance!r}; a number between 0 and 1 is needed")
+        raise ConfigError(f"compress: tolerance={tolerance!r}: must be a number between 0 and 1")
     if method not in METHODS:
         raise ConfigError(f"compress: method={method!r} is unknown; choose 'greedy' or 'herding'")
     chosen, A, L, errors = _pursue(embedding, min(int(centres or p), p), tolerance or 0.0, method)
-    # Newton's basis back to kernels: f_S = Σ_j A_j v_j and k(S, ·) = L_S v.
+    # From the Newton basis back to kernels: f_S = Σ_j A_j v_j and k(S, ·) = L_S v.
     W = np.linalg.solve(L[chosen].T, A)
     weights = like(W, embedding.weights)
     small = Embedding(embedding.kernel, _select(embedding.centres, chosen), weights, embedding.regularization)
@@ -64,11 +64,11 @@ def compress(
 def _pursue(
     embedding: Embedding, budget: int, tolerance: float, method: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Centres one by one: which, their coefficients in Newton's basis, that basis at all centres, and the errors."""
+    """Choose centres one by one: their indices, their Newton coefficients, the Newton basis at all centres, errors."""
     kernel, C = embedding.kernel, embedding.centres
     C = astype(C, "float64") if hasattr(C, "dtype") else C
     wide = Embedding(kernel, C, astype(embedding.weights, "float64"), embedding.regularization)
-    residual = np.array(to_host(wide.decision(C)), np.float64)  # F, then F minus what is explained
+    residual = np.array(to_host(wide.decision(C)), np.float64)  # F, then F minus its approximation
     total = float(np.sum(to_host(wide.weights) * residual))
     left = np.array(to_host(kernel.diag(C)), np.float64)
     floor, prepared = _EXHAUSTED * float(left.max()), kernel.prepare(C)

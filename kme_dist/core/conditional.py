@@ -3,21 +3,21 @@
     μ(x) = Σ_i a_i(x) L(y_i, ·),   a(x) = W k(x),   W = (K + nλI)⁻¹
     E[h(Y) | x] = h̄ + Σ_i a_i(x) (h(y_i) - h̄),   h̄ the mean of h over the training targets
 
-The weights a(x) do not add up to one: Σ_i a_i(x) h(y_i) alone is drawn towards 0 by λ, and far from the data it is 0. A
-function centred by its mean is drawn towards that mean instead. μ(x) itself, and all that is said of it in the target
-kernel's Hilbert space (values, errors), is the plain sum.
+The weights a(x) do not sum to one: λ shrinks Σ_i a_i(x) h(y_i) towards 0, and far from the data it is 0. A function
+centred by its mean is shrunk towards that mean instead. μ(x) itself, with its values and errors in the target kernel's
+Hilbert space, is the plain sum.
 
-K and k are of the inputs, L of the targets. Whatever solver or sparsifier made it, an embedding is a kernel, centres,
-targets and weights between them: `Factored` (W applied by a Cholesky factor), `Explicit` (a matrix with one row for
-each target and one column for each centre), or any other `Weights`. Explicit features φ(x) may take the place of the
-centres: then W has a column for each feature.
+K and k are of the inputs, L of the targets. An embedding from any solver or sparsifier is a kernel, centres, targets
+and weights between them: `Factored` (W applied by a Cholesky factor), `Explicit` (a matrix with one row for each target
+and one column for each centre), or any other `Weights`. Explicit features φ(x) may replace the centres: then W has a
+column for each feature.
 
-Held-out pairs are judged in the target kernel's Hilbert space, with Gram matrices only:
+Held-out pairs are evaluated in the target kernel's Hilbert space, with Gram matrices only:
 
     |L(y, ·) - μ(x)|² = L(y, y) - 2 l(y)ᵀ a + aᵀ L a
 
-and the leave-one-out (or k-fold) sum of that has a closed form: with B = W and F the rows of a fold, the residuals of
-the fold under the fit without it are B_FF⁻¹ (B Ψ)_F, Ψ being the target features. So all of it is tr B_FF⁻² (B L B)_FF.
+and its leave-one-out (or k-fold) sum has a closed form: with B = W and F the rows of a fold, the residuals of the fold
+under the fit without it are B_FF⁻¹ (B Ψ)_F, where Ψ are the target features. So the sum is tr B_FF⁻² (B L B)_FF.
 
 With a Kronecker-delta kernel on labels (`Delta`), a(x) summed over the rows of a class is the decision probability of
 the multiclass conditional embedding.
@@ -36,7 +36,7 @@ from kme_dist.core.kernels.base import FeatureMap, Gradients, Kernel, add_gradie
 from kme_dist.core.means import weighted_features
 from kme_dist.errors import DataError
 
-_ROWS = 2_048  # of which features are computed at a time
+_ROWS = 2_048  # rows per call of a feature map
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +67,7 @@ class Delta(Kernel):
 
 
 class Weights(Protocol):
-    """W, as something that can be applied from either side."""
+    """W as a linear operator, applied from either side."""
 
     def forward(self, K: Array) -> Array: ...
     def adjoint(self, H: Array) -> Array: ...
@@ -87,7 +87,7 @@ class Factored:
 
 @dataclass(frozen=True)
 class Explicit:
-    """W as a matrix: a row for each target, a column for each centre."""
+    """W as a matrix with a row for each target and a column for each centre."""
 
     matrix: Array
 
@@ -100,7 +100,7 @@ class Explicit:
 
 @dataclass(frozen=True)
 class ConditionalEmbedding:
-    """μ(x) = Σ_i [W k(centres, x)]_i L(targets_i, ·), or φ(x) in the place of k(centres, x)."""
+    """μ(x) = Σ_i [W k(centres, x)]_i L(targets_i, ·), or with φ(x) instead of k(centres, x)."""
 
     kernel: Kernel
     target_kernel: Kernel
@@ -120,9 +120,8 @@ class ConditionalEmbedding:
         return self.weights.forward(self.basis(X))
 
     def mean(self, H: Array) -> Array:
-        """h̄, the mean over the training rows of what has the values H at the targets."""
-        if H.shape[0] != row_count(self.targets):
-            raise DataError(f"h needs one value for each of {row_count(self.targets)} targets, got shape {H.shape}")
+        """h̄, the mean over the training rows of a function with the values H at the targets."""
+        self._check_values(H)
         xp = namespace_of(H)
         if self.base is None:
             return xp.mean(H, axis=0)
@@ -135,9 +134,8 @@ class ConditionalEmbedding:
         return centre + self.expectation(X, H - centre)
 
     def expectation(self, X: Any, H: Array) -> Array:
-        """E[h(Y) | x] from the values H of h at the targets; no matrix of rows by targets is held."""
-        if H.shape[0] != row_count(self.targets):
-            raise DataError(f"h needs one value for each of {row_count(self.targets)} targets, got shape {H.shape}")
+        """E[h(Y) | x] from the values H of h at the targets; no (rows x targets) matrix is held."""
+        self._check_values(H)
         V = self.weights.adjoint(H if H.ndim == 2 else H[:, None])
         if self.features is not None:
             parts = [self.features.forward(take(X, rows)) @ V for rows in row_blocks(row_count(X), _ROWS)]
@@ -146,6 +144,10 @@ class ConditionalEmbedding:
             found = weighted_features(self.kernel, X, self.centres, V)
         return found if H.ndim == 2 else found[:, 0]
 
+    def _check_values(self, H: Array) -> None:
+        if H.shape[0] != row_count(self.targets):
+            raise DataError(f"h must have one value per target ({row_count(self.targets)}), got shape {H.shape}")
+
     def evaluate(self, X: Any, Y: Any) -> Array:
         """μ(x)(y) for every row of X (down) and of Y (across)."""
         return self.expectation(X, self.target_kernel.gram(self.targets, Y))
@@ -153,7 +155,7 @@ class ConditionalEmbedding:
     def errors(self, X: Any, Y: Any) -> Array:
         """|L(y, ·) - μ(x)|² for every pair of rows (x, y)."""
         a, l = self.coefficients(X), self.target_kernel.gram(self.targets, Y)
-        La = weighted_features(self.target_kernel, self.targets, self.targets, a)  # no matrix of targets by targets
+        La = weighted_features(self.target_kernel, self.targets, self.targets, a)  # no (targets x targets) matrix
         xp = namespace_of(a)
         return self.target_kernel.diag(Y) + xp.sum(a * (La - 2 * l), axis=0)
 
@@ -169,9 +171,9 @@ def solve_embedding(
 
 
 def marginal_weights(L: Array, mean_features: Array, values: Array | None = None, mean: Array | None = None) -> Array:
-    """Weights of target centres D in the mean over all training rows: b with Σ_d b_d h(d) near the mean of h.
+    """Weights b of target centres D such that Σ_d b_d h(d) approximates the mean of h over all training rows.
 
-    L is the Gram matrix of D and `mean_features` the mean of L(D, y) over the rows. Of all weights that add up to one,
+    L is the Gram matrix of D and `mean_features` the mean of L(D, y) over the rows. Among the weights that sum to one
     and give the mean of numeric targets exactly (`values` of the centres, `mean` of the rows), these are the nearest to
     the mean embedding of the rows in the target kernel's Hilbert space: L⁻¹ l̄, corrected along L⁻¹C for the
     constraints Cᵀb = c.
@@ -181,13 +183,13 @@ def marginal_weights(L: Array, mean_features: Array, values: Array | None = None
     free = factor.solve(mean_features[:, None])[:, 0]
     C = np.ones((n, 1))
     if values is not None and mean is not None:
-        apart = values - mean  # the constraint in this form is Σ b (d - ȳ) = 0, well scaled wherever the targets lie
+        apart = values - mean  # as Σ b (d - ȳ) = 0 the constraint is well scaled whatever the mean of the targets
         size = np.abs(apart).max(axis=0)
         C = np.concatenate([C, apart / np.where(size > 0, size, 1.0)], axis=1)
     target = np.zeros(C.shape[1])
     target[0] = 1.0
     LC = factor.solve(C)
-    for _ in range(2):  # the second time takes the rounding of the first
+    for _ in range(2):  # the second pass corrects the rounding of the first
         free = free + LC @ (np.linalg.pinv(C.T @ LC, rcond=1e-12, hermitian=True) @ (target - C.T @ free))
     return free
 
@@ -197,8 +199,8 @@ def held_out_scores(
 ) -> np.ndarray:
     """Mean |L(y_i, ·) - μ(x_i)|² of every row under the fit without its fold, for every shift s = nλ.
 
-    Exact: what refits with the same shift would give. One eigendecomposition of K serves all shifts; without folds
-    every row is left out by itself.
+    Exact: equal to refits with the same shift. One eigendecomposition of K serves all shifts; without folds every row
+    is left out on its own.
     """
     xp, n = namespace_of(K), K.shape[0]
     values, Q = xp.linalg.eigh(astype(K, "float64"))
@@ -226,7 +228,7 @@ def held_out_scores(
 
 
 @dataclass(frozen=True)
-class Judgement:
+class HeldOutObjective:
     """Value and gradient (by logarithms) of the held-out loss plus the weighted norm of the operator."""
 
     value: float
@@ -242,18 +244,18 @@ def held_out_objective(
     grams: tuple[Array, Array, Array],
     regularization: float,
     complexity_weight: float,
-) -> Judgement:
+) -> HeldOutObjective:
     """Σ_held |L(y, ·) - μ(x)|² + τ |U|, U = Ψ(K + nλI)⁻¹Φᵀ the embedding fitted to the rows of X.
 
-    `grams` are L of the fitted targets, L between fitted (down) and held-out (across), and diag L of the held-out. With
-    A = K + sI, s = nλ, C = A⁻¹K_h the coefficients of the held-out rows, and G = A⁻¹LA⁻¹:
+    `grams` are L of the fitted targets, L between fitted (down) and held-out (across) targets, and diag L of the
+    held-out ones. With A = K + sI, s = nλ, C = A⁻¹K_h the coefficients of the held-out rows, and G = A⁻¹LA⁻¹:
 
         loss = Σ diag - 2 tr L_hᵀC + tr CᵀLC,     S = d loss/dC = 2(LC - L_h)
         d loss/dK_h = A⁻¹S,     d loss/dA = -A⁻¹S Cᵀ
         |U|² = tr KG = tr A⁻¹L - s tr A⁻²L,     d|U|²/dA = -G + s(GA⁻¹ + A⁻¹G)
 
-    |U| is the Hilbert-Schmidt norm of the operator: the analogue of the complexity term of classifiers, without a bound
-    on the generalisation error behind it, since the loss is neither a probability nor bounded by one.
+    |U| is the Hilbert-Schmidt norm of the operator: the analogue of the complexity term of classifiers, but without a
+    generalisation bound, since the loss is not bounded by one.
     """
     L, L_held, diag_held = grams
     xp, n = namespace_of(L), row_count(X)
@@ -281,21 +283,21 @@ def held_out_objective(
     found = add_gradients(dict(kernel.vjp(X, None, A_bar)), kernel.vjp(X, X_held, AS))
     gradient = {name: np.asarray(value, dtype=np.float64) for name, value in found.items()}
     gradient["regularization"] = np.asarray(by_shift * s)
-    return Judgement(loss + complexity_weight * norm, loss, norm, gradient)
+    return HeldOutObjective(loss + complexity_weight * norm, loss, norm, gradient)
 
 
 def _trace(A: Array) -> Array:
     return namespace_of(A).sum(A * like(np.eye(A.shape[0]), A))
 
 
-# --- what can be asked of weights ---------------------------------------------------------------------------
+# --- quantiles and samples from weights ---------------------------------------------------------------------
 
 
 def conditional_quantiles(values: np.ndarray, coefficients: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Quantiles of scalar targets under weights a(x), (rows, levels).
 
-    Negative weights are clipped and the rest normalised; x without a positive weight gets equal ones. The quantile is
-    the smallest target at which the weights reach the level.
+    Negative weights are clipped and the rest normalised; rows without a positive weight get equal ones. The quantile is
+    the smallest target at which the cumulative weight reaches the level.
     """
     order = np.argsort(values, kind="stable")
     mass = np.maximum(coefficients[order], 0.0)
@@ -309,7 +311,7 @@ def conditional_quantiles(values: np.ndarray, coefficients: np.ndarray, levels: 
 
 
 def herd(target_values: np.ndarray, L: np.ndarray, size: int) -> np.ndarray:
-    """Numbers of `size` candidates whose equally weighted mean is near μ: kernel herding, one after the other.
+    """Indices of `size` candidates whose equally weighted mean approximates μ, by kernel herding.
 
     `target_values` is μ at the candidates, L their Gram matrix; the next candidate maximises
     μ(y) - (1/(t+1)) Σ_s≤t L(y, y_s).

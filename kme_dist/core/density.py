@@ -8,13 +8,13 @@ v = tr ΣΣ' + mᵀΣ'm + m'ᵀΣm':
     polynomial 2   a² + v
     polynomial 3   a³ + 3 a v + 6 mᵀΣ'Σ m'
 
-each times scale². A point is a Gaussian without spread, so the same formulas give μ_P(x). (The table of the paper has
-the covariances of the last term the other way round, which is the same where they commute.)
+each times scale². A point is a Gaussian of zero covariance, so the same formulas give μ_P(x). (The table of the paper
+swaps the covariances of the last term, which is equal where they commute.)
 
 A mixture Σ π_i N(m_i, diag v_i) is fitted to an estimate Σ β_n k(x_n, ·) by minimising πᵀGπ - 2 πᵀh, G_ij = <μ_i, μ_j>,
-h_i = Σ_n β_n μ_i(x_n): the squared distance of the two means but for a constant. h and its derivatives are sums over
-rows, so the rows may come in any number of blocks. Means, covariances and rows lie where they lie, on the host or on a
-device, and all that is made of them stays there.
+h_i = Σ_n β_n μ_i(x_n): the squared distance of the two means up to a constant. h and its derivatives are sums over
+rows, so the rows may come in any number of blocks. Results stay where means, covariances and rows are, on the host or
+on a device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Gaussians:
 
     @classmethod
     def points(cls, X: Array) -> Gaussians:
-        """Rows as Gaussians without spread."""
+        """Rows as Gaussians of zero covariance."""
         return cls(X, X * 0)
 
     @property
@@ -59,7 +59,7 @@ def check_kernel(kernel: Kernel) -> Kernel:
     if type(kernel) is Gaussian or plain:
         return kernel
     raise ConfigError(
-        f"{kernel!r}: the kernel mean of a Gaussian is known in closed form for Gaussian, Linear, and Polynomial "
+        f"{kernel!r}: the kernel mean of a Gaussian has a closed form only for Gaussian, Linear, and Polynomial "
         "kernels of degree 2 and 3 without length scales"
     )
 
@@ -170,7 +170,7 @@ def matching_loss(
     G = _pairs(kernel, m, v, m, v)
     value = float(shares @ G.values @ shares - 2 * (shares @ h.values))
     weights = (shares[:, None] * shares[None, :])[:, None, :]
-    # G is symmetric: what the second argument adds equals what the first does.
+    # G is symmetric: both arguments contribute equally.
     by_mean = 2 * (weights @ G.by_mean)[:, 0, :] - 2 * shares[:, None] * h.by_mean
     by_variance = 2 * (weights @ G.by_variance)[:, 0, :] - 2 * shares[:, None] * h.by_variance
     return value, (2 * (G.values @ shares - h.values), by_mean, by_variance)

@@ -1,10 +1,10 @@
-"""The multiclass conditional embedding itself: what is computed once the kernel and λ are known.
+"""The multiclass conditional embedding for a given kernel and λ.
 
     f(x) = Vᵀ k(x),  V = (K + nλI)⁻¹ Y        decision probabilities; may leave [0, 1]     [HNR, equation 5]
     p̃_c(x) = max(f_c, 0) / Σ_j max(f_j, 0)    clip-normalised probabilities                 [HNR, equation 6]
 
-Whatever solver found them, a fitted embedding is a kernel, centres and weights: f(x) = Vᵀ k(centres, x). `Decision`
-is the way to many rows: centres prepared once, then tiles that stay in a core's cache.
+With every solver a fitted embedding is a kernel, centres and weights: f(x) = Vᵀ k(centres, x). `Decision` evaluates it
+at many rows: centres are prepared once, then tiles stay in a core's cache.
 
     decide = Decision(embedding, "float32")
     decide(X)                                 # (rows, classes), two matrix products and one exponential for each tile
@@ -29,7 +29,7 @@ from kme_dist.errors import NumericalError
 # large enough to be worth a launch.
 HOST_TILE = (512, 512)
 DEVICE_TILE = (4096, 8192)
-_FEATURE_ROWS = 4_096  # taken through a feature map at a time
+_FEATURE_ROWS = 4_096  # rows per call of a feature map
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Embedding:
 class Decision:
     """f at any number of rows in one precision, tile by tile: no (rows x centres) matrix is ever held.
 
-    `dtype` is what comes out. It is also what is computed in, unless that is single precision and the weights, kept in
-    double, are such that it would lose the sum; `working` settles it.
+    `dtype` is the precision of the result. It is also the working precision, unless that is single and would lose the
+    sum of weights kept in double; `working` overrides this choice.
     """
 
     def __init__(self, embedding: Embedding, dtype: str | None = None, working: str | None = None) -> None:
@@ -70,7 +70,7 @@ class Decision:
         n = row_count(X)
         if not n:
             return self._out(self._none)
-        # Fresh memory for each call, used for every tile of it: two threads may share a model.
+        # One buffer per call, reused for all its tiles: threads may share a model.
         tile = np.empty(min(n, self._rows) * self._widest, self._none.dtype) if self._on_host else None
         found = [self._decide(take(X, rows), tile) for rows in row_blocks(n, self._rows)]
         return self._out(found[0] if len(found) == 1 else namespace_of(found[0]).concat(found, axis=0))
@@ -97,7 +97,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class FeatureEmbedding:
-    """f(x) = Wᵀ φ(x); or, with `on_features`, an embedding whose rows are features."""
+    """f(x) = Wᵀ φ(x); or, with `on_features`, an embedding whose inputs are the features."""
 
     features: Any
     weights: Array
@@ -116,13 +116,13 @@ class FeatureEmbedding:
 
 
 def _working_precision(embedding: Embedding, dtype: str) -> str:
-    """`dtype`, or double where weights kept in double would lose their sum in single precision."""
+    """`dtype`, or double where single precision would lose the sum of weights kept in double."""
     V, centres = embedding.weights, embedding.centres
     if dtype != "float32" or precision(V) == "float32" or not row_count(centres):
         return dtype
     xp = namespace_of(V)
     largest = float(xp.max(xp.sum(xp.abs(V), axis=0))) * embedding.kernel.alpha(centres) ** 2
-    if UNIT_ROUNDOFF["float32"] * largest <= TOLERANCE:  # no sum of so little can be off by more
+    if UNIT_ROUNDOFF["float32"] * largest <= TOLERANCE:  # a bound on the rounding error of the sum
         return dtype
     return sufficient_precision(Embedding(embedding.kernel, astype(centres, "float32"), V, embedding.regularization))
 
@@ -133,10 +133,10 @@ def sufficient_precision(
     sample: int = 256,
     probabilities: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> str:
-    """ "float32" where it decides as double precision does, to `tolerance`, at a sample of the centres.
+    """ "float32" where its decisions equal those of double precision, to `tolerance`, at a sample of the centres.
 
-    Weights may be large and of both signs (a small λ makes them so); then single precision loses the sum. What a model
-    makes of its decisions may be steep (calibration): with `probabilities` those have to agree as well.
+    With a small λ weights are large and of both signs, and single precision loses their sum. The map from decisions to
+    probabilities may be steep (calibration): with `probabilities` those have to agree as well.
     """
     centres = embedding.centres
     if not hasattr(centres, "dtype") or precision(centres) == "float64":
@@ -163,9 +163,9 @@ def solve_dual(
 def exact_weights(
     kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam: float, workspace: Workspace | None = None
 ) -> Array:
-    """V = (K + nλI)⁻¹ Y in the precision that the solve needs; padded where a factorisation fails all the same.
+    """V = (K + nλI)⁻¹ Y in the precision that the solve needs; with jitter where a factorisation still fails.
 
-    Weights stay in the precision they were computed in: rounded, large ones of both signs would lose their sum.
+    Weights keep the precision they were computed in: rounding large ones of both signs would lose their sum.
     """
     n, space = row_count(X), workspace or Workspace()
     need = need_of_solve(kernel, X, n * lam)
@@ -184,8 +184,8 @@ def exact_weights(
         except NumericalError:
             continue
     raise NumericalError(
-        f"the Gram matrix of all {n} rows stays singular in float64 at regularization {lam:.1e}; "
-        "raise `regularization`, or leave `refit_regularization=True`",
+        f"the Gram matrix of all {n} rows is singular in float64 at regularization {lam:.1e}; "
+        "raise `regularization`, or keep `refit_regularization=True`",
         rows=n,
         regularization=lam,
         dtype="float64",
@@ -197,7 +197,7 @@ def leave_one_out(
 ) -> tuple[Array, Array]:
     """Decision probabilities of every row under the model fitted without it, and V.
 
-    P_i = Y_i - V_i / [A⁻¹]_ii, exactly what n refits would give (with the same shift nλ).
+    P_i = Y_i - V_i / [A⁻¹]_ii, equal to n refits with the same shift nλ.
     """
     n, diag = row_count(X), kernel.diag(X)
     K = kernel.gram(X, out=(workspace or Workspace()).square(n, diag))
@@ -210,7 +210,7 @@ def leave_one_out(
 def clip_normalise(P: Array, floor: float = 0.0) -> Array:
     """Clip from below and divide by the sum; rows without a positive entry become uniform.   [HNR, equation 6]
 
-    The paper clips at zero, and so calls some labels impossible that do occur. A small positive floor does not.
+    The paper clips at zero, which gives probability 0 to some labels that do occur. A small positive floor avoids that.
     """
     xp = namespace_of(P)
     clipped = xp.where(floor < P, P, P * 0 + floor)
@@ -225,7 +225,7 @@ def entropy(P: Array, floor: float = 0.0) -> Array:
 
 
 def rkhs_entropy(P: Array) -> Array:
-    """Σ_c f_c u_c with u_c = -log f_c where f_c > 0, else 0: the embedding's own estimate of E[-log p(Y|x)]."""
+    """Σ_c f_c u_c with u_c = -log f_c where f_c > 0, else 0: the embedding's estimate of E[-log p(Y|x)]."""
     return _self_information(P)
 
 
@@ -241,7 +241,7 @@ def expectation(P: Array, g: Any) -> Array:
 
 
 def log_loss(Y: Array, P: Array, floor: float = 0.0) -> Array:
-    """Mean of -log p̃_y over the rows, p̃ clip-normalised with `floor`; a label called impossible costs -log 1e-15."""
+    """Mean of -log p̃_y over the rows, p̃ clip-normalised with `floor` and never below 1e-15."""
     xp = namespace_of(P)
     p = xp.sum(Y * clip_normalise(P, floor), axis=1)
     return -xp.mean(xp.log(xp.where(p > 1e-15, p, p * 0 + 1e-15)))

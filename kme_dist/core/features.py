@@ -14,9 +14,9 @@ True
     from_config                 any of them by name: {"name": "random_fourier", "features": 500, "kernel": "laplace"}
 
 A map has `parameters` (host arrays in double precision, of any sign), `replace(**values)`, `forward(X)`,
-`vjp(X, Z_bar)` for the parameters, `input_vjp(X, Z_bar)` for the rows, and `linearise(X)` for those who want features
-and derivatives at the price of one pass. Rows may be NumPy or CuPy; results stay where the rows are, in their
-precision. Randomness comes from seeds alone: dropout is off until `sampled(key)` fixes the masks.
+`vjp(X, Z_bar)` for the parameters, `input_vjp(X, Z_bar)` for the rows, and `linearise(X)` for features and derivatives
+in one pass. Rows may be NumPy or CuPy; results stay on their device and in their precision. Randomness depends on
+seeds only: dropout is off until `sampled(key)` fixes the masks.
 
 ASKL: Li, Liu, Wang, "Automated Spectral Kernel Learning".
 """
@@ -37,7 +37,7 @@ from kme_dist.backend import Array, like, namespace_of
 from kme_dist.core.kernels.base import Gradients
 from kme_dist.errors import ConfigError, DataError
 
-# From the cotangent of the features: the gradients of the parameters and, when asked for, the cotangent of the rows.
+# From the cotangent of the features: the gradients of the parameters and, on request, the cotangent of the rows.
 Pull = Callable[..., tuple[Gradients, Array]]
 
 
@@ -49,7 +49,7 @@ class Features:
     learned: ClassVar[tuple[str, ...]] = ()
     """Fields that are parameters."""
     drawn: ClassVar[tuple[str, ...]] = ()
-    """Fields that are arrays but stay as they were drawn."""
+    """Fields that are arrays, drawn once and not learned."""
 
     def __post_init__(self) -> None:
         for name in (*self.learned, *self.drawn):
@@ -77,12 +77,12 @@ class Features:
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """What is learned, by name."""
+        """The learned arrays by name."""
         return {name: value for name in self.learned if (value := getattr(self, name)) is not None}
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Every array, learned or drawn: with `to_config` all there is to store."""
+        """Every array, learned or drawn: together with `to_config` everything to be stored."""
         return {name: value for name in (*self.learned, *self.drawn) if (value := getattr(self, name)) is not None}
 
     def replace(self, **values: Any) -> Self:
@@ -99,7 +99,7 @@ class Features:
         return dataclasses.replace(self, **values)
 
     def sampled(self, key: Sequence[int]) -> Self:
-        """The map with the dropout masks that belong to `key`; the same map where nothing is dropped."""
+        """The map with the dropout masks of `key`; the same map if it has no dropout."""
         return self
 
     def to_config(self) -> dict[str, Any]:
@@ -116,10 +116,8 @@ class Features:
 
 def _check_rows(X: Array, features: int | None, who: Features) -> None:
     if getattr(X, "ndim", None) != 2 or (features is not None and X.shape[1] != features):
-        needed = "of any number of" if features is None else f"of {features}"
-        raise DataError(
-            f"{type(who).__name__} needs rows {needed} features, got an array of shape {getattr(X, 'shape', None)}"
-        )
+        expected = "(rows, features)" if features is None else f"(rows, {features})"
+        raise DataError(f"{type(who).__name__} expects shape {expected}, got {getattr(X, 'shape', None)}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -144,7 +142,8 @@ class Polynomial(Features):
         super().__post_init__()
         if not isinstance(self.degree, int) or not 1 <= self.degree <= 6 or not self.offset >= 0:
             raise ConfigError(
-                f"polynomial features need a degree from 1 to 6 and an offset from 0, got {self.degree}, {self.offset}"
+                f"polynomial features: degree must be an integer from 1 to 6 and offset >= 0, got {self.degree} and "
+                f"{self.offset}"
             )
 
     def linearise(self, X: Array) -> tuple[Array, Pull]:
@@ -155,7 +154,7 @@ class Polynomial(Features):
         weights = np.array([math.sqrt(math.factorial(self.degree) / math.prod(row)) for row in counts])
         ones = X[:, :1] * 0 + math.sqrt(self.offset)
         extended = xp.concat([X, ones], axis=1)
-        # Columns are picked by products with 0/1 matrices: exact, and every library has them.
+        # Columns are selected by products with 0/1 matrices: exact, and available in every array library.
         pick = [like(np.arange(d + 1)[:, None] == chosen[None, :, k], X) for k in range(self.degree)]
         factors = [extended @ E for E in pick]
         weight = like(weights, X)[None, :]
@@ -184,9 +183,9 @@ class Spectral(Features):
         "D"            √(2/D) cos(a + b)         [cos(a + b) + cos(a' + b)] / √(2D)         one b for both cosines
         "independent"  (the same)                [cos(a + b) + cos(a' + b')] / √(2D)        as printed
 
-    "2D", and "D" on average over b ~ U[0, 2π], have the kernel that is meant: at x and y the mean over frequencies of
-    ¼ [cos(a_x - a_y) + cos(a'_x - a'_y) + cos(a_x - a'_y) + cos(a'_x - a_y)]. With a b' of its own, as the paper prints
-    it, the last two terms are 0 on average, and what is left is stationary.
+    "2D", and "D" on average over b ~ U[0, 2π], have the intended kernel: at x and y the mean over frequencies of
+    ¼ [cos(a_x - a_y) + cos(a'_x - a'_y) + cos(a_x - a'_y) + cos(a'_x - a_y)]. With an independent b', as printed in the
+    paper, the last two terms are 0 on average, and the rest is stationary.
     """
 
     name = "spectral"
@@ -201,11 +200,11 @@ class Spectral(Features):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.first is None or self.first.ndim != 2:
-            raise ConfigError("spectral features need a matrix of frequencies, one column for each")
+            raise ConfigError("spectral features: `first` must be a matrix with one column per frequency")
         if self.second is not None and self.second.shape != self.first.shape:
-            raise ConfigError(f"two sets of frequencies differ: {self.first.shape} and {self.second.shape}")
+            raise ConfigError(f"the two sets of frequencies differ in shape: {self.first.shape}, {self.second.shape}")
         if self.second_phases is not None and (self.second is None or self.phases is None):
-            raise ConfigError("phases of their own for a second set need that set, and phases of the first one")
+            raise ConfigError("`second_phases` requires `second` and `phases`")
 
     def linearise(self, X: Array) -> tuple[Array, Pull]:
         _check_rows(X, self.first.shape[0], self)
@@ -226,7 +225,7 @@ class Spectral(Features):
         def pull(Z_bar: Array, inputs: bool = False) -> tuple[Gradients, Array]:
             gradients, X_bar = {}, None
             down = Z_bar[:, :D] * -size
-            # With phases the sines are of use to the gradient alone: whoever only looks forward does not pay for them.
+            # With phases only the gradient needs sines, so they are computed here and not in the forward pass.
             for (name, omega, _), cosine, sine in zip(sets, cosines, sines or map(xp.sin, angles), strict=True):
                 bar = down * sine
                 if bare:
@@ -262,7 +261,7 @@ def _activate(name: str, A: Array) -> tuple[Array, Callable[[], Array]]:
         return T, lambda: 1 - T * T
     if name == "cosine":
         return xp.cos(A), lambda: -xp.sin(A)
-    if name == "gelu":  # the tanh form: the error function is in no array standard
+    if name == "gelu":  # the tanh form: the array API standard has no error function
         T = xp.tanh(_GELU * (A + _CUBIC * A * A * A))
         return 0.5 * A * (1 + T), lambda: (
             0.5 * (1 + T) + 0.5 * A * (1 - T * T) * _GELU * (1 + 3 * _CUBIC * A * A)
@@ -285,7 +284,7 @@ class Dense(Features):
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f"activation={self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
         if self.weight is None or self.weight.ndim != 2 or self.bias.shape != self.weight.shape[1:]:
-            raise ConfigError("a dense layer needs a weight of shape (inputs, units) and a bias of shape (units,)")
+            raise ConfigError("dense layer: weight must have shape (inputs, units), bias shape (units,)")
 
     def linearise(self, X: Array) -> tuple[Array, Pull]:
         _check_rows(X, self.weight.shape[0], self)
@@ -304,7 +303,7 @@ class Dense(Features):
 
 
 def dropout_mask(rate: float, key: Sequence[int], reference: Array) -> Array:
-    """0 with probability `rate`, else 1/(1 - rate): an array like `reference`, decided by `key` alone."""
+    """0 with probability `rate`, else 1/(1 - rate): an array like `reference`, a function of `key`."""
     rng = np.random.default_rng(list(key))
     kept = rng.random(reference.shape, dtype=np.float32) >= rate
     return like(kept / (1 - rate), reference)
@@ -312,7 +311,7 @@ def dropout_mask(rate: float, key: Sequence[int], reference: Array) -> Array:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dropout(Features):
-    """Features left out at random while learning; the identity until `sampled(key)` says which."""
+    """Random features set to 0 during learning; the identity until `sampled(key)` fixes the mask."""
 
     name = "dropout"
     rate: float = 0.5
@@ -337,7 +336,7 @@ class Dropout(Features):
 
 
 def _of_part(i: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What belongs to part i, under the part's own names."""
+    """The values of part i, without its prefix."""
     return {name.split(".", 1)[1]: value for name, value in values.items() if name.startswith(f"{i}.")}
 
 
@@ -351,7 +350,7 @@ class Stack(Features):
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         if not self.parts:
-            raise ConfigError("a stack needs at least one feature map")
+            raise ConfigError("a stack must have at least one feature map")
 
     def linearise(self, X: Array) -> tuple[Array, Pull]:
         Z, pulls = X, []
@@ -402,7 +401,7 @@ class Stack(Features):
 
 
 def truncated_normal(rng: np.random.Generator, shape: tuple[int, ...], deviation: float) -> np.ndarray:
-    """Normal numbers, drawn again where they leave two deviations."""
+    """Normal numbers, redrawn where they exceed two standard deviations."""
     values = rng.standard_normal(shape)
     while (far := np.abs(values) > 2).any():
         values[far] = rng.standard_normal(int(far.sum()))
@@ -418,12 +417,12 @@ def dense_network(
     deviation: float = 0.1,
     bias: float = 0.1,
 ) -> Stack:
-    """Dense layers, the activation on each of them and the last too; dropout between them, not after the last.
+    """Dense layers with an activation after each, including the last; dropout between layers, not after the last.
 
-    The start is that of the published networks: weights truncated normal with deviation 0.1, biases 0.1.
+    Initialised as the published networks: weights truncated normal with deviation 0.1, biases 0.1.
     """
     if not hidden or not all(isinstance(units, int | np.integer) and units > 0 for units in hidden):
-        raise ConfigError(f"hidden={hidden!r}: needs the sizes of one or more layers, such as (96, 32)")
+        raise ConfigError(f"hidden={hidden!r}: must be the sizes of one or more layers, e.g. (96, 32)")
     parts: list[Features] = []
     rng, width = np.random.default_rng(seed), int(n_features)
     for i, units in enumerate(hidden):
@@ -460,7 +459,7 @@ def sample_frequencies(
     width = np.broadcast_to(np.asarray(length_scale, np.float64), (n_features,))[:, None]
     if kernel == "laplace":
         if orthogonal:
-            raise ConfigError("orthogonal frequencies need a density with no preferred directions: gaussian or matern")
+            raise ConfigError("orthogonal frequencies require an isotropic density: kernel 'gaussian' or 'matern'")
         return np.asarray(rng.standard_cauchy((n_features, features)) / width)
     if orthogonal:
         blocks = [
@@ -478,7 +477,7 @@ def sample_frequencies(
 FORMS = {
     "2D": "cosines and sines",
     "D": "cosines with phases",
-    "independent": "cosines with phases of their own for each of two sets",
+    "independent": "cosines with separate phases for each of two sets",
 }
 
 
@@ -513,7 +512,7 @@ def spectral(
     form: str = "D",
     seed: int = 0,
 ) -> Spectral:
-    """The map of ASKL with normal frequencies; not stationary unless asked for. See `Spectral` for the forms."""
+    """The map of ASKL with normal frequencies, non-stationary by default. See `Spectral` for the forms."""
     rng = np.random.default_rng(seed)
     first = sample_frequencies(n_features, features, length_scale=1 / deviation, rng=rng)
     phases = _phases(form, features, rng, tuple(FORMS))
@@ -545,9 +544,9 @@ def from_config(
     seed: int = 0,
     arrays: Mapping[str, np.ndarray] | None = None,
 ) -> Any:
-    """A feature map from its name or from plain data; drawn anew by `seed`, or from `arrays` as they were stored.
+    """A feature map from its name or from plain data; drawn from `seed`, or restored from stored `arrays`.
 
-    Nothing but what this module names can be built, so a config never runs code.
+    Only the maps named in this module can be built, so a config never runs code.
     """
     if hasattr(config, "linearise"):
         return config
@@ -568,10 +567,10 @@ def from_config(
             activation = {"activation": settings["activation"]} if name == "dense" else {}
             return kinds[name](**arrays, **activation)
         if n_features is None:
-            raise ConfigError(f"feature map {name!r} needs to know the number of features to be drawn")
+            raise ConfigError(f"feature map {name!r}: n_features is required to draw it")
         return _DRAWN[name](n_features, **settings, seed=seed)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"feature map {name!r} does not fit {settings}: {error}") from error
+        raise ConfigError(f"feature map {name!r}: invalid settings {settings}: {error}") from error
 
 
 def _stack_from_config(

@@ -1,23 +1,23 @@
-"""Where Y lies given x, from leave-one-out residuals: quantiles, and intervals by jackknife+.   [CME]
+"""Quantiles and prediction intervals of Y given x from leave-one-out residuals, by jackknife+.   [CME]
 
-The embedding's weights a(x) spread over all rows within the kernel's width, so the targets under them vary with Y given
-x and with the mean function inside that width. Residuals around the prediction have only the former. With e_i the
-leave-one-out residual of row i, f the prediction, w(x) = max(a(x), 0) normalised, m(x) = 1/Σ w_i(x)² the number of rows
-that count:
+The embedding's weights a(x) cover all rows within the kernel's width, so the targets under them vary with Y given x and
+with the mean function inside that width. Residuals around the prediction vary with the former only. With e_i the
+leave-one-out residual of row i, f the prediction, w(x) = max(a(x), 0) normalised, m(x) = 1/Σ w_i(x)² the effective
+number of rows:
 
     s(x) = (m Σ_i w_i |e_i| + 5 mean |e|) / (m + 5)                     the size of residuals near x
     F(t | x) = Σ_i [ω w_i(x) + (1 - ω)/n] 1{f(x) + e_i s(x)/s_i ≤ t},     ω = m/(m + 40)
 
-s_i is s at row i without row i itself. Residuals near x count most, so that noise may change its size and its shape
-with x; where they are few, those of all rows help, brought to the size of the residuals near x. (Weighting by w alone
-ends at the outermost of some fifteen residuals where n is 200: 89 % of targets within a 95 % interval.)
+s_i is s at row i without row i itself. Residuals near x count most, so the noise may change its size and shape with x;
+where they are few, those of all rows are added, rescaled to the size near x. (Weighting by w only, with n = 200, ends
+at the outermost of about fifteen residuals: 89 % of targets within a 95 % interval.)
 
 Jackknife+ (Barber, Candès, Ramdas and Tibshirani, 2021): with f₋ᵢ(x) = f(x) - a_i(x) e_i the prediction without row i,
 
     [ ⌊(1 - c)(n + 1)⌋-th smallest of f₋ᵢ(x) - |e_i| s(x)/s_i ,  ⌈c (n + 1)⌉-th smallest of f₋ᵢ(x) + |e_i| s(x)/s_i ]
 
-covers a new target with probability at least 1 - 2(1 - c) whatever the distribution, and about c in practice. Without
-`local` both sizes s are one. Too few rows for the coverage asked for give an infinite interval.
+covers a new target with probability at least 1 - 2(1 - c) for any distribution, and about c in practice. Without
+`local` both sizes s are one. With too few rows for the requested coverage the interval is infinite.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_SCALE_ROWS = 5.0  # s(x) leans on all residuals as if they were so many near x
-_SHAPE_ROWS = 40.0  # and F(t | x) likewise
+_SCALE_ROWS = 5.0  # weight of all residuals in s(x), in rows near x
+_SHAPE_ROWS = 40.0  # the same for F(t | x)
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Leave-one-out residuals of some training rows, and what the answer at any x owes to each of those rows."""
+    """Leave-one-out residuals of some training rows, and the weights of those rows in the prediction at any x."""
 
     columns: np.ndarray  # (centres or features, rows): a(x) = columnsᵀ z(x)
     residuals: np.ndarray  # (rows, outputs)
@@ -41,7 +41,7 @@ class LeftOut:
 
     @classmethod
     def of(cls, columns: np.ndarray, Z: np.ndarray, residuals: np.ndarray) -> LeftOut:
-        """`Z` holds z(x_i) of the same rows, one below the other."""
+        """`Z` holds z(x_i) of the same rows, one per row."""
         a = columns.T @ Z.T  # a_j(x_i); without row i they are a_j / (1 - a_i), the same once normalised
         np.fill_diagonal(a, 0.0)
         return cls(np.ascontiguousarray(columns), residuals, _sizes(residuals, normalised(a)))
@@ -51,7 +51,7 @@ class LeftOut:
         return len(self.residuals)
 
     def quantiles(self, f: np.ndarray, Z: np.ndarray, levels: np.ndarray) -> np.ndarray:
-        """Quantiles of one output at rows with predictions f and z(x) as the rows of Z: (rows, levels)."""
+        """Quantiles of one output at rows with predictions f and features Z: (rows, levels)."""
         w = normalised(self.columns.T @ Z.T)
         here, e = _sizes(self.residuals, w)[:, 0], self.residuals[:, 0] / self.sizes[:, 0]
         m = 1 / np.sum(w * w, axis=0)
@@ -64,13 +64,13 @@ class LeftOut:
     def interval(
         self, f: np.ndarray, Z: np.ndarray, coverage: float, local: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper ends of every output, (rows, outputs), for predictions f of that shape."""
+        """Lower and upper bounds of every output, (rows, outputs), for predictions f of that shape."""
         a = self.columns.T @ Z.T
         here = _sizes(self.residuals, normalised(a)) if local else np.ones_like(f)
         sizes = self.sizes if local else np.ones_like(self.sizes)
         low, high = np.empty_like(f), np.empty_like(f)
         n = self.count
-        # Rounding must not push a whole number over to the next one: 0.9 * (9 + 1) is 9.
+        # Rounding must not push an integer to the next one: 0.9 * (9 + 1) is 9.
         under, over = math.floor((1 - coverage) * (n + 1) + 1e-9), math.ceil(coverage * (n + 1) - 1e-9)
         for j in range(f.shape[1]):
             e = self.residuals[:, j]
@@ -82,7 +82,7 @@ class LeftOut:
 
 
 def normalised(a: np.ndarray) -> np.ndarray:
-    """Columns without their negative entries, adding up to one; equal entries where none is positive."""
+    """Columns with negative entries clipped, summing to one; equal entries where none is positive."""
     mass = np.maximum(a, 0.0)
     total = mass.sum(axis=0)
     return np.where(total > 0, mass / np.where(total > 0, total, 1.0), 1.0 / max(len(a), 1))
@@ -99,7 +99,7 @@ def _sizes(residuals: np.ndarray, w: np.ndarray) -> np.ndarray:
 def _weighted_quantiles(values: np.ndarray, mass: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Quantiles of sorted values under weights (columns), interpolated: (columns, levels).
 
-    m equally weighted values stand at the levels i/(m + 1), so that a new value falls below the quantile with the
+    m equally weighted values have the levels i/(m + 1), so that a new value falls below the quantile with the
     probability of its level; m is 1/Σ w² for other weights.
     """
     m = 1 / np.sum(mass * mass, axis=0)

@@ -1,19 +1,19 @@
-"""Algorithm 2 with two views: the weights solved under one, the loss judged under the other.
+"""Algorithm 2 with two views: the weights are solved under one, the loss is evaluated under the other.
 
     out = masked_objective(Z * mask, Z * other, y, regularization=1.0, n_classes=10)
     Z_bar = out.feature_gradient[0] * mask + out.feature_gradient[1] * other
     out = masked_objective(Z[:half], Z[half:], y[:half], y[half:], loss="softmax", ...)      # other rows
 
-With dropout drawn twice this is how the published convolutional network was learned: in truth a validation inside the
-batch, since the loss is never judged on the very features that W was fitted to. With equal views it is
-`feature_objective`. The views may be of different rows too: a validation by any name.
+With two dropout masks this is how the published convolutional network was learned: in effect a validation inside the
+batch, since the loss is never evaluated on the features that W was fitted to. With equal views it is
+`feature_objective`. The views may also be of different rows: plain validation.
 
     G = Z₁ᵀZ₁ + nλI,  W = G⁻¹ Z₁ᵀY₁,  P = Z₂ W,  r = α |W|_F,  U = G⁻¹ (Z₂ᵀS + τ α W / |W|_F),  S = d risk / dP
     dq/dZ₂ = S Wᵀ,    dq/dZ₁ = (Y₁ - Z₁W) Uᵀ - Z₁U Wᵀ,        dq/dλ = -n Σ U W
 
-The loss of a row is -log P_y, as published, or with loss="softmax" the cross entropy of softmax(10 P), which goes on
-telling the classes apart where P_y is large already: networks learn faster by it. It is a way to learn features, no
-estimate of log loss: P itself is what the embedding means by a probability.
+The loss of a row is -log P_y, as published, or with loss="softmax" the cross entropy of softmax(10 P), which still
+separates the classes where P_y is already large: networks learn faster with it. It is a way to learn features, not an
+estimate of log loss: the probabilities of the embedding are P itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kme_dist.core.precision import need_of_features
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
 LOSSES = ("log", "softmax")
-SHARPNESS = 10.0  # P lies between 0 and 1, where a softmax hardly tells anything apart
+SHARPNESS = 10.0  # P is between 0 and 1, where a softmax is nearly uniform
 
 
 def masked_objective(
     Z_solve: Array,
-    Z_judge: Array,
+    Z_eval: Array,
     y: Any,
-    y_judge: Any = None,
+    y_eval: Any = None,
     *,
     regularization: float,
     n_classes: int,
@@ -49,36 +49,36 @@ def masked_objective(
 ) -> Objective:
     """q = risk of Z₂W + τ α |W|_F with W solved from Z₁; `feature_gradient` is the pair (dq/dZ₁, dq/dZ₂).
 
-    `y_judge` are the labels of Z₂ where it is not of the same rows. `clip_above=False`, as published, lets a
-    probability beyond one count as better still; True is the loss of `feature_objective`. `alpha=None` takes
+    `y_eval` are the labels of Z₂ where its rows differ from those of Z₁. With `clip_above=False`, as published, the
+    loss still falls for probabilities above one; True is the loss of `feature_objective`. `alpha=None` takes
     max_i |z_i| over the rows of Z₁.
     """
-    same = y_judge is None
+    same = y_eval is None
     compared = 0 if same else 1
-    if not (Z_solve.shape[0] and Z_judge.shape[0]) or Z_solve.shape[compared:] != Z_judge.shape[compared:]:
-        raise DataError(f"two views of the same rows are needed, got {Z_solve.shape} and {Z_judge.shape}")
+    if not (Z_solve.shape[0] and Z_eval.shape[0]) or Z_solve.shape[compared:] != Z_eval.shape[compared:]:
+        raise DataError(f"the two views do not match: shapes {Z_solve.shape} and {Z_eval.shape}")
     if loss not in LOSSES:
         raise ConfigError(f"loss={loss!r} is unknown; choose one of {', '.join(LOSSES)}")
     if risk not in ("sum", "mean"):
         raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
     if not 0 < regularization < math.inf:
         raise ConfigError(f"regularization={regularization!r}: must be a positive number")
-    labels = (y, y if same else y_judge)
+    labels = (y, y if same else y_eval)
     options = (*labels, float(regularization), n_classes, risk, float(complexity_weight), loss_floor, alpha, clip_above,
                loss)  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         need = need_of_features(Z_solve, Z_solve.shape[0] * float(regularization))
         try:
-            out = _judge(need.promoted(Z_solve), need.promoted(Z_judge), *options)
+            out = _evaluate(need.promoted(Z_solve), need.promoted(Z_eval), *options)
         except NumericalError:
             if need.dtype == "float64":
                 raise
-            out = _judge(astype(Z_solve, "float64"), astype(Z_judge, "float64"), *options)
+            out = _evaluate(astype(Z_solve, "float64"), astype(Z_eval, "float64"), *options)
     pair = tuple(astype(Z_bar, precision(Z_solve)) for Z_bar in out.feature_gradient)
     return Objective(**{**vars(out), "feature_gradient": pair})
 
 
-def _judge(
+def _evaluate(
     Z1: Array,
     Z2: Array,
     y1: Any,
@@ -92,18 +92,18 @@ def _judge(
     clip_above: bool,
     loss: str,
 ) -> Objective:
-    xp, n, judged = namespace_of(Z1), Z1.shape[0], Z2.shape[0]
+    xp, n, evaluated = namespace_of(Z1), Z1.shape[0], Z2.shape[0]
     Y1, Y2 = (one_hot(y, n_classes, Z1) for y in (y1, y2))
-    for Y, rows in ((Y1, n), (Y2, judged)):
+    for Y, rows in ((Y1, n), (Y2, evaluated)):
         if Y.shape[0] != rows:
-            raise DataError(f"{rows} rows came with {Y.shape[0]} labels; one label per row is needed")
+            raise DataError(f"got {rows} rows but {Y.shape[0]} labels; give one label per row")
     G = Z1.T @ Z1
     G = np.asfortranarray(G) if isinstance(G, np.ndarray) else G
     set_diagonal(G, diagonal(G) + n * lam)
     factor = cholesky(G)
     W = factor.solve(Z1.T @ Y1)
     P = Z2 @ W
-    weight = 1.0 if risk == "sum" else 1.0 / judged
+    weight = 1.0 if risk == "sum" else 1.0 / evaluated
     losses, S = _softmax(Y2, P) if loss == "softmax" else _log(Y2, P, floor, clip_above)
     S = S * weight
     size = xp.sqrt(xp.sum(W * W))
@@ -119,14 +119,14 @@ def _judge(
     scalars = [xp.sum(losses), sup * size, hits, -n * lam * xp.sum(U * W)]
     total, r, right, by_log_lam = (float(v) for v in to_host(xp.stack([astype(v, "float64") for v in scalars])))
     if not all(math.isfinite(value) for value in (total, r, by_log_lam)):
-        raise NumericalError("the objective or its gradient left the range of numbers")
+        raise NumericalError("the objective or its gradient is not finite")
     return Objective(
         value=weight * total + tau * r,
         risk=weight * total,
         complexity=r,
-        bound=generalisation_bound(total / judged, r, n),
+        bound=generalisation_bound(total / evaluated, r, n),
         gradient={"regularization": np.asarray(by_log_lam)},
-        accuracy=right / judged,
+        accuracy=right / evaluated,
         dtype=precision(Z1),
         feature_gradient=(solve_bar, S @ W.T),
     )

@@ -2,7 +2,7 @@
 
     μ̂ = (1/n) Σ k(x_i, ·)                                 the empirical mean ("kme")
     μ = α f* + (1 - α) μ̂                                  shrunk towards a fixed f* ("b-kmse", "r-kmse")
-    μ = f* + (Ĉ + λI)⁻¹ Ĉ (μ̂ - f*)                        shrunk more where the data vary less ("s-kmse")
+    μ = f* + (Ĉ + λI)⁻¹ Ĉ (μ̂ - f*)                        shrunk more in directions of low variance ("s-kmse")
 
 With ρ the mean of all K_ij and ϱ the mean of K_ii, taken of the features k(x_i, ·) - f* (`centred_moments`):
 
@@ -34,7 +34,7 @@ from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.errors import ConfigError, DataError
 
 ESTIMATORS = ("kme", "b-kmse", "r-kmse", "s-kmse")
-TILE_ROWS = 512  # rows and columns of a tile: it stays in a core's cache between product, exponential and sum
+TILE_ROWS = 512  # rows and columns of a tile, which stays in a core's cache between product, exponential and sum
 _DEVICE_TILE_ROWS = 4096
 SPECTRAL_GRID = 10.0 ** np.arange(-10.0, 4.1, 0.5)  # λ of s-kmse, times the mean of k(x, x)
 
@@ -47,7 +47,7 @@ def tile_sums(
 ) -> tuple[float, np.ndarray]:
     """Σ_ij K_ij and, for each column b of weights, Σ_ij left_ib K_ij right_jb; no Gram matrix is held.
 
-    Without X2 the Gram matrix is symmetric: half of the tiles are computed, and `left` stands on both sides.
+    Without X2 the Gram matrix is symmetric: half of the tiles are computed, and `left` is used on both sides.
     """
     symmetric = X2 is None
     columns = kernel.prepare(X if symmetric else X2)
@@ -109,7 +109,7 @@ def weighted_features(kernel: Kernel, X: Any, points: Any, weights: Array) -> Ar
 
 @dataclass(frozen=True)
 class Mean:
-    """Σ_j weights_j k(points_j, ·): a function, and a vector of the kernel's Hilbert space."""
+    """Σ_j weights_j k(points_j, ·), an element of the kernel's Hilbert space."""
 
     kernel: Kernel
     points: Any
@@ -141,7 +141,7 @@ class Mean:
 
 
 def mixed(alpha: float, target: Mean | None, mean: Mean) -> Mean:
-    """α f* + (1 - α) μ̂; f* = 0 where there is no target."""
+    """α f* + (1 - α) μ̂; f* = 0 without a target."""
     weights = mean.weights * (1 - alpha)
     if target is None or alpha == 0:
         return Mean(mean.kernel, mean.points, weights)
@@ -170,16 +170,16 @@ def centred_moments(rho: float, varrho: float, cross: float, target_norm: float)
 
 
 def shrinkage(estimator: str, rho: float, varrho: float, n: int, positive_part: bool = False) -> float:
-    """α of "kme", "b-kmse" or "r-kmse": the weight that f* gets.
+    """α of "kme", "b-kmse" or "r-kmse": the weight of f*.
 
-    `positive_part` takes b-kmse with |μ - f*|² estimated without bias, by ρ - Δ instead of ρ: the positive-part form
-    of James and Stein, α = min(1, Δ/ρ), which shrinks more and wholly where the sample says nothing about μ. The
-    weight of r-kmse is its own positive part: where nρ <= ϱ the leave-one-out score falls for ever with λ, and α is 1.
+    `positive_part` estimates |μ - f*|² of b-kmse without bias, by ρ - Δ instead of ρ: the positive-part form of James
+    and Stein, α = min(1, Δ/ρ), which shrinks more, and completely where the sample carries no information about μ. The
+    weight of r-kmse is its own positive part: where nρ <= ϱ the leave-one-out score decreases in λ, and α is 1.
     """
     if estimator == "kme":
         return 0.0
     if n < 2:
-        raise DataError(f"{estimator!r} needs at least two rows to tell mean from noise, got {n}")
+        raise DataError(f"{estimator!r} requires at least two rows, got {n}")
     spread = max(varrho - rho, 0.0)
     if spread == 0.0:  # all rows are the same point
         return 0.0
@@ -191,7 +191,7 @@ def shrinkage(estimator: str, rho: float, varrho: float, n: int, positive_part: 
     if estimator == "r-kmse":
         room = (n - 1) * (n * rho - varrho)
         return 1.0 if room <= 0 else n * spread / (n * spread + room)
-    raise ConfigError(f"estimator={estimator!r} has no common weight; choose 'kme', 'b-kmse' or 'r-kmse'")
+    raise ConfigError(f"estimator={estimator!r} has no single shrinkage weight; choose 'kme', 'b-kmse' or 'r-kmse'")
 
 
 # --- spectral shrinkage --------------------------------------------------------------------------------
@@ -223,14 +223,14 @@ class Spectrum:
         return self.vectors @ (self.values / (self.values + n * lam) * self.ones) / n
 
     def loo_scores(self, lams: Sequence[float] | np.ndarray) -> np.ndarray:
-        """(1/n) Σ_i |k(x_i, ·) - μ^(-i)|² for every λ, μ^(-i) being the estimate from the other n - 1 rows.
+        """(1/n) Σ_i |k(x_i, ·) - μ^(-i)|² for every λ, where μ^(-i) is the estimate from the other n - 1 rows.
 
-        With B = (K + sI)⁻¹, s = (n-1)λ, the solve of the problem without row i is that of the whole with one entry
-        corrected, u = B1 - (B1)_i/B_ii B_:i, whence every term needs only B1, B²1, diag B and diag B².
+        With B = (K + sI)⁻¹, s = (n-1)λ, the solution without row i is the full one with one entry corrected,
+        u = B1 - (B1)_i/B_ii B_:i, so every term needs only B1, B²1, diag B and diag B².
         """
         xp, n = namespace_of(self.K), self.K.shape[0]
         if n < 2:
-            raise DataError("leaving one row out needs at least two")
+            raise DataError("leave-one-out requires at least two rows")
         s = like(np.asarray(lams, dtype=np.float64) * (n - 1), self.K)[None, :]  # a column for each λ
         d = 1 / (self.values[:, None] + s)
         squares = self.vectors * self.vectors
@@ -246,7 +246,7 @@ class Spectrum:
         return np.asarray(to_host(xp.mean(diag - 2 * cross / (n - 1) + norm / (n - 1) ** 2, axis=0)))
 
     def best(self) -> tuple[float, dict[float, float]]:
-        """The λ with the least leave-one-out score, and everything tried: half decades, then between them."""
+        """The λ with the lowest leave-one-out score, and the score of every λ tried: half decades, then refined."""
         scale = float(namespace_of(self.K).sum(self.values)) / self.K.shape[0] or 1.0
         tried: dict[float, float] = {}
         lams = scale * SPECTRAL_GRID
@@ -258,7 +258,7 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class ThinSpectrum:
-    """The same for K ≈ Z Zᵀ with few columns: rows z_i stand for k(x_i, ·), and all there is to keep is of their size.
+    """The same for K ≈ Z Zᵀ with few columns: rows z_i represent k(x_i, ·), and only p x p arrays are kept.
 
     `values` and `vectors` are those of G = ZᵀZ, `sums` is Qᵀ Zᵀ1.
     """
@@ -280,7 +280,7 @@ class ThinSpectrum:
         return self.vectors @ (self.sums / (self.values + self.n * lam)) / self.n
 
     def loo_sums(self, Z: Array, lams: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Σ_i |z_i - μ^(-i)|² over the given rows (some of the n), for every λ; sums of blocks of rows add up.
+        """Σ_i |z_i - μ^(-i)|² over the given rows (some of the n), for every λ; sums over blocks of rows can be added.
 
         With m the mean of the other rows, s = (n-1)λ and H = (G + sI)⁻¹, μ^(-i) = m - su, where
         u = Hm + c Hz, c = zᵀHm / (1 - zᵀHz), solves the system without row i.
@@ -304,7 +304,7 @@ def centred_gram(K: Array, at_points: Array, target_norm: float) -> Array:
 
 
 def leave_one_out_score(K: Array, alpha: float) -> float:
-    """(1/n) Σ_i |k(x_i, ·) - (1 - α) μ̂^(-i)|², f* = 0: what the weight of r-kmse minimises over α."""
+    """(1/n) Σ_i |k(x_i, ·) - (1 - α) μ̂^(-i)|², f* = 0: minimised over α by the weight of r-kmse."""
     xp, n = namespace_of(K), K.shape[0]
     sums, diag = xp.sum(K, axis=1), xp.sum(K * like(np.eye(n), K), axis=1)
     keep = (1 - alpha) / (n - 1)
@@ -314,7 +314,7 @@ def leave_one_out_score(K: Array, alpha: float) -> float:
 
 @dataclass(frozen=True)
 class Weighting:
-    """What an estimator makes of n rows: weights β, the share α that f* gets (s-kmse: 1 - Σβ), and λ of s-kmse."""
+    """Result of an estimator for n rows: weights β, the weight α of f* (s-kmse: 1 - Σβ), and λ of s-kmse."""
 
     weights: Array
     alpha: float
@@ -329,7 +329,7 @@ def gram_weights(
     if estimator == "s-kmse":
         spectrum = Spectrum.of(K)
         if n < 2 and regularization is None:
-            raise DataError("'s-kmse' needs at least two rows to choose its regularization, got one")
+            raise DataError("'s-kmse' requires at least two rows to choose its regularization, got one")
         lam = spectrum.best()[0] if regularization is None else float(regularization)
         beta = spectrum.weights(lam)
         return Weighting(beta, 1.0 - float(xp.sum(beta)), lam)

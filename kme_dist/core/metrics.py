@@ -1,10 +1,10 @@
-"""How good are probabilities? Sums over rows that can be added in any order, and the figures that follow from them.
+"""Metrics of class probabilities from sums over rows that can be added in any order.
 
     tally = Tally.of(codes, probabilities)          # one chunk: true classes as 0..m-1, (n, m) probabilities
-    (tally + other).metrics(classes)["accuracy"]    # the same as of all rows together
+    (tally + other).metrics(classes)["accuracy"]    # equal to that of all rows together
 
-Everything is exact but the risk-coverage curve, whose rows are grouped by entropy into narrow bins (finest where the
-model is sure). The log loss clips zeros as scikit-learn does: one confident mistake costs much, not infinitely much.
+Everything is exact except the risk-coverage curve, whose rows are grouped by entropy into narrow bins (finest at low
+entropy). The log loss clips zeros as scikit-learn does, so one confident mistake has a finite cost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TINY = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts and sums over rows. `probabilistic` ones are zero where only labels were known."""
+    """Counts and sums over rows. Those of probabilities are zero where only labels are known."""
 
     confusion: np.ndarray  # (m, m): true class down, predicted class across
     log_loss: float
@@ -36,7 +36,7 @@ class Tally:
     reliability: np.ndarray  # (bins, 3): rows, confidence, hits
     coverage: np.ndarray  # (bins, 2): rows and mistakes by entropy
     ranks: np.ndarray  # (m,): how often the true class came first, second, ...
-    missing: int = 0  # rows without an answer
+    missing: int = 0  # rows without a prediction
 
     @classmethod
     def empty(cls, m: int) -> Tally:
@@ -52,7 +52,7 @@ class Tally:
 
     @classmethod
     def of_labels(cls, codes: np.ndarray, labels: np.ndarray, m: int) -> Tally:
-        """Where only predicted labels are known; negative ones are rows without an answer."""
+        """Where only predicted labels are known; a negative label is a row without a prediction."""
         answered = labels >= 0
         codes, labels = codes[answered], labels[answered]
         known = {field.name: getattr(cls.empty(m), field.name) for field in fields(cls)}
@@ -61,8 +61,8 @@ class Tally:
 
     @classmethod
     def of(cls, codes: np.ndarray, probabilities: np.ndarray, labels: np.ndarray | None = None) -> Tally:
-        """Of rows with probabilities (normalised here); `labels` are the predicted classes where they are not simply
-        the most probable ones. Rows of NaN are rows without an answer."""
+        """Of rows with probabilities (normalised here); `labels` are the predicted classes if they are not the most
+        probable ones. Rows of NaN are rows without a prediction."""
         p = np.asarray(probabilities, np.float64)
         m = p.shape[1]
         answered = np.isfinite(p).all(axis=1)
@@ -100,7 +100,7 @@ class Tally:
         return int(self.confusion.sum())
 
     def metrics(self, classes: Sequence[Any]) -> dict[str, Any]:
-        """All figures as plain data; those of probabilities only where there were any."""
+        """All metrics as plain data; those of probabilities only where they are known."""
         total, m = max(1, self.rows), len(self.confusion)
         hits, true, guessed = np.diag(self.confusion), self.confusion.sum(axis=1), self.confusion.sum(axis=0)
         precision, recall = hits / np.maximum(guessed, 1), hits / np.maximum(true, 1)
@@ -148,13 +148,13 @@ class Tally:
         return found
 
     def _area(self) -> float:
-        """The mean risk over all coverages: 0 is perfect, the error rate is what a useless entropy gives."""
+        """The mean risk over all coverages: 0 is perfect, the error rate means an uninformative entropy."""
         rows, mistakes = self.coverage[:, 0], np.cumsum(self.coverage[:, 1])
         risk = mistakes / np.maximum(np.cumsum(rows), 1)
         return float((risk * rows).sum() / max(1, rows.sum()))
 
     def _curve(self) -> list[dict[str, float]]:
-        """Share of mistakes among the surest rows, against how many of all rows that is."""
+        """Error rate among the rows of lowest entropy, against their fraction of all rows."""
         filled = np.flatnonzero(self.coverage[:, 0])
         rows, mistakes = (np.cumsum(self.coverage[filled, i]) for i in (0, 1))
         wanted = np.unique(np.searchsorted(rows, np.linspace(0, rows[-1], _CURVE_POINTS)))

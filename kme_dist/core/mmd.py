@@ -3,11 +3,11 @@
 MMD² = E k(x, x') + E k(y, y') - 2 E k(x, y)
 
 unbiased   all pairs but the diagonal; under the null N MMD² tends to Σ_l λ_l (z_l² - 1)/(ρ_x ρ_y), λ_l the eigenvalues
-           of the centred kernel, ρ the shares of the samples; or any relabelling of the rows is as good as another
+           of the centred kernel, ρ the shares of the samples; or by permuting the rows of both samples
 block      the mean of unbiased estimates of blocks of rows: asymptotically normal, variance from the blocks
 linear     k(x, x') + k(y, y') - k(x, y') - k(x', y) averaged over disjoint pairs of rows: normal, O(n)
 
-Rows and Gram matrices may be of any array library; what comes out, a number for each block or draw, is on the host.
+Rows and Gram matrices may be of any array library; the results, a number per block or draw, are on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from kme_dist.backend import Array, astype, diagonal, namespace_of, to_host
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 
-_PAIR_ROWS = 32  # rows of a tile of which only the diagonal is wanted
+_PAIR_ROWS = 32  # rows of a tile whose diagonal is used
 
 
 def unbiased(S_xx: Any, S_yy: Any, S_xy: Any, m: int, n: int) -> Any:
@@ -34,7 +34,7 @@ def unbiased_of_gram(K_xx: Array, K_yy: Array, K_xy: Array) -> float:
 
 
 def block_values(kernel: Kernel, X: Any, Y: Any, size: int) -> np.ndarray:
-    """Unbiased estimates of consecutive blocks of `size` rows of either sample; a last, smaller block is left out."""
+    """Unbiased estimates of consecutive blocks of `size` rows of either sample; a smaller last block is dropped."""
     n = min(row_count(X), row_count(Y)) // size * size
     found = []
     for rows in row_blocks(n, size):

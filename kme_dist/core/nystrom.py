@@ -9,14 +9,14 @@ With z(x) = k(centres, x), or any explicit features φ(x), the model f(x) = Vᵀ
     V = system.solve(lam)
     system.leave_one_out(lam, Z, y, floor)                 # log loss of sampled rows under fits without them
 
-Everything p x p is in double. The rounding errors of the sums, of which `noise` is a bound, are added to the diagonal,
-so that directions which hold nothing else do not enter the fit. Leave-one-out needs the leverage of a row,
-z (G + nλM)⁻¹ z; it is exact for each row and costs p², so with many rows a sample of them is evaluated.
+Everything p x p is in double. `noise`, a bound on the rounding errors of the sums, is added to the diagonal, so that
+directions of pure rounding do not enter the fit. Leave-one-out needs the leverage of a row, z (G + nλM)⁻¹ z; it is
+exact for each row and costs p², so with many rows a sample of them is evaluated.
 
-G holds squares: of directions in which the kernel is below √u |K|, u = 1.1e-16, sums in double precision know nothing,
-and predictions are off by about u (|K|/nλ)², 1e-8 at nλ = 1e-4 |K| and percents at 1e-8 |K|. No way to solve the p x p
-system mends that (in the coordinates of a factor of M the same digits are missing). Where every row is a centre nothing
-need be squared: such fits are solved exactly, without sums (`kme_dist.run.fit.centres`).
+G holds squares: sums in double precision lose directions in which the kernel is below √u |K|, u = 1.1e-16, and
+predictions are off by about u (|K|/nλ)², 1e-8 at nλ = 1e-4 |K| and percents at 1e-8 |K|. No solver of the p x p system
+can recover that (in the coordinates of a factor of M the same digits are missing). Where every row is a centre nothing
+has to be squared: such fits are solved exactly, without sums (`kme_dist.run.fit.centres`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kme_dist.backend import Array, cholesky, empty_square, like, namespace_of
 from kme_dist.core.embedding import log_loss
 from kme_dist.errors import NumericalError
 
-SAMPLE_ROWS = 4_000  # kept to be evaluated by leave-one-out
-_EVALUATED = (1_000, 2**34)  # at least the first many of them, or as many as the second number of products allows
+SAMPLE_ROWS = 4_000  # rows kept for leave-one-out
+_EVALUATED = (1_000, 2**34)  # smallest number of rows evaluated, and the number of products that allows more
 
 
 @dataclass
 class Sample:
-    """Rows drawn for leave-one-out: those with the smallest keys, which are drawn by what the chunk holds.
+    """Rows drawn for leave-one-out: those with the smallest random keys, seeded by the content of their chunk.
 
-    The sample of two parts is the sample of both together, in whatever order they come.
+    The sum of the samples of two parts is the sample of both together, in any order.
     """
 
     X: np.ndarray
@@ -76,7 +76,7 @@ class Sample:
 
 
 def evaluated_rows(centres: int) -> int:
-    """How many rows leave-one-out looks at: each costs p², and all of them no more than a factorisation or two."""
+    """Number of rows for leave-one-out: each costs p², and all together no more than one or two factorisations."""
     least, products = _EVALUATED
     return int(min(SAMPLE_ROWS, max(least, products // centres**2)))
 
@@ -92,7 +92,7 @@ class System:
     noise: float
 
     def factor(self, lam: float) -> Any:
-        """The Cholesky factor; the noise is raised where it was set too low."""
+        """The Cholesky factor; the noise is raised until the factorisation succeeds."""
         shift = self.rows * lam
         for more in (1.0, 10.0, 100.0, 1e3, 1e4):
             A = empty_square(self.B.shape[0], self.G)
@@ -105,7 +105,7 @@ class System:
             except NumericalError:
                 continue
         raise NumericalError(
-            f"the system of {self.B.shape[0]} centres or features stays singular at regularization {lam:.1e}; raise "
+            f"the system of {self.B.shape[0]} centres or features is singular at regularization {lam:.1e}; raise "
             "`regularization`, use fewer centres, or dtype='float64'",
             rows=self.rows,
             regularization=lam,
@@ -118,7 +118,7 @@ class System:
     def leave_one_out(self, lam: float, Z: Array, Y: Array, floor: float) -> tuple[float, float]:
         """Log loss of rows Z (in double) under the fits without them, and the sum of their leverages.
 
-        A λ at which the system stays singular has an infinite loss.
+        A λ at which the system is singular has an infinite loss.
         """
         try:
             factor = self.factor(lam)
@@ -131,7 +131,7 @@ class System:
         return float(log_loss(Y, Y - (Y - Z @ V) / room, floor)), float(xp.sum(leverage))
 
     def residual(self, lam: float, V: Array) -> float:
-        """|(G + nλM) V - B| / |B|, without the noise on the diagonal: what the solution leaves of the equations."""
+        """|(G + nλM) V - B| / |B|, without the noise on the diagonal."""
         xp = namespace_of(V)
         AV = _symmetric_product(self.G, V)
         AV = AV + self.rows * lam * (V if self.M is None else _symmetric_product(self.M, V))

@@ -6,8 +6,8 @@ factorisation per call, and no automatic differentiation: with
 
     A = K + nλI = L Lᵀ,   V = A⁻¹ Y,   P = K V = Y - nλ V,   r = α sqrt(trace(Vᵀ K V))
 
-the derivative of q by K has rank 2m (m classes), so it goes to the kernel as two thin factors, tile by tile, and never
-exists as a matrix.
+the derivative of q by K has rank 2m (m classes), so it is passed to the kernel as two thin factors, tile by tile, and
+never formed as a matrix.
 
     rcb_objective            training risk + τ r                  [HNR, algorithm 1]; τ = 0 is empirical risk
     validation_objective     risk on the held-out part + τ r      [HNR, equation 13]
@@ -15,12 +15,12 @@ exists as a matrix.
     feature_objective        the same for explicit features Z = φ(X)  [HNR, algorithm 2]; returns dq/dZ
 
 HNR: Hsu, Nock, Ramos, "Hyperparameter Learning for Conditional Kernel Mean Embeddings with Rademacher Complexity
-Bounds". `risk="sum"`, the default, is the form behind the published figures: with the mean, as printed, the complexity
-term outweighs the loss and the objective collapses.
+Bounds". `risk="sum"`, the default, reproduces the published figures: with the mean, as printed, the complexity term
+outweighs the loss and the objective collapses.
 
-Single precision is used where nλ lets it carry three digits (`kme_dist.core.precision`), else the batch is promoted to
-double before it is factorised. Should a factorisation fail all the same, a growing multiple of the identity is added;
-only then is it an error. `Objective.dtype` and `.jitter` tell what it took.
+Single precision is used where nλ leaves it three digits (`kme_dist.core.precision`), else the batch is promoted to
+double before it is factorised. If a factorisation still fails, a growing multiple of the identity is added before an
+error is raised. `Objective.dtype` and `.jitter` record what was used.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Objective:
 
     `value` = `risk` + complexity weight x `complexity`; `bound` is the right-hand side of the generalisation bound
     (mean risk + 4e r + sqrt(8 log(2/β)/n), at 95 %), a diagnostic that is not optimised. `gradient` is by the LOG of
-    each parameter, "regularization" included. `jitter` is what had to be added to the diagonal (0 as a rule).
+    each parameter, "regularization" included. `jitter` is the amount added to the diagonal (usually 0).
     """
 
     value: float
@@ -86,13 +86,13 @@ class Objective:
 
 
 class Workspace:
-    """One n x n block of memory, kept between steps of the same batch size and handed to every call that wants one."""
+    """One n x n buffer, reused by all calls with the same batch size."""
 
     def __init__(self) -> None:
         self._matrix: Array = None
 
     def square(self, n: int, reference: Array) -> Array:
-        """An n x n matrix like `reference`; its content is left over from the last use."""
+        """An n x n matrix like `reference`, uninitialised."""
         held = self._matrix
         fits = (
             held is not None
@@ -102,7 +102,7 @@ class Workspace:
             and held.device == reference.device
         )
         if not fits:
-            self._matrix = None  # give the old block back before asking for a new one
+            self._matrix = None  # free the old buffer before allocating a new one
             self._matrix = empty_square(n, reference)
         return self._matrix
 
@@ -111,14 +111,14 @@ class Workspace:
 
 
 def one_hot(y: Any, n_classes: int, reference: Array) -> Array:
-    """Labels 0..m-1 as an n x m matrix beside `reference`."""
+    """Labels 0..m-1 as an n x m matrix, on the device and in the precision of `reference`."""
     if not isinstance(n_classes, int | np.integer) or n_classes < 1:
         raise ConfigError(f"n_classes={n_classes!r}: must be an integer >= 1")
     labels = to_host(y)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(f"labels must be integers 0..{n_classes - 1}, got {labels.dtype} of shape {labels.shape}")
     if labels.size and (labels.min() < 0 or labels.max() >= n_classes):
-        raise DataError(f"labels must lie in 0..{n_classes - 1}, saw {labels.min()}..{labels.max()}")
+        raise DataError(f"labels must be in 0..{n_classes - 1}, got {labels.min()}..{labels.max()}")
     return like(labels[:, None] == np.arange(n_classes)[None, :], reference)
 
 
@@ -135,7 +135,7 @@ def clipped_loss(Y: Array, P: Array, floor: float) -> tuple[Array, Array]:
 
 
 def _hits(Y: Array, P: Array) -> Array:
-    """How many rows have their largest probability at their own class."""
+    """The number of rows whose true class has the largest probability."""
     xp = namespace_of(P)
     best = xp.max(P, axis=1, keepdims=True)
     return xp.sum(astype(xp.sum(Y * P, axis=1, keepdims=True) >= best, precision(P)))
@@ -143,7 +143,7 @@ def _hits(Y: Array, P: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Weights:
-    """How the parts of the objective are put together."""
+    """How the parts of the objective are combined."""
 
     risk: str
     tau: float
@@ -166,7 +166,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r}: needs a number") from None
+        raise ConfigError(f"{name}={value!r}: must be a number") from None
 
 
 def _settings(risk: str, complexity_weight: Any, loss_floor: Any, regularization: Any) -> tuple[_Weights, float]:
@@ -193,7 +193,7 @@ def _complexity_term(weights: _Weights, alpha: Array, t: Array) -> tuple[Array, 
 
 
 def _alpha_term(kernel: Kernel, X: Any, alpha: float | None, reference: Array) -> tuple[Array, int | None]:
-    """α as a 0-d array, and the row where the supremum sits (None for a fixed α)."""
+    """α as a 0-d array, and the row where the supremum is attained (None for a fixed α)."""
     if alpha is not None:
         return like(alpha, reference), None
     supremum, row = kernel.diag_supremum(X)
@@ -210,7 +210,7 @@ def _alpha_pullback(kernel: Kernel, prepared: Any, row: int | None, alpha: Array
 
 @dataclass(frozen=True)
 class _Solved:
-    """A batch after its one factorisation: K survives in the strict upper triangle of `K`."""
+    """A batch after its one factorisation: the strict upper triangle of `K` still holds the Gram matrix."""
 
     prepared: Any
     K: Array
@@ -237,7 +237,7 @@ def _rank_pullback(kernel: Kernel, solved: _Solved, H: Array) -> Gradients:
         add_gradients(total, kernel.pullback(rows, rows, square, 0.5 * (L @ right[block, :].T)))
         rest = slice(block.stop, n)
         if block.stop < n:
-            # (right leftᵀ)ᵀ: the transpose is laid out like the tile of K on the host
+            # (right leftᵀ)ᵀ: the transpose has the memory order of the tile of K on the host
             K_bar = (right[rest, :] @ L.T).T
             add_gradients(total, kernel.pullback(rows, take(prepared, rest), K[block, rest], K_bar))
     return total
@@ -260,12 +260,12 @@ def _gather(
     parameters, gradients = kernel.parameters, kernel.collect(gradients)
     missing = set(parameters) - set(gradients)
     if missing:
-        raise ConfigError(f"pullback of {kernel!r} gave no gradient for {sorted(missing)}")
+        raise ConfigError(f"pullback of {kernel!r} returned no gradient for {sorted(missing)}")
     pieces = [xp.reshape(gradients[name], (-1,)) for name in parameters]
     pieces += [xp.reshape(by_log_lam, (-1,)), *(xp.reshape(value, (-1,)) for value in scalars.values())]
     flat = to_host(xp.concat([astype(piece, "float64") for piece in pieces]))
     if not np.isfinite(flat).all():
-        raise NumericalError("the objective or its gradient left the range of numbers")
+        raise NumericalError("the objective or its gradient is not finite")
     gradient, start = {}, 0
     for name, value in [*parameters.items(), ("regularization", np.zeros(()))]:
         gradient[name] = flat[start : start + value.size].reshape(value.shape).copy()
@@ -302,7 +302,7 @@ def generalisation_bound(mean_risk: float, complexity: float, n: int, confidence
     return mean_risk + 4 * math.e * complexity + math.sqrt(8 * math.log(2 / (1 - confidence)) / max(n, 1))
 
 
-# --- precision: promote, then pad, then give up with a reason --------------------------------------
+# --- precision: promote, then add jitter, then raise -----------------------------------------------
 
 
 def _with_promotion(
@@ -315,8 +315,8 @@ def _with_promotion(
     """Run `compute(X, jitter)` in the precision that the solve needs, then in double, then with growing jitter."""
     n = row_count(X)
     if n == 0:
-        raise DataError("the batch has no rows; at least one is needed")
-    # Overflow shows as a failed factorisation or a gradient that is not finite: both are dealt with here.
+        raise DataError("the batch has no rows")
+    # Overflow appears as a failed factorisation or a gradient that is not finite: both are handled here.
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         need = need_of()
         try:
@@ -342,7 +342,7 @@ def _with_promotion(
         f"Gram matrix of {n} rows is not positive definite: the shift n x regularization is "
         f"{n * regularization:.1e} against a kernel diagonal of {scale:.1e}, tried {start} and float64 and "
         f"jitter up to {_JITTERS[-1]:g} of the diagonal. Raise `regularization` above {regularization:.1e}, "
-        "look for a kernel that is not positive semi-definite, or for rows that are not finite.",
+        "check that the kernel is positive semi-definite and that all rows are finite.",
         rows=n,
         regularization=regularization,
         dtype="float64",
@@ -350,13 +350,13 @@ def _with_promotion(
 
 
 def _refuse_missing(X: Any) -> None:
-    """Name the first entry of the rows that is NaN or infinite, if there is one."""
+    """Raise a DataError that names the first entry that is NaN or infinite, if any."""
     host = to_host(X) if hasattr(X, "dtype") else np.empty(0)
     if host.dtype.kind != "f" or np.isfinite(host).all():
         return
     place = tuple(int(i) for i in np.argwhere(~np.isfinite(host))[0])
     where = "row {}, column {}".format(*place) if len(place) == 2 else f"entry {place}"
-    raise DataError(f"{where} of the batch (counted from 0) is {host[place]}: fill in or leave out missing values")
+    raise DataError(f"{where} of the batch (counted from 0) is {host[place]}; fill in or drop missing values")
 
 
 # --- the objectives --------------------------------------------------------------------------------
@@ -380,12 +380,12 @@ def rcb_objective(
     Parameters
     ----------
     kernel : Kernel
-    X : (n, d) array, NumPy or CuPy (any sequence that the kernel takes)
+    X : (n, d) array, NumPy or CuPy (or any sequence that the kernel accepts)
     y : (n,) integers 0..n_classes-1; classes may be missing
     regularization : λ; enters as n λ
     risk : "sum" (as in the published experiments) or "mean" (as printed)
     complexity_weight : τ; 4e by default, 0 for empirical risk minimisation
-    alpha : sup sqrt k(x, x); by default the kernel's own, over the batch where it is unbounded
+    alpha : sup sqrt k(x, x); by default that of the kernel, over the batch where it is unbounded
     workspace : memory to reuse between calls
     """
     weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
@@ -432,11 +432,13 @@ def validation_objective(
     alpha: float | None = None,
     workspace: Workspace | None = None,
 ) -> Objective:
-    """Risk on held-out rows plus complexity: V solved on the first `train_rows`, judged on the others.   [HNR, (13)]"""
+    """Risk on held-out rows plus complexity: V solved on the first `train_rows`, risk of the others.   [HNR, (13)]"""
     weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
     if not 0 < train_rows < row_count(X):
-        raise ConfigError(f"train_rows={train_rows}: needs at least one row on each side of a batch of {row_count(X)}")
+        raise ConfigError(
+            f"train_rows={train_rows}: must be between 1 and {row_count(X) - 1} (batch of {row_count(X)})"
+        )
 
     def compute(X: Any, jitter: float) -> Objective:
         train, held = take(X, slice(0, train_rows)), take(X, slice(train_rows, row_count(X)))
@@ -487,8 +489,8 @@ def loo_objective(
 ) -> Objective:
     """Leave-one-out risk plus complexity, without n refits: P_i = Y_i - V_i / [A⁻¹]_ii.
 
-    The derivative of the diagonal of A⁻¹ is the one place that needs A⁻¹ itself: about nine times the work of
-    `rcb_objective`, and two n x n matrices more.
+    The derivative of the diagonal of A⁻¹ requires A⁻¹ itself: about nine times the work of `rcb_objective`, and two
+    more n x n matrices.
     """
     weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
@@ -526,7 +528,7 @@ def loo_objective(
 
 
 class ExplicitFeatures(Kernel):
-    """Stands where a kernel would for explicit features: the parameters are the caller's."""
+    """Placeholder for a kernel with explicit features, whose parameters belong to the caller."""
 
 
 def feature_objective(
@@ -544,8 +546,8 @@ def feature_objective(
 
         G = ZᵀZ + nλI,  W = G⁻¹ ZᵀY,  P = Z W,  r = α |W|_F
 
-    `feature_gradient` is dq/dZ (n x p), in the precision of Z, to be pushed through the feature map; `gradient` holds
-    the derivative by log λ. `alpha=1` as in the published runs; `alpha=None` takes the supremum max_i |φ(x_i)| over the
+    `feature_gradient` is dq/dZ (n x p), in the precision of Z, for the vjp of the feature map; `gradient` holds the
+    derivative by log λ. `alpha=1` as in the published runs; `alpha=None` takes the supremum max_i |φ(x_i)| over the
     batch.
     """
     weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
@@ -591,4 +593,4 @@ def _as_square(G: Array) -> Array:
 
 def _same_length(X: Any, Y: Array) -> None:
     if row_count(X) != Y.shape[0]:
-        raise DataError(f"{row_count(X)} rows came with {Y.shape[0]} labels; one label per row is needed")
+        raise DataError(f"got {row_count(X)} rows but {Y.shape[0]} labels; give one label per row")

@@ -1,11 +1,11 @@
 """Gradient steps on named parameters, as pure functions of plain data.
 
 An optimiser is a pair: `init(parameters) -> state` and `update(gradient, state, rate) -> (step, state)`, where
-parameters, gradients, steps and state are dictionaries of host arrays. Nothing is hidden, so a checkpoint is the state,
-and the same state and gradient give the same step on any machine.
+parameters, gradients, steps and state are dictionaries of host arrays. There is no hidden state, so a checkpoint is
+the state, and the same state and gradient give the same step on any machine.
 
-Positive parameters are learned as logarithms; `to_log` and `from_log` translate. Parameters of a feature map (names
-that contain "features.") may have any sign and pass through unchanged.
+Positive parameters are learned as logarithms; `to_log` and `from_log` convert. Parameters of a feature map (names that
+contain "features.") may have any sign and are not converted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> Opt
 
 
 def sgd(momentum: float = 0.0) -> Optimizer:
-    """Plain gradient descent, with (heavy-ball) momentum on request."""
+    """Plain gradient descent, optionally with (heavy-ball) momentum."""
 
     def init(parameters: Named) -> State:
         return {"velocity": _zeros(parameters)}
@@ -66,7 +66,7 @@ def sgd(momentum: float = 0.0) -> Optimizer:
 
 
 def adadelta(decay: float = 0.95, epsilon: float = 1e-6) -> Optimizer:
-    """Adadelta: steps in the units of the parameters; `rate` is a mere factor (1 is customary)."""
+    """Adadelta: steps in the units of the parameters; `rate` is only a factor (usually 1)."""
 
     def init(parameters: Named) -> State:
         return {"square": _zeros(parameters), "moved": _zeros(parameters)}
@@ -116,12 +116,12 @@ def cosine_decay(rate: float, steps: int, floor: float = 0.0) -> Schedule:
 
 
 def norm(gradient: Mapping[str, np.ndarray]) -> float:
-    """The Euclidean length of all entries together."""
+    """The Euclidean norm over all entries."""
     return math.sqrt(sum(float(np.sum(np.square(value))) for value in gradient.values()))
 
 
 def clip(gradient: Named, largest: float | None) -> Named:
-    """Scale the whole gradient down to length `largest` where it is longer."""
+    """Scale the gradient down to norm `largest` if it is larger."""
     if largest is None:
         return gradient
     length = norm(gradient)
@@ -146,5 +146,5 @@ def to_log(parameters: Mapping[str, np.ndarray]) -> Named:
 
 
 def from_log(parameters: Mapping[str, np.ndarray]) -> Named:
-    """Back to positive values, kept inside what double precision can hold."""
+    """Back to positive values, clipped to the range of double precision."""
     return {k: np.exp(np.clip(v, -300, 300)) if _takes_log(k) else np.array(v) for k, v in parameters.items()}

@@ -1,11 +1,11 @@
-"""Rows that stand for all rows: randomly pivoted Cholesky, k-means++ and uniform choice.
+"""Choice of representative rows: randomly pivoted Cholesky, k-means++ and uniform sampling.
 
     chosen, F = rpcholesky(kernel, X, rank=500, seed=0)     # K ≈ F Fᵀ, exact at the chosen rows
     C = X[choose_centres(kernel, X, 500, "rpcholesky", seed=0)]
 
-RPCholesky draws pivots in proportion to the diagonal of K - F Fᵀ, what the earlier pivots leave unexplained. Pivots
-are proposed in blocks, and a proposal is kept with the chance that it would have had alone, after the ones kept before
-it: the same distribution as one by one, at the speed of matrix products.
+RPCholesky draws pivots in proportion to the diagonal of K - F Fᵀ, the part that earlier pivots leave unexplained.
+Pivots are proposed in blocks, and a proposal is accepted with the probability it has given those accepted before it:
+the same distribution as one by one, at the speed of matrix products.
 [Diaz, Epperly, Frangella, Tropp, Webber, arXiv 2304.12465; blocks: Epperly, Tropp, Webber, arXiv 2410.03969]
 """
 
@@ -26,17 +26,17 @@ _EXHAUSTED = {"float32": 1e-5, "float64": 1e-12}  # share of the trace that is r
 
 
 def propose(residual: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Row numbers in proportion to what is left of the diagonal; one row may be proposed twice."""
+    """Row numbers drawn in proportion to the residual diagonal; a row may be proposed twice."""
     edges = np.cumsum(residual)
     found = np.searchsorted(edges, rng.random(count) * edges[-1], side="right")
     return np.asarray(np.minimum(found, len(residual) - 1))
 
 
 def accept(H: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Which proposals to keep, and the Cholesky factor of the block of the kept ones.
+    """The accepted proposals, and the Cholesky factor of their block.
 
-    H is the block of K - F Fᵀ at the proposals (overwritten). Proposal i stays with probability (what is left of H_ii
-    after the ones kept before it) / H_ii.
+    H is the block of K - F Fᵀ at the proposals (overwritten). Proposal i is accepted with probability (residual of H_ii
+    after those accepted before it) / H_ii.
     """
     first, kept = np.diagonal(H).copy(), []
     L = np.zeros_like(H)
@@ -52,14 +52,14 @@ def accept(H: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndar
 
 
 def block_size(rank: int) -> int:
-    """Proposals of one round: few enough to lose little to rejection, many enough for matrix products."""
+    """Proposals per block: few enough to reject little, enough for efficient matrix products."""
     return int(min(max(rank // 8, 16), 256))
 
 
 def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int, threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Pivots and factor F (n x rank) with K ≈ F Fᵀ; fewer where the kernel is exhausted before.
+    """Pivots and factor F (n x rank) with K ≈ F Fᵀ; fewer where K has a lower numerical rank.
 
-    Tiles of rows go to so many threads; the bits are the same for any number of them.
+    Tiles of rows are computed by `threads` threads; the bits are the same for any number of them.
     """
     rng = np.random.default_rng([seed, 3])
     n = row_count(X)
@@ -77,7 +77,7 @@ def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int, threads: int = 1) -
             kept, L = accept(np.asarray(H, dtype=np.float64), rng)
             chosen = proposed[kept]
             if not len(chosen):
-                residual[proposed] = 0.0  # nothing is left of them but rounding
+                residual[proposed] = 0.0  # only rounding is left of them
                 continue
             added = slice(done, done + len(chosen))
             there, beside = _rows(prepared, chosen), beside[kept]
@@ -89,7 +89,7 @@ def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int, threads: int = 1) -
                 residual[tile] -= np.einsum("ij,ij->i", part, part, dtype=np.float64)
 
             for _ in pool.map(extend, row_blocks(n, _ROWS)):
-                pass  # but raise what a tile raised
+                pass  # raises the error of a tile
             residual[chosen] = 0.0
             np.maximum(residual, 0.0, out=residual)
             pivots, done = np.concatenate([pivots, chosen]), added.stop
@@ -126,7 +126,7 @@ def choose_centres(kernel: Kernel, X: Any, count: int, how: str, seed: int, thre
 
 
 def _kmeans_plus_plus(kernel: Kernel, X: Any, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Each next centre in proportion to the squared distance, in the kernel's own geometry, to the nearest so far."""
+    """Each centre is drawn in proportion to the squared distance, in the kernel's metric, to the nearest one so far."""
     prepared, diagonal = kernel.prepare(X), kernel.diag(X).astype(np.float64)
     chosen = [int(rng.integers(len(diagonal)))]
     nearest = np.full(len(diagonal), np.inf)
@@ -143,7 +143,7 @@ def _kmeans_plus_plus(kernel: Kernel, X: Any, count: int, rng: np.random.Generat
 
 
 def unexplained(kernel: Kernel, X: Any, centres: Any) -> float:
-    """trace(K - K_nc K_cc⁻¹ K_cn) / trace(K): which share of the kernel the centres leave out."""
+    """trace(K - K_nc K_cc⁻¹ K_cn) / trace(K): the fraction of the kernel that the centres leave unexplained."""
     diagonal, C = kernel.diag(X), kernel.prepare(centres)
     K_cc = np.asfortranarray(kernel.gram(centres), dtype=np.float64)
     jitter = 1e-14 * len(K_cc) * float(np.trace(K_cc)) / len(K_cc)

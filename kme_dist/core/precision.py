@@ -1,4 +1,4 @@
-"""Which precision a solve needs: one rule for every objective and every solver.
+"""The precision that a solve needs: one rule for every objective and every solver.
 
 With u the unit roundoff, V = (K + sI)⁻¹ Y computed in that precision has a relative error of about
 
@@ -6,15 +6,15 @@ With u the unit roundoff, V = (K + sI)⁻¹ Y computed in that precision has a r
 
 Measured over seven kinds of kernels, 2 to 30 features, 60 and 300 rows, with and without near-duplicates, with length
 scales from 0.3 to 3 times the typical distance and s from 1e-2 to 1e-5 of |K|, c was at most 6 for V, 2 for decisions
-and for the value of `rcb_objective`, and, but for near-duplicates at an s too small for single precision, 9 for
-its gradient. (The logarithm of a probability near 0 has a condition of its own, which no solve can mend.)
+and for the value of `rcb_objective`, and, except for near-duplicates at an s too small for single precision, 9 for its
+gradient. (The logarithm of a probability near 0 is ill-conditioned by itself, whatever the solve.)
 
-Three digits are asked for. Single precision has them down to s = |K| / 1,700; below that, rows are promoted before they
+Three digits are required. Single precision has them down to s = |K| / 1,700; below that, rows are promoted before they
 are multiplied. Double precision has them down to s = 1.1e-12 |K|; below that, the missing shift is added and reported.
 
-|K| is estimated from the rows at hand, by the largest sum over a row of |K| among at most 64 rows spread over all of
-them: the same rows give the same precision, on any worker and after any history. It is an estimate: a group of rows
-that is near one another, holds less than a few percent of them and meets none of the 64 is not seen.
+|K| is estimated by the largest absolute row sum of K among at most 64 rows spread over the given rows: the same rows
+give the same precision, on any worker. It is an estimate: a cluster of less than a few percent of the rows may be
+missed by all 64.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ _NORM_ROWS = 64
 
 @dataclass(frozen=True)
 class Need:
-    """What a solve takes: its precision, and what must be added to the shift because no precision carries it (0 as a
-    rule). `norm` is the estimate of |K|, or a bound where that was enough to know."""
+    """What a solve needs: its precision, and the amount to add to a shift too small for double precision (usually 0).
+    `norm` is the estimate of |K|, or a bound where that was sufficient."""
 
     dtype: str
     missing: float = 0.0
     norm: float = 0.0
 
     def promoted(self, X: Any) -> Any:
-        """The rows in that precision; anything but an array has its own."""
+        """The rows in that precision; anything but an array is returned as it is."""
         return astype(X, self.dtype) if hasattr(X, "dtype") else X
 
 
 def solve_error(dtype: str, norm: float, shift: float) -> float:
-    """The relative error to expect of (K + shift I)⁻¹ Y in this precision."""
+    """The expected relative error of (K + shift I)⁻¹ Y in this precision."""
     return ERROR_FACTOR * UNIT_ROUNDOFF[dtype] * (norm + shift) / shift if shift > 0 else math.inf
 
 
-def carries(dtype: str, norm: float, shift: float) -> bool:
-    """Whether three digits survive."""
+def is_sufficient(dtype: str, norm: float, shift: float) -> bool:
+    """Whether this precision leaves three digits."""
     return solve_error(dtype, norm, shift) <= TOLERANCE
 
 
 def smallest_shift(dtype: str, norm: float) -> float:
-    """The least shift at which three digits survive."""
+    """The smallest shift that leaves three digits."""
     worst = ERROR_FACTOR * UNIT_ROUNDOFF[dtype]
     return worst * norm / (TOLERANCE - worst)
 
 
 def need_of_solve(kernel: Kernel, X: Any, shift: float, top: float | None = None) -> Need:
-    """What solving with K + shift I of these rows needs; `top` is the largest k(x, x) where the caller knows it."""
+    """What solving with K + shift I of these rows needs; `top` is the largest k(x, x), if the caller knows it."""
     with np.errstate(over="ignore", invalid="ignore"):
         diag = kernel.diag(X) if top is None or not hasattr(X, "dtype") else X
         largest = float(namespace_of(diag).max(diag)) if top is None else top
@@ -89,37 +89,38 @@ def need_of_features(Z: Array, shift: float) -> Need:
 
 
 def decide(dtype: str, n: int, top: float, shift: float, norm: Callable[[], float]) -> Need:
-    """The precision for n rows whose largest k(x, x) is `top`; `norm` is asked only where n · top leaves a doubt."""
+    """The precision for n rows whose largest k(x, x) is `top`; `norm` is called only where n · top does not decide."""
     bound = n * top
-    if carries(dtype, bound, shift):
+    if is_sufficient(dtype, bound, shift):
         return Need(dtype, norm=bound)
-    if not math.isfinite(bound):  # an overflow, or missing values: double precision, and whatever error comes of it
+    if not math.isfinite(bound):  # overflow or missing values: double precision, and the error that results
         return Need("float64")
-    if dtype == "float32" and not carries("float32", top, shift) and carries("float64", bound, shift):
-        return Need("float64", norm=bound)  # |K| is at least its largest diagonal entry
+    # |K| is at least its largest diagonal entry.
+    if dtype == "float32" and not is_sufficient("float32", top, shift) and is_sufficient("float64", bound, shift):
+        return Need("float64", norm=bound)
     found = norm()
     if not math.isfinite(found):
         return Need("float64")
     found = min(max(found, top), bound)
-    if dtype == "float32" and carries("float32", found, shift):
+    if dtype == "float32" and is_sufficient("float32", found, shift):
         return Need("float32", norm=found)
     return Need("float64", max(smallest_shift("float64", found) - shift, 0.0), found)
 
 
 def warn_of_padding(n: int, lam: float, need: Need) -> None:
-    """Say that λ is below what double precision can carry, and what was solved instead."""
+    """Warn that λ is too small for double precision, and say which λ was used instead."""
     least = lam + need.missing / n
     warnings.warn(
         f"regularization {lam:.1e} is too small for double precision: n x regularization is {n * lam:.1e} for {n} rows "
-        f"against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit is that of "
-        f"regularization {least:.1e}; ask for this much or more, or leave `refit_regularization=True`",
+        f"against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit uses "
+        f"regularization {least:.1e}; set it to at least that, or keep `refit_regularization=True`",
         PrecisionWarning,
         stacklevel=2,
     )
 
 
 def gram_norm(kernel: Kernel, X: Any) -> float:
-    """About the largest eigenvalue of K: the largest Σ_j |K_ij| among at most 64 rows i."""
+    """Estimate of the largest eigenvalue of K: the largest Σ_j |K_ij| among at most 64 rows i."""
     n = row_count(X)
     prepared = kernel.prepare(X)
     tile = kernel.evaluate(kernel.prepare_beside(_some_rows(X, n), prepared), prepared)
@@ -128,7 +129,7 @@ def gram_norm(kernel: Kernel, X: Any) -> float:
 
 
 def _some_rows(X: Any, n: int) -> Any:
-    """At most 64 rows, spread by the golden ratio: no regular order of the rows can hide from them."""
+    """At most 64 rows, spaced by the golden ratio so that no periodic order of the rows biases them."""
     if n <= _NORM_ROWS:
         return X
     chosen = np.unique((np.arange(1, _NORM_ROWS + 1) * 0.6180339887498949 % 1.0 * n).astype(np.int64))

@@ -1,12 +1,12 @@
-"""The regularisation that suits the rows: λ by leave-one-out log loss, in closed form.
+"""Choice of the regularisation: λ by leave-one-out log loss, in closed form.
 
-A kernel learned on batches is right for the full data far more often than the λ learned beside it: the best λ falls as
-rows are added. So λ is chosen again on all rows.
+A kernel learned on batches suits the full data far more often than the λ learned with it: the best λ decreases with the
+number of rows. So λ is re-tuned on all rows.
 
     search_regularization(evaluate, scale=1 / n, start=lam)      # for any losses, computed anywhere
     leave_one_out_loss(kernel, X, y, n_classes, ...)             # of the exact fit, at one λ
     retune_regularization(kernel, X, y, n_classes, start=lam)    # both, for rows in memory, on the host or a device
-    scale_to_data(kernel, X, y, n_classes, ...)                  # a first λ, and a first length scale
+    scale_to_data(kernel, X, y, n_classes, ...)                  # initial λ and length scale
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import Need, need_of_solve
 from kme_dist.errors import NumericalError
 
-# n λ / α² over which λ is sought: from "trust every label" to "average over everything".
+# The search range of n λ / α²: from interpolating every label to averaging over all rows.
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.5, 1.0)
 _REFINEMENTS = (0.5, 0.25)  # decades to either side of the best so far
-_PATIENCE = 1  # decades uphill before the walk turns back
+_PATIENCE = 1  # decades uphill before a search direction ends
 LOO_ROWS = 4_000  # leave-one-out on more rows than this uses a sample
 _START_ROWS = 1_500
 _START_FACTORS = (0.2, 0.35, 0.6, 1.0, 1.7)  # times the median distance
@@ -44,10 +44,10 @@ def retune_regularization(
     seed: int = 0,
     workspace: Workspace | None = None,
 ) -> tuple[float, float, dict[float, float]]:
-    """The λ with the least leave-one-out log loss, that loss, and everything tried (λ in terms of all rows).
+    """The λ with the lowest leave-one-out log loss, that loss, and the loss of every λ tried (λ in terms of all rows).
 
     Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of that size is evaluated, at the same
-    shift nλ: the shift plays the part of a noise variance, which does not depend on how many rows there are.
+    shift nλ: the shift acts as a noise variance, which does not depend on the number of rows.
     """
     space, n = workspace or Workspace(), len(X)
     if n > LOO_ROWS:
@@ -72,7 +72,7 @@ def leave_one_out_loss(
     floor: float,
     workspace: Workspace | None = None,
 ) -> float:
-    """Leave-one-out log loss of rows that stand for `n`, at the shift nλ; infinite where no precision will do.
+    """Leave-one-out log loss of a sample of `n` rows, at the shift nλ; infinite where no precision is sufficient.
 
     `variance` is the largest k(x, x).
     """
@@ -90,10 +90,10 @@ def leave_one_out_loss(
 def scale_to_data(
     kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, *, floor: float, seed: int
 ) -> tuple[Kernel, float]:
-    """A good place to start: length scales times one common factor, and λ, by leave-one-out on a sample of rows.
+    """A starting point: length scales times one common factor, and λ, by leave-one-out on a sample of rows.
 
-    The factors put the length scales (their geometric mean) around the median distance between rows; the kernel as
-    given is tried too.
+    The factors place the geometric mean of the length scales around the median distance between rows; the kernel as
+    given is a candidate too.
     """
     names = length_scale_names(kernel)
     if len(X) > _START_ROWS:
@@ -118,10 +118,10 @@ def scale_to_data(
 def search_regularization(
     evaluate: Callable[[list[float]], list[float]], *, scale: float, start: float
 ) -> tuple[float, float, dict[float, float]]:
-    """Minimise a smooth, mostly single-valley function of log λ with few evaluations.
+    """Minimise a smooth, mostly unimodal function of log λ with few evaluations.
 
-    Walks a decade grid downhill from the value nearest to `start`, down and up at once, then refines around the best
-    point. `evaluate` is given all the λ that can be evaluated side by side.
+    Searches a decade grid from the value nearest to `start` in both directions while the loss falls, then refines
+    around the best point. `evaluate` gets all λ that can be evaluated in parallel.
     """
     tried: dict[float, float] = {}
 
@@ -142,34 +142,34 @@ def search_regularization(
         extend([centre * 10.0 ** (sign * width) for sign in (-1, 1)])
     if not math.isfinite(min(tried.values())):
         raise NumericalError(
-            "no regularisation made the Gram matrix positive definite; look for rows that are not finite"
+            "the Gram matrix is not positive definite at any regularization tried; check that all rows are finite"
         )
     lam = _best(tried)
     return lam, tried[lam], tried
 
 
 class _Walker:
-    """Goes one way along the grid for as long as it leads downhill."""
+    """Moves in one direction along the grid while the loss falls."""
 
     def __init__(self, direction: int, at: int) -> None:
         self.direction, self.at, self.best = direction, at, math.inf
         self.patience = _PATIENCE
 
     def step(self, grid: list[float], tried: dict[float, float]) -> bool:
-        """Take the next point, evaluated already; whether the one after it is wanted."""
+        """Move to the next point, already evaluated; returns whether the one after it should be evaluated."""
         self.best = min(self.best, tried[grid[self.at]])
         if not 0 <= self.at + self.direction < len(grid):
             return False
         self.at += self.direction
         value = tried[grid[self.at]]
-        # Upwards a draw is as good as a gain, since the larger λ is preferred; downwards only a gain counts.
-        goes_on = value <= _nearly(self.best) if self.direction > 0 else value < self.best
-        self.patience = _PATIENCE if goes_on else self.patience - 1
+        # Upwards a tie counts as a gain, since the larger λ is preferred; downwards only a gain counts.
+        gains = value <= _nearly(self.best) if self.direction > 0 else value < self.best
+        self.patience = _PATIENCE if gains else self.patience - 1
         return self.patience > 0 and 0 <= self.at + self.direction < len(grid)
 
 
 def _best(tried: dict[float, float]) -> float:
-    """The largest λ whose loss is the least but for rounding: where the data do not care, stay well conditioned."""
+    """The largest λ whose loss is minimal up to rounding: among equal losses the best-conditioned system."""
     least = min(tried.values())
     return max(lam for lam, loss in tried.items() if loss <= _nearly(least))
 

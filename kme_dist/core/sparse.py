@@ -1,20 +1,20 @@
 """Conditional embeddings with few entries: the LASSO of embeddings, and incomplete Cholesky.   [CME, section 5]
 
 A dense embedding has weights W between all targets (rows) and all inputs (columns). A sparse one, M, is near it in the
-Hilbert-Schmidt norm of operators while few of its entries, rows or columns are not zero:
+Hilbert-Schmidt norm of operators and has few nonzero entries, rows or columns:
 
     min_M  tr (M - W)ᵀ L (M - W) K + γ penalty(M),     penalty = Σ|M_ij|, Σ|row i|₂ or Σ|column j|₂
 
-by FISTA with C = 2 |K|₂ |L|₂ (the paper's listing has slips; these steps descend):
+by FISTA with C = 2 |K|₂ |L|₂ (the listing in the paper has typos; these steps descend):
 
     Z' = prox_{γ/C}(Q - 2 L (Q - W) K / C),   θ' = (1 + √(1 + 4θ²))/2,   Q' = Z' + (θ - 1)/θ' (Z' - Z)
 
-with a restart of θ where momentum points uphill. A whole path of γ runs from the largest, at which all is zero,
-downwards, each solution starting the next. The penalty also shrinks what it keeps; `refit` solves anew on the entries
-that were kept.
+with a restart of θ where momentum points uphill. A path of γ runs from the largest, at which the solution is zero,
+downwards, with warm starts. The penalty also shrinks the entries it keeps; `refit` solves for those entries again
+without it.
 
-The alternative keeps rows and columns: pivots of an incomplete Cholesky factorisation of L and K, and the projection of
-the dense embedding on them.
+The alternative keeps whole rows and columns: pivots of an incomplete Cholesky factorisation of L and K, and the
+projection of the dense embedding on them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PENALTIES = ("element", "row", "column")
 
 @dataclass(frozen=True)
 class SparseStep:
-    """One point of a path: the weights, how many entries are not zero, how far they are from the dense ones."""
+    """One point of a path: the weights, the number of nonzero entries, the distance to the dense weights."""
 
     gamma: float
     weights: Array
@@ -45,7 +45,7 @@ class SparseStep:
 
 
 def operator_distance(M: Array, W: Array, K: Array, L: Array) -> float:
-    """|Σ (M - W)_ij L(y_i, ·) ⊗ K(x_j, ·)|: how far two embeddings are apart."""
+    """|Σ (M - W)_ij L(y_i, ·) ⊗ K(x_j, ·)|: the distance between two embeddings."""
     D = M - W
     return math.sqrt(max(float(namespace_of(D).sum(D * (L @ D @ K))), 0.0))
 
@@ -71,7 +71,7 @@ def _penalty(M: Array, penalty: str) -> Array:
 
 
 def largest_gamma(W: Array, K: Array, L: Array, penalty: str = "element") -> float:
-    """The γ from which on the solution is zero: the dual norm of the gradient at zero."""
+    """The smallest γ whose solution is zero: the dual norm of the gradient at zero."""
     xp = namespace_of(W)
     G = 2 * (L @ W @ K)
     if penalty == "element":
@@ -98,7 +98,7 @@ def fista(
     tolerance: float = 1e-7,
     lipschitz: float | None = None,
 ) -> SparseStep:
-    """One solution. Stops where a step changes M by less than `tolerance` of its length."""
+    """One solution. Stops when a step changes M by less than `tolerance` relative to its norm."""
     xp = namespace_of(W)
     C = lipschitz or 2 * spectral_norm(K) * spectral_norm(L)
     Z = W * 0 if start is None else start
@@ -120,8 +120,8 @@ def fista(
 class Splitting:
     """The same minimum by splitting (ADMM): the quadratic part is solved exactly in the eigenvectors of K and L.
 
-    FISTA needs as many steps as K and L are ill-conditioned; these do not mind. Iterates are sparse (the thresholded
-    half), and a few steps of FISTA from there settle the entries near the threshold.
+    FISTA needs more steps the worse K and L are conditioned; ADMM does not. Iterates are sparse (the thresholded
+    half), and a few steps of FISTA from there decide the entries near the threshold.
     """
 
     def __init__(self, W: Array, K: Array, L: Array) -> None:
@@ -136,7 +136,7 @@ class Splitting:
     def solve(
         self, gamma: float, penalty: str, start: Array, steps: int = 400, tolerance: float = 1e-4
     ) -> tuple[Array, int]:
-        """A solution near `start`, and the steps taken. The stiffness follows the two residuals."""
+        """A solution near `start`, and the steps taken. The penalty parameter balances the two residuals."""
         xp = namespace_of(start)
         Z, U, stiff, taken = start, start * 0, 1e-3 * self.lipschitz, 0
         for taken in range(1, steps + 1):
@@ -156,7 +156,7 @@ class Splitting:
 
 
 def objective(M: Array, W: Array, K: Array, L: Array, gamma: float, penalty: str = "element") -> float:
-    """What `fista` makes small."""
+    """The quantity that `fista` minimises."""
     return operator_distance(M, W, K, L) ** 2 + gamma * float(_penalty(M, penalty))
 
 
@@ -171,10 +171,10 @@ def path(
     tolerance: float = 1e-6,
     split: bool = True,
 ) -> Iterator[SparseStep]:
-    """Solutions for falling γ, each started at the last; a number of γ means so many, evenly in the logarithm.
+    """Solutions for decreasing γ, each started at the previous one; an integer `gammas` spaces that many evenly in log.
 
-    `split` finds the neighbourhood of a solution by `Splitting` before FISTA finishes it; without, FISTA does it all
-    and needs many more `steps`.
+    With `split`, `Splitting` computes an approximate solution that FISTA refines; without it FISTA needs many more
+    `steps`.
     """
     if isinstance(gammas, int):
         top = largest_gamma(W, K, L, penalty)
@@ -194,9 +194,9 @@ def path(
 
 
 def refit(found: SparseStep, W: Array, K: Array, L: Array, steps: int = 500, tolerance: float = 1e-8) -> SparseStep:
-    """The nearest weights to W that are zero where the given ones are: conjugate gradients on the kept entries.
+    """The nearest weights to W with the sparsity pattern of the given ones, by conjugate gradients.
 
-    Minimises tr (M - W)ᵀL(M - W)K over M of that pattern, starting from the given M, so it never ends farther away.
+    Minimises tr (M - W)ᵀL(M - W)K over M of that pattern, starting from the given M, so the distance never grows.
     """
     xp = namespace_of(W)
     mask = xp.where(found.weights != 0, W * 0 + 1, W * 0)
@@ -224,7 +224,7 @@ def refit(found: SparseStep, W: Array, K: Array, L: Array, steps: int = 500, tol
 
 
 def pivots(K: Array, count: int) -> np.ndarray:
-    """The rows that a pivoted Cholesky factorisation picks: each has the most left that those before do not explain."""
+    """The pivots of a Cholesky factorisation: each has the largest residual given those before it."""
     K = np.asarray(K)
     left, F = np.diagonal(K).astype(np.float64).copy(), np.zeros((len(K), min(count, len(K))))
     floor, chosen = 1e-12 * float(left.max(initial=0.0)), []
@@ -240,7 +240,7 @@ def pivots(K: Array, count: int) -> np.ndarray:
 
 
 def project(W: Array, K: Array, L: Array, rows: np.ndarray, columns: np.ndarray) -> SparseStep:
-    """The nearest embedding that uses the given targets and inputs alone: L_RR⁻¹ L_R: W K_:C K_CC⁻¹."""
+    """The nearest embedding on the given targets and inputs only: L_RR⁻¹ L_R: W K_:C K_CC⁻¹."""
     r, c = like(rows, W, dtype=np.int64), like(columns, W, dtype=np.int64)
     inner = _solve(L, r, L[r, :] @ W @ K[:, c])
     block = _solve(K, c, inner.T).T
@@ -251,7 +251,7 @@ def project(W: Array, K: Array, L: Array, rows: np.ndarray, columns: np.ndarray)
 
 
 def _solve(K: Array, index: Array, B: Array) -> Array:
-    """K_II⁻¹ B with the least padding that makes K_II positive definite."""
+    """K_II⁻¹ B with a small jitter that keeps K_II positive definite."""
     block = K[index, :][:, index]
     A = block + 0
     diag = namespace_of(A).sum(A * like(np.eye(A.shape[0]), A), axis=1)

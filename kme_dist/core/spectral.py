@@ -2,12 +2,12 @@
 
     q(W, Ω) = (1/n) Σ_i loss(Wᵀφ(x_i), y_i) + λ₁ R(W) + λ₂ (1/n) |φ(X)|²_F
 
-R is the trace norm |W|_* for ASKL, dealt with by singular value thresholding after each gradient step (`shrink`), and
+R is the trace norm |W|_* for ASKL, handled by singular value thresholding after each gradient step (`shrink`), and
 |W|²_F for the four variants it is compared with, where λ₂ is 0.   [ASKL, algorithm 1]
 
-    hinge           max(0, 1 + max_{j≠y} f_j - f_y)       multiclass margin, the paper's choice
+    hinge           max(0, 1 + max_{j≠y} f_j - f_y)       multiclass margin, as in the paper
     cross_entropy   log Σ_j exp f_j - f_y                 gives probabilities
-    squared         |f - y|²                              regression (the paper's choice there), or one-hot classes
+    squared         |f - y|²                              regression (as in the paper), or one-hot classes
 
 ASKL: Li, Liu, Wang, "Automated Spectral Kernel Learning".
 """
@@ -25,7 +25,7 @@ from kme_dist.core.objective import Objective, one_hot
 from kme_dist.errors import ConfigError
 
 LOSSES = ("hinge", "cross_entropy", "squared")
-# By the 2-norm of the scores: the slope is e_j - e_y for the hinge and p - e_y for cross entropy, p on the simplex.
+# In the 2-norm of the scores: the slope is e_j - e_y for the hinge and p - e_y for cross entropy, p on the simplex.
 LIPSCHITZ = {"hinge": math.sqrt(2), "cross_entropy": math.sqrt(2)}
 
 
@@ -60,7 +60,7 @@ def losses(kind: str, F: Array, T: Array) -> tuple[Array, Array]:
         return xp.log(total[:, 0]) - xp.sum(shifted * T, axis=1), E / total - T
     if kind != "hinge":
         raise ConfigError(f"loss={kind!r} is unknown; choose one of {', '.join(LOSSES)}")
-    others = F + 1 - T * (1 + 1e9)  # the own class out of the running
+    others = F + 1 - T * (1 + 1e9)  # excludes the true class
     best = xp.max(others, axis=1, keepdims=True)
     loss = best - own
     wrong = loss > 0
@@ -72,7 +72,7 @@ def losses(kind: str, F: Array, T: Array) -> tuple[Array, Array]:
 def lipschitz_constant(kind: str, slope: Array) -> float:
     """L of |loss(f, y) - loss(f', y)| <= L |f - f'|_2.
 
-    The squared loss has none; for it, that of the range met: the largest slope 2 |f - y| among these rows.
+    The squared loss has none; instead the largest slope 2 |f - y| among these rows is returned.
     """
     if kind in LIPSCHITZ:
         return LIPSCHITZ[kind]
@@ -94,8 +94,8 @@ def spectral_objective(
 ) -> Objective:
     """The smooth part of the objective at a batch; gradients by "W" and "features.NAME".
 
-    `ridge` multiplies |W|²_F, `feature_penalty` the mean of |φ(x)|². `n_classes` None stands for regression on numbers.
-    `complexity` is |W|_*, `bound` see `generalisation_bound`.
+    `ridge` multiplies |W|²_F, `feature_penalty` the mean of |φ(x)|². `n_classes` None means regression.
+    `complexity` is |W|_*; for `bound` see `generalisation_bound`.
     """
     Z, pull = features.linearise(X) if learn_features else (features.forward(X), None)
     xp, n = namespace_of(Z), Z.shape[0]
@@ -127,9 +127,9 @@ def spectral_objective(
 
 
 def shrink(W: np.ndarray, threshold: float) -> np.ndarray:
-    """argmin_V ½|V - W|²_F + threshold |V|_*: singular values lowered by `threshold`, none below 0.
+    """argmin_V ½|V - W|²_F + threshold |V|_*: singular values reduced by `threshold`, not below 0.
 
-    By the small side: the eigenvectors of WᵀW, one for each class, instead of a decomposition of all of W.
+    Uses the eigenvectors of the small matrix WᵀW, one for each class, instead of a decomposition of W.
     """
     if threshold <= 0:
         return W
@@ -158,10 +158,9 @@ def generalisation_bound(
     Bound (10) has 4√2 L R + O(sqrt(log(1/δ)/n)) for the excess of the risk over that of the best W of the same trace
     norm, L the Lipschitz constant of the loss (`lipschitz_constant`) and R, by (11), a bound on the Rademacher
     complexity of all Wᵀφ with that trace norm and K outputs: the supremum is |W|_* times the spectral norm of
-    Σ_i φ(x_i) ε_iᵀ, which its Frobenius norm bounds. The contraction inequality for vectors takes R through the loss
-    for a factor √2 L, symmetrisation adds 2, and once more 2 for the excess. The last term writes the O(·) out for
-    losses within [0, 1]. Here φ and |W|_* come from the same rows, and no loss is so bounded: a yardstick, not a
-    guarantee.
+    Σ_i φ(x_i) ε_iᵀ, which its Frobenius norm bounds. The vector contraction inequality adds a factor √2 L for the loss,
+    symmetrisation a factor 2, and the excess another 2. The last term is the O(·) term for losses within [0, 1]. Here φ
+    and |W|_* come from the same rows, and the losses are not bounded by one: a diagnostic, not a guarantee.
     """
     complexity = trace_norm * math.sqrt(outputs * max(squares, 0.0)) / max(n, 1)
     tail = 3 * math.sqrt(math.log(2 / (1 - confidence)) / (2 * max(n, 1)))

@@ -7,13 +7,13 @@
     rows.add(X, y)
     rows.sums()
 
-z is what a basis makes of a row: k(centres, x), any explicit features φ(x), a projection. t is what stands on the right
-side of the equations: a label one-hot (`OneHot`), l(D, y) for target centres D (`TargetCentres`), or 1 where Σ z is
-asked for (`Ones`). Fits by centres and features, exact gradients of feature maps, conditional embeddings and spectral
-means all stand on these sums; what is then solved is theirs (`kme_dist.core.nystrom.System` for classes).
+z is the image of a row under a basis: k(centres, x), explicit features φ(x), or a projection. t is the right-hand side
+of the equations: a one-hot label (`OneHot`), l(D, y) for target centres D (`TargetCentres`), or 1 for Σ z (`Ones`).
+Fits with centres and features, exact gradients of feature maps, conditional embeddings and spectral means all use these
+sums; each solves its own system (`kme_dist.core.nystrom.System` for classes).
 
-Rows are multiplied in the precision of the data, tile by tile, and added up in double. The sums carry rounding errors
-of the precision of the rows: `Sums.noise` is a bound on the spectral norm of those in G.
+Rows are multiplied in the precision of the data, tile by tile, and summed in double. The sums have rounding errors of
+the precision of the rows: `Sums.noise` is a bound on the spectral norm of those in G.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count
 from kme_dist.core.objective import one_hot
 from kme_dist.meter import metered
 
-TILE_ROWS = 4_096  # of one product zᵀz: many enough that adding it to the sum costs little
-_CACHED_ROWS = 256  # of which the exponential is taken while they are in cache
+TILE_ROWS = 4_096  # rows of one product zᵀz: enough to make adding it to the sum cheap
+_CACHED_ROWS = 256  # rows whose exponential is taken while they are in cache
 _STRIPE = 256  # columns added at a time, so that only the lower triangle is touched
 _LEADING, _POWER_STEPS = 64, 3
 
 
-# --- left sides: what a row is turned into ------------------------------------------------------------
+# --- left-hand sides: the features of a row -----------------------------------------------------------
 
 
 class Basis(Protocol):
-    """What a row is turned into, the norm of its weights, and the leading directions of it (None: there are none)."""
+    """z(x), the metric of its weights, and its leading directions (None: unknown)."""
 
     @property
     def size(self) -> int: ...
@@ -115,18 +115,18 @@ class Features:
         return self
 
     def rows(self, X: Any, out: Array = None) -> Array:
-        # Multiplied in double: features have no known directions to be split off (see `Accumulator`).
+        # Multiplied in double: features have no known leading directions to split off (see `Accumulator`).
         return astype(self.features.forward(X), "float64")
 
     def metric(self) -> None:
         return None
 
 
-# --- right sides: what a label or target is turned into -----------------------------------------------
+# --- right-hand sides: the values of a label or target ------------------------------------------------
 
 
 class Targets(Protocol):
-    """t(y), a row of `size` numbers for each target, in the library and precision of a reference."""
+    """t(y), a row of `size` numbers for each target, in the array library and precision of a reference."""
 
     @property
     def size(self) -> int: ...
@@ -135,7 +135,7 @@ class Targets(Protocol):
 
 @dataclass(frozen=True)
 class OneHot:
-    """Classes by number: Σ t(y) counts the rows of each."""
+    """One-hot labels: Σ t(y) counts the rows of each class."""
 
     size: int
 
@@ -173,24 +173,24 @@ class Ones:
 
 @dataclass
 class Sums:
-    """G = Σ z zᵀ (its lower triangle), B = Σ z t(y)ᵀ, Σ t(y), how many rows, and the rounding of G."""
+    """G = Σ z zᵀ (its lower triangle), B = Σ z t(y)ᵀ, Σ t(y), the number of rows, and the rounding of G."""
 
     G: Array
     B: Array
-    totals: np.ndarray  # Σ t(y): of labels, the rows of each class
+    totals: np.ndarray  # Σ t(y): for labels, the rows of each class
     rows: int
-    variance: float = 0.0  # of an entry of G, by rounding in the precision of the rows
+    variance: float = 0.0  # of the rounding error of an entry of G
 
     def copy(self) -> Sums:
         return replace(self, G=self.G.copy(order="K"), B=self.B.copy(), totals=self.totals.copy())
 
     def symmetric(self) -> Array:
-        """G as a whole; what reads the lower triangle alone, such as a Cholesky factorisation, takes `G`."""
+        """The full G; code that reads only the lower triangle, such as a Cholesky factorisation, takes `G`."""
         xp = namespace_of(self.G)
         return xp.tril(self.G) + xp.tril(self.G, k=-1).T
 
     def add_packed(self, other: Sums) -> None:
-        """Add sums whose G is as `packed` made it."""
+        """Add sums whose G was packed by `packed`."""
         for part, values in _stripes(self.G, other.G):
             part += values
         self._add_rest(other)
@@ -239,7 +239,7 @@ def unpacked(triangle: np.ndarray, size: int) -> np.ndarray:
 
 
 def _stripes(G: np.ndarray, triangle: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Stripes of columns of G beside what `packed` holds of them."""
+    """Stripes of columns of G, each with its values in the packed triangle."""
     at = 0
     for left in range(0, len(G), _STRIPE):
         part = G[left:, left : left + _STRIPE]
@@ -248,15 +248,15 @@ def _stripes(G: np.ndarray, triangle: np.ndarray) -> Iterator[tuple[np.ndarray, 
 
 
 class Accumulator:
-    """Adds up rows, chunk after chunk; `sums()` is the result.
+    """Sums over rows, chunk after chunk; `sums()` returns the result.
 
-    Values of a smooth kernel are large and nearly the same for all rows, and what tells rows apart is far below them:
-    in single precision it would drown. So rows in single precision are evaluated in double and split into the part
-    a = Qᵀ z along a few leading directions Q of the kernel and the rest, z = Q a + z'. The rest is small, so that its
-    rounding is too, and its square, which is nearly all the work, can be taken in single precision:
+    Values of a smooth kernel are large and nearly equal for all rows, and their differences are much smaller: single
+    precision would lose them. So rows in single precision are evaluated in double and split into the part a = Qᵀ z
+    along a few leading directions Q of the kernel and the rest, z = Q a + z'. The rest is small, and so is its
+    rounding, so its square, which is nearly all the work, can be computed in single precision:
     Σ z zᵀ = Q (Σ a aᵀ) Qᵀ + Q (Σ a z'ᵀ) + (Σ z' aᵀ) Qᵀ + Σ z' z'ᵀ.
 
-    `tile_rows` is how many rows of z (and of t) are held at a time; it decides the rounding, and nothing else.
+    `tile_rows` is the number of rows of z (and of t) held at a time; it affects rounding only.
     """
 
     def __init__(self, basis: Basis, targets: Targets, reference: Array, tile_rows: int = TILE_ROWS) -> None:
@@ -273,8 +273,8 @@ class Accumulator:
         self._product: np.ndarray | None = None
 
     def add(self, X: Any, y: Any) -> None:
-        """Take in rows and their targets."""
-        with metered("reduce"):  # but for the tiles, which count as such
+        """Add rows and their targets."""
+        with metered("reduce"):  # without the tiles, which are metered separately
             self._add(X, y)
 
     def _add(self, X: Any, y: Any) -> None:
@@ -283,7 +283,7 @@ class Accumulator:
             T = self._targets.rows(take(y, part), Z)
             if A is not None:
                 self._square += A.T @ A
-                # The part along the leading directions is large, and double precision rounds it, too.
+                # The part along the leading directions is large, so its rounding in double precision counts too.
                 self._variance += (2 * 1e-16 * float(namespace_of(A).sum(A * A)) / self._basis.size) ** 2
                 self._cross += astype(Z.T @ astype(A, precision(Z)), "float64")
                 self._B_lead += A.T @ astype(T, "float64")
@@ -293,25 +293,25 @@ class Accumulator:
         self._rows += row_count(X)
 
     def _split(self, X: Any) -> tuple[Array, Array | None]:
-        """z', and a in double precision; z itself and None where there is nothing to split off."""
+        """z', and a in double precision; z itself and None where nothing is split off."""
         if self._Q is None:
-            return self._basis.rows(X, self._room(X, row_count(X), "_tile")), None
+            return self._basis.rows(X, self._buffer(X, row_count(X), "_tile")), None
         if not isinstance(X, np.ndarray):
             Z = self._basis.wide.rows(astype(X, "float64"))
             A = Z @ self._Q
             return astype(Z - A @ self._Q.T, precision(X)), A
-        rest, parts = self._room(X, len(X), "_tile"), []
+        rest, parts = self._buffer(X, len(X), "_tile"), []
         for few in row_blocks(len(X), _CACHED_ROWS):
             rows = X[few].astype(np.float64)
-            Z = self._basis.wide.rows(rows, self._room(rows, len(rows), "_wide"))
+            Z = self._basis.wide.rows(rows, self._buffer(rows, len(rows), "_wide"))
             parts.append(Z @ self._Q)
-            # Z -= A Qᵀ in place; to Fortran's eyes everything here is transposed
+            # Z -= A Qᵀ in place; in Fortran order everything here is transposed
             blas.dgemm(-1.0, self._Q.T, parts[-1].T, beta=1.0, c=Z.T, trans_a=1, overwrite_c=1)
             rest[few] = Z
         return rest, np.concatenate(parts)
 
-    def _room(self, X: Any, rows: int, name: str) -> Array:
-        """Memory for rows of z, kept from tile to tile."""
+    def _buffer(self, X: Any, rows: int, name: str) -> Array:
+        """Memory for rows of z, reused for every tile."""
         if not isinstance(X, np.ndarray) or X.dtype.kind != "f":
             return None
         held = self._held.get(name)
@@ -334,11 +334,11 @@ class Accumulator:
         else:
             self._G += astype(Z.T @ Z, "float64")
             typical = float(to_host(namespace_of(Z).sum(Z * Z))) / Z.shape[1]
-        # Each entry is a sum of many products: its error grows with the root of their number.
+        # Each entry is a sum of many products: its error grows with the square root of their number.
         self._variance += (2 * unit * typical) ** 2
 
     def sums(self) -> Sums:
-        """What was added; the accumulator is spent."""
+        """The result; the accumulator cannot be used afterwards."""
         if self._Q is not None:
             Q = self._Q
             half = Q @ (0.5 * self._square) + self._cross
@@ -350,7 +350,7 @@ class Accumulator:
 
 
 def sum_rows(basis: Basis, X: Any, y: Any, targets: Targets, tile_rows: int = TILE_ROWS) -> Sums:
-    """The sums over rows in memory, in the precision they have (double where they are no numbers)."""
+    """The sums over rows in memory, in their precision (double where they are not numeric)."""
     accumulator = Accumulator(basis, targets, X if hasattr(X, "dtype") else np.zeros(0), tile_rows)
     accumulator.add(X, y)
     return accumulator.sums()

@@ -1,10 +1,9 @@
-"""More rows for a data set that is there: what the nightly job needs.
+"""Append rows to an existing data set, e.g. in a nightly job.
 
-New rows go behind the old ones, encoded exactly like them; statistics are merged, digests kept, and splits get
-further row ranges by the data set's own rule. The last shard, when it is not full, is stored again with the new
-rows behind the old. Readers see none of this until the group's attributes are rewritten, in one step, at the end:
-before that the old row count holds, and whatever lies beyond it is ignored. An append that dies can simply be run
-again.
+New rows follow the old ones, with the same encoding; statistics are merged, digests kept, and splits get further row
+ranges by the data set's own rule. The last shard, if it is not full, is rewritten with the new rows after the old ones.
+Readers see nothing of this until the group's attributes are replaced, atomically, at the end: until then the old row
+count is valid, and data beyond it is ignored. An append that fails can be run again.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ def append(
 ) -> Dataset:
     """Add the rows of `source` to the data set at `dest`.
 
-    `split` puts all of them into one part; None applies the rule by which the data set was split. `options` are
-    those of FileOptions; columns, label and encoding are the data set's own. A category or class that was not there
-    before is an error that names its row. Afterwards the data set no longer counts as shuffled: new rows follow the
-    old ones.
+    `split` puts all of them into one split; None applies the rule by which the data set was split. `options` are those
+    of FileOptions; columns, label and encoding are those of the data set. A new category or class is an error that
+    names its row. Afterwards the data set no longer counts as shuffled, because new rows follow the old ones.
     """
     place = Place.of(dest)
     for name in _FIXED:
         if name in options:
-            raise ConfigError(f"{name} cannot be chosen when appending; the data set already decided it.")
+            raise ConfigError(f"{name} cannot be set when appending; it is fixed by the data set.")
     budget = parse_bytes(memory)
     options.setdefault("block_bytes", min(4 << 20, budget // 64))
     with store_errors(place), writer_lease(place) as still_held:
@@ -67,15 +65,17 @@ def append(
         if isinstance(opened, MatrixSource):
             needed = 1 + max([c.position for c in data.schema.columns] + [data.schema.label_position or 0])
             if len(opened.feature_names) < needed:
-                raise DataError(f"{opened.name}: {len(opened.feature_names)} columns, the data set needs {needed}.")
+                raise DataError(
+                    f"{opened.name} has {len(opened.feature_names)} columns, the data set requires {needed}."
+                )
             if data.schema.label is not None and data.schema.label_position is None and opened.target_dtype is None:
-                raise DataError(f"{opened.name}: there are no labels, the data set has {data.schema.label!r}.")
+                raise DataError(f"{opened.name} has no labels, the data set has {data.schema.label!r}.")
         rule = data.attributes["split_rule"]
         division = Split.from_json(rule) if rule is not None and split is None else None
         if division is not None and division.ranges:
-            raise ConfigError(f"{place}: it was split by row ranges; say with split=NAME where the new rows belong.")
+            raise ConfigError(f"{place} was split by row ranges; pass split=NAME for the new rows.")
         if split is not None and split not in data.splits:
-            raise ConfigError(f"{place}: there is no split {split!r}; there are {', '.join(data.splits) or 'none'}.")
+            raise ConfigError(f"{place} has no split {split!r}; its splits: {', '.join(data.splits) or 'none'}.")
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         seed = data.shuffled if data.shuffled is not None else division.seed if division and division.by_rank else None
         job = Job(
@@ -101,7 +101,7 @@ def append(
 
 
 def _reopen_writer(data: Dataset) -> ShardWriter:
-    """A writer that goes on in the last shard, with the rows that are already there."""
+    """A writer that continues in the last shard, after the rows already stored."""
     first = data.rows // data.shard_rows * data.shard_rows
     compressed = data.attributes["compression"] == "zstd"
     writer = ShardWriter(
@@ -128,7 +128,7 @@ def _grow(place: Place, name: str, rows: int) -> None:
 
 
 def _merged(data: Dataset, writer: ShardWriter, job: Job) -> dict[str, Any]:
-    """The old attributes with the new rows counted in."""
+    """The old attributes, updated with the new rows."""
     new = dict(data.attributes)
     kept = writer.first_row // data.chunk_rows
     new["digests"] = {

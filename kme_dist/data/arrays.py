@@ -1,11 +1,11 @@
-"""Rows in memory as a source of rows: what a data set is on disk, without the disk.
+"""Rows in memory with the interface of a data set.
 
     rows = ArrayRows(X, codes, classes=["cat", "dog"])
     rows.read_rows(0, 100); rows.take(np.array([5, 3])); rows.split_statistics()
-    rows.spill(folder)                   # then it pickles as two files that workers of this machine map into memory
+    rows.spill(folder)                   # then it pickles as two files that workers on this machine memory-map
 
-Everything that decides a result (where chunks end, ranges and moments, batches) is the same as for a data set that
-`ingest` makes of the same rows in double precision, so that a model does not depend on where its rows were.
+Everything that affects a result (chunk boundaries, ranges and moments, batches) is the same as for a data set that
+`ingest` creates from the same rows in double precision, so a model does not depend on where its rows are stored.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kme_dist.data.statistics import Statistics
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest
 from kme_dist.errors import DataError
 
-OUTPUT_ROWS = 8192  # of a chunk of predictions, where the rows have no chunks of their own
+OUTPUT_ROWS = 8192  # rows of a chunk of predictions, where the rows have no chunks
 
 
 class ArrayRows(RowSource):
-    """Rows and labels in memory. X is a matrix, or a list of whatever a kernel takes; y holds codes into `classes`."""
+    """Rows and labels in memory. X is a matrix, or a list that a kernel accepts; y holds codes into `classes`."""
 
     kind = "array"
     output_rows = OUTPUT_ROWS
@@ -41,7 +41,7 @@ class ArrayRows(RowSource):
         classes: Sequence[Any] | np.ndarray | None = None,
         feature_names: Sequence[str] | None = None,
     ) -> None:
-        # Row by row in memory, as a data set gives them: sums over another layout would round otherwise.
+        # C-ordered, as a data set returns them: sums in another memory order would round differently.
         self._X, self._y = np.ascontiguousarray(X) if isinstance(X, np.ndarray) else X, y
         self.path, self.splits, self.shuffled = "the rows in memory", {}, None
         self.rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
@@ -49,13 +49,13 @@ class ArrayRows(RowSource):
         given = range(self.features) if feature_names is None else feature_names
         self.feature_names = [f"x{name}" if feature_names is None else str(name) for name in given]
         self.named = not generated_names(self.feature_names)
-        # Of an array the type is kept: the labels of a model are of the type that its user gave.
+        # An array keeps its type: the labels of a model have the type that the user passed.
         self.classes = classes if classes is None or isinstance(classes, np.ndarray) else list(classes)
         layout = ChunkLayout.choose(8 * max(1, self.features), CHUNK_BYTES, SHARD_BYTES, "none")
         self.chunk_rows, self._shard_rows = layout.chunk_rows, layout.shard_rows
         self._files: tuple[str, ...] = ()
         if y is not None and len(y) != self.rows:
-            raise DataError(f"{self.rows} rows came with {len(y)} labels; one label per row is needed")
+            raise DataError(f"got {self.rows} rows but {len(y)} labels; give one label per row")
 
     def __repr__(self) -> str:
         return f"ArrayRows({self.rows} rows, {self.features} features)"
@@ -73,9 +73,9 @@ class ArrayRows(RowSource):
         return (_mapped, (self._files, *about))
 
     def spill(self, folder: str | Path) -> ArrayRows:
-        """Write the arrays to `folder`; from then on it travels as their names. Returns itself."""
+        """Write the arrays to `folder`; afterwards it is pickled as the file names. Returns itself."""
         if not isinstance(self._X, np.ndarray) or self._y is None:
-            raise DataError("only matrices of numbers with labels can be shared with workers; ingest other rows first")
+            raise DataError("only numeric matrices with labels can be shared with workers; ingest other rows first")
         files = [os.path.join(folder, f"{name}.npy") for name in ("X", "y")]
         for file, array in zip(files, (self._X, self._y), strict=True):
             np.save(file, array, allow_pickle=False)
@@ -90,11 +90,12 @@ class ArrayRows(RowSource):
     @functools.cached_property
     def target_statistics(self) -> Statistics:
         if self._y is None or self._y.dtype.kind != "f":
-            raise DataError("the rows have no numbers to predict")
+            raise DataError("the rows have no numeric targets")
         return self._measured(self._y[:, None])
 
     def _measured(self, values: np.ndarray) -> Statistics:
-        """As ingest does it, shard by shard, and as its record gives it back, divided and multiplied by the count."""
+        """As `ingest` computes them, shard by shard, and as they are restored from its record: divided and multiplied
+        by the count."""
         total = Statistics.empty(values.shape[1])
         for start in range(0, self.rows, self._shard_rows):
             total = total + Statistics.of(values[start : start + self._shard_rows])
@@ -106,7 +107,7 @@ class ArrayRows(RowSource):
 
     def read_rows(self, start: int, stop: int) -> tuple[Any, np.ndarray | None]:
         if not 0 <= start <= stop <= self.rows:
-            raise DataError(f"rows {start} to {stop} were asked for; there are {self.rows}")
+            raise DataError(f"rows {start} to {stop} are out of range; there are {self.rows}")
         return self._X[start:stop], None if self._y is None else self._y[start:stop]
 
     def take(self, rows: np.ndarray) -> tuple[Any, np.ndarray | None]:
@@ -115,7 +116,7 @@ class ArrayRows(RowSource):
 
     def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
         if self._files:
-            return self, ranges  # the files are mapped, and read where they are needed
+            return self, ranges  # memory-mapped, read on access
         X = joined([self._X[start:stop] for start, stop in ranges])
         y = None if self._y is None else joined([self._y[start:stop] for start, stop in ranges])
         rows = ArrayRows(X, y, self.classes, self.feature_names if self.features else None)

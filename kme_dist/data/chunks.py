@@ -1,10 +1,10 @@
-"""Zarr arrays read by chunk, after their metadata passed an allow-list. Needs no Zarr library.
+"""Zarr arrays read by chunk, after their metadata passed an allow-list. Does not use a Zarr library.
 
-    read_layout    the checked metadata of an array: format 3, numbers, known codecs, chunks that make sense
-    StoredArray    an array of our own layout by rows: decoded here, so a damaged chunk is named and a call is cheap
+    read_layout    the checked metadata of an array: format 3, numbers, known codecs, valid chunks
+    StoredArray    an array of our layout, by rows: decoded here, so errors name the damaged chunk and calls are cheap
 
-What we read may come from anywhere, so nothing of an array is believed before `read_layout` has seen its metadata,
-and no memory is asked for before `check_size` found enough stored bytes to account for it.
+Stored data may come from anywhere, so an array is not trusted before `read_layout` has checked its metadata, and no
+memory is allocated before `check_size` found enough stored bytes to account for it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import pyarrow as pa
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.errors import ConfigError, CorruptError, DataError
 
-MAX_EXPANSION = 20_000  # zstd of constant data reaches about this; beyond it lies a decompression bomb
+MAX_EXPANSION = 20_000  # about that of zstd for constant data; above it a decompression bomb
 DTYPES = frozenset(
     ["bool", "float16", "float32", "float64"] + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 CODECS = frozenset(["bytes", "crc32c", "zstd", "blosc", "gzip", "transpose", "sharding_indexed"])
-_ABSENT = 2**64 - 1  # offset and length of a chunk that a shard does not hold
+_ABSENT = 2**64 - 1  # offset and length of a chunk missing from its shard
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What an array's metadata say, after the allow-list."""
+    """The metadata of an array, checked against the allow-list."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_rows: int
-    shard_rows: int  # equal to chunk_rows when the array is not sharded
+    shard_rows: int  # equal to chunk_rows if the array is not sharded
     codecs: tuple[str, ...]  # of a chunk
     sharded: bool
     ours: bool  # cut along the first axis only, with codecs that StoredArray decodes
@@ -55,38 +55,38 @@ class Layout:
 
 
 def read_metadata(place: Place, name: str = "") -> dict[str, Any]:
-    """One node's zarr.json; FileNotFoundError when there is none."""
+    """The zarr.json of a node; FileNotFoundError if it does not exist."""
     where = f"{place}/{name}" if name else str(place)
     raw = place.read(f"{name}/{METADATA_KEY}" if name else METADATA_KEY)
     try:
         metadata = json.loads(raw)
     except ValueError as error:
         raise CorruptError(
-            f"{where}: {METADATA_KEY} is not readable JSON ({error}); restore it or write it anew."
+            f"{where}: {METADATA_KEY} is not valid JSON ({error}); restore it or write it again."
         ) from error
     if not isinstance(metadata, dict) or metadata.get("zarr_format") != 3:
         seen = metadata.get("zarr_format") if isinstance(metadata, dict) else type(metadata).__name__
-        raise DataError(f"{where}: Zarr format 3 is needed, found {seen!r}.")
+        raise DataError(f"{where}: expected Zarr format 3, found {seen!r}.")
     return metadata
 
 
 def read_attributes(place: Place) -> dict[str, Any]:
-    """The JSON attributes of a group; FileNotFoundError when there is none."""
+    """The JSON attributes of a group; FileNotFoundError if it does not exist."""
     metadata = read_metadata(place)
     attributes = metadata.get("attributes", {})
     if metadata.get("node_type") != "group" or not isinstance(attributes, dict):
-        raise DataError(f"{place}: a Zarr group is needed, found {metadata.get('node_type')!r}.")
+        raise DataError(f"{place}: expected a Zarr group, found {metadata.get('node_type')!r}.")
     return attributes
 
 
 def write_attributes(place: Place, attributes: Mapping[str, Any]) -> None:
-    """Write a group's metadata, whole: until this is done nobody can open the group."""
+    """Write a group's metadata in one object; before that nobody can open the group."""
     metadata = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
     place.write(METADATA_KEY, attributes_json(place, metadata).encode())
 
 
 def attributes_json(place: Place, attributes: Mapping[str, Any]) -> str:
-    """Attributes as JSON text; `place` opens the message where they have no such form."""
+    """Attributes as JSON text; `place` is the prefix of error messages."""
     try:
         return json.dumps(attributes, default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -98,22 +98,22 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
 
 
 def read_layout(place: Place, name: str) -> Layout:
-    """The checked metadata of one array. Refuses what is outside the allow-list."""
+    """The checked metadata of one array; an error for anything outside the allow-list."""
     where = f"{place}/{name}" if name else str(place)
     metadata = read_metadata(place, name)
     try:
         if metadata["node_type"] != "array":
-            raise DataError(f"{where}: an array is needed, found a {metadata['node_type']}.")
+            raise DataError(f"{where}: expected an array, found a {metadata['node_type']}.")
         shape = tuple(_size(value) for value in metadata["shape"])
         data_type = metadata["data_type"]
         if not isinstance(data_type, str) or data_type not in DTYPES:
-            raise DataError(f"{where}: data of type {data_type!r} are not read; numbers and booleans are.")
+            raise DataError(f"{where}: data type {data_type!r} is not supported; only numbers and booleans are.")
         if metadata["chunk_grid"]["name"] != "regular" or metadata.get("storage_transformers"):
-            raise DataError(f"{where}: only regular chunk grids without transformers are read.")
+            raise DataError(f"{where}: only regular chunk grids without storage transformers are supported.")
         outer = tuple(_size(value) for value in metadata["chunk_grid"]["configuration"]["chunk_shape"])
         keys = metadata["chunk_key_encoding"]
         codecs = metadata["codecs"]
@@ -130,7 +130,9 @@ def read_layout(place: Place, name: str) -> Layout:
             inner, codecs, sharded = tuple(_size(v) for v in setting["chunk_shape"]), setting["codecs"], True
             _check_codecs(where, codecs)
         if len(outer) != len(shape) or len(inner) != len(shape) or 0 in inner or 0 in outer:
-            raise DataError(f"{where}: chunks of shape {inner} in {outer} do not fit an array of shape {shape}.")
+            raise DataError(
+                f"{where}: chunks of shape {inner} in shards of {outer} do not match an array of shape {shape}."
+            )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -162,7 +164,7 @@ def read_layout(place: Place, name: str) -> Layout:
 
 def _size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f"{value!r} is not a size")
+        raise ValueError(f"{value!r} is not a valid size")
     return value
 
 
@@ -170,26 +172,26 @@ def _check_codecs(where: str, codecs: Sequence[Mapping[str, Any]]) -> None:
     for codec in codecs:
         if codec["name"] not in CODECS:
             raise DataError(
-                f"{where}: the codec {codec['name']!r} is not among those read here: {', '.join(sorted(CODECS))}."
+                f"{where}: codec {codec['name']!r} is not supported; supported: {', '.join(sorted(CODECS))}."
             )
 
 
 def check_size(place: Place, name: str, layout: Layout, stored_bytes: int) -> None:
-    """Refuse metadata that promise more than the stored bytes can hold, before memory is asked for."""
+    """Reject metadata that declare more than the stored bytes can hold, before memory is allocated."""
     limit = stored_bytes * (MAX_EXPANSION if layout.compressed else 1)
     chunk_bytes = layout.chunk_rows * math.prod(layout.row_shape) * layout.dtype.itemsize
     if layout.nbytes > limit or (layout.nbytes and chunk_bytes > limit):
         raise CorruptError(
-            f"{place}/{name}: its metadata promise {layout.nbytes} bytes but {stored_bytes} are stored. "
+            f"{place}/{name}: the metadata declare {layout.nbytes} bytes but {stored_bytes} are stored. "
             "The copy is incomplete or was tampered with; copy or write it again."
         )
 
 
 class StoredArray:
-    """An array of our layout, read by rows. Safe to share among threads; pickles as its address.
+    """An array of our layout, read by rows. Thread-safe; pickled as its address.
 
-    Decoded chunks are kept while `cache_bytes` allows, the least recently used one leaves first. `check`, where given,
-    is asked about every chunk that is decoded.
+    Decoded chunks are cached up to `cache_bytes` (least recently used). `check`, if given, is called with every decoded
+    chunk.
     """
 
     def __init__(
@@ -198,10 +200,10 @@ class StoredArray:
         self.place, self.name, self.cache_bytes, self.check = place, name, cache_bytes, check
         try:
             self.layout = read_layout(place, name)
-        except DataError as error:  # what we wrote has none of this: somebody else was here
+        except DataError as error:  # never written by kme-dist: changed by other software
             raise CorruptError(f"{error} Restore it from a copy you trust.") from None
         if not self.layout.ours:
-            raise DataError(f"{place}/{name}: not in the layout that kme-dist writes; ingest it as a Zarr source.")
+            raise DataError(f"{place}/{name}: not an array written by kme-dist; ingest it as a Zarr source.")
         self._indexes: OrderedDict[int, np.ndarray] = OrderedDict()
         self._chunks: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
@@ -214,7 +216,7 @@ class StoredArray:
         return (self.layout.chunk_rows, *self.layout.row_shape) if self.layout.shape else ()
 
     def key(self, shard: int) -> str:
-        """The object that holds a shard (or a chunk, when there are no shards)."""
+        """The key of the object that holds a shard (or a chunk, without shards)."""
         parts = [str(shard)] + ["0"] * (len(self.layout.shape) - 1) if self.layout.shape else []
         return "/".join([self.name, "c", *parts])
 
@@ -226,11 +228,11 @@ class StoredArray:
         shard = chunk * rows // self.layout.shard_rows
         return CorruptError(
             f"{self.place}: chunk {chunk} of {self.name} (rows {chunk * rows} to {(chunk + 1) * rows - 1}, "
-            f"in {self.key(shard)}) {what}. Restore that object from a copy, or write the whole again."
+            f"in {self.key(shard)}) {what}. Restore that object from a copy, or write the array again."
         )
 
     def chunk(self, number: int) -> np.ndarray:
-        """One decoded chunk (read-only), checksum verified. The last one may hold padding."""
+        """One decoded chunk (read-only), checksum verified. The last one may contain padding."""
         with self._lock:
             if (known := self._chunks.get(number)) is not None:
                 self._chunks.move_to_end(number)
@@ -238,7 +240,7 @@ class StoredArray:
         try:
             decoded = self._decode(number, self._raw(number))
         except CorruptError:
-            # An append may have stored the last shard anew since its index was read.
+            # An append may have rewritten the last shard since its index was read.
             with self._lock:
                 stale = self._indexes.pop(number * self.layout.chunk_rows // self.layout.shard_rows, None)
             if stale is None:
@@ -266,7 +268,7 @@ class StoredArray:
         except FileNotFoundError:
             raise self.damaged(number, "is missing") from None
         if len(raw) != length:
-            raise self.damaged(number, "is cut short")
+            raise self.damaged(number, "is truncated")
         return raw
 
     def _index(self, shard: int, number: int, per_shard: int) -> np.ndarray:
@@ -276,7 +278,7 @@ class StoredArray:
         size = 16 * per_shard
         raw = self.place.read(self.key(shard), -(size + 4))
         if len(raw) != size + 4 or google_crc32c.value(raw[:size]) != int.from_bytes(raw[size:], "little"):
-            raise self.damaged(number, "lies in a shard that is cut short or whose index is damaged")
+            raise self.damaged(number, "is in a shard that is truncated or has a damaged index")
         index = np.frombuffer(raw[:size], "<u8").reshape(per_shard, 2)
         with self._lock:
             self._indexes[shard] = index
@@ -297,7 +299,7 @@ class StoredArray:
             except (OSError, ValueError) as error:
                 raise self.damaged(number, f"is damaged ({error})") from error
         if len(view) != expected:
-            raise self.damaged(number, f"holds {len(view)} bytes where {expected} belong")
+            raise self.damaged(number, f"has {len(view)} bytes instead of {expected}")
         array = view.view(self.layout.dtype.newbyteorder("<")).reshape(self.chunk_shape)
         array.flags.writeable = False
         return array
@@ -306,7 +308,7 @@ class StoredArray:
         """Rows [start, stop) as a new array."""
         if not 0 <= start <= stop <= self.layout.shape[0]:
             raise DataError(
-                f"{self.place}/{self.name}: rows {start} to {stop} asked for, {self.layout.shape[0]} there."
+                f"{self.place}/{self.name}: rows {start} to {stop} are out of range; there are {self.layout.shape[0]}."
             )
         out = np.empty((stop - start, *self.layout.row_shape), self.layout.dtype)
         if not out.size:
@@ -320,13 +322,13 @@ class StoredArray:
         return out
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Exactly these rows, in this order. Decodes every chunk that holds one of them."""
+        """Exactly these rows, in this order. Decodes every chunk that contains one of them."""
         rows = np.asarray(rows, np.int64)
         out = np.empty((len(rows), *self.layout.row_shape), self.layout.dtype)
         if not out.size:
             return out
         if rows.min() < 0 or rows.max() >= self.layout.shape[0]:
-            raise DataError(f"{self.place}/{self.name}: a row outside 0 to {self.layout.shape[0] - 1} was asked for.")
+            raise DataError(f"{self.place}/{self.name}: row numbers must be from 0 to {self.layout.shape[0] - 1}.")
         numbers = rows // self.layout.chunk_rows
         order = np.argsort(numbers, kind="stable")
         edges = np.flatnonzero(np.diff(numbers[order])) + 1
@@ -336,7 +338,7 @@ class StoredArray:
         return out
 
     def missing_objects(self, rows: int) -> list[int]:
-        """Shards that should hold the first `rows` rows and are not there."""
+        """Missing shards among those of the first `rows` rows."""
         present = self.place.sizes(f"{self.name}/c")
         return [shard for shard in range(self.shard_count(rows)) if self.key(shard) not in present]
 

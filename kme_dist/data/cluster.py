@@ -1,9 +1,8 @@
-"""The data plane's only contact with Dask: its collections as sources, and ingest by the workers of a cluster.
+"""The only use of Dask in the data layer: its collections as sources, and ingest by the workers of a cluster.
 
-Workers own whole shards: a task reads its window of rows, encodes it and stores the shards that cover it, and
-returns digests and statistics. What a task does is a function of its window, so one that runs twice (a worker died,
-or was thought dead) stores the same bytes twice. The driver merges what they return in row order and writes the
-metadata.
+Workers write whole shards: a task reads its window of rows, encodes it and stores the shards that cover it, and returns
+digests and statistics. A task is a function of its window, so one that runs twice (a worker died, or was considered
+dead) stores the same bytes twice. The driver merges the results in row order and writes the metadata.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def open_dask(source: Any, options: FileOptions) -> Source:
         return _open_frame(source)
     X, y = source if isinstance(source, tuple) else (source, None)
     if not hasattr(X, "blocks"):
-        raise DataError(f"a Dask object of type {type(X).__name__} is not known; give an array or a data frame.")
+        raise DataError(f"a Dask object of type {type(X).__name__} is not supported; give an array or a data frame.")
     return _open_array(X, y)
 
 
@@ -63,7 +62,7 @@ def _open_array(X: Any, y: Any) -> MatrixSource:
         if any(size != size for size in y.chunks[0]):
             y = y.compute_chunk_sizes()
         if y.shape[0] != rows:
-            raise DataError(f"Dask arrays: {rows} rows of features but {y.shape[0]} labels.")
+            raise DataError(f"Dask arrays: got {rows} rows but {y.shape[0]} labels.")
 
     def blocks() -> Iterator[Block]:
         at = 0
@@ -87,7 +86,7 @@ def _open_frame(frame: Any) -> TableSource:
         try:
             return pa.Table.from_pandas(part, preserve_index=False)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise DataError(f"Dask data frame: partition {i} mixes kinds of values ({error}).") from error
+            raise DataError(f"Dask data frame: partition {i} mixes types of values ({error}).") from error
 
     schema = next((t.schema for t in map(partition, range(frame.npartitions)) if t.num_rows), partition(0).schema)
 
@@ -106,9 +105,10 @@ def _open_frame(frame: Any) -> TableSource:
 
 
 def write_in_parallel(client: Any, job: Job, writer: ShardWriter) -> bool:
-    """Encode and store by the workers of `client`. False, and nothing done, where the source has to be streamed.
+    """Encode and store with the workers of `client`. Returns False, with nothing done, if the source must be streamed.
 
-    Possible for files that can be read from any row (Parquet, npy, IDX, Zarr), in their own order, every row kept.
+    Possible for files that can be read from any row (Parquet, npy, IDX, Zarr), in their original order, with every row
+    kept.
     """
     rows, origin = job.source.rows, job.origin
     if rows is None or origin is None or job.reorders or job.schema.missing == "drop":
@@ -147,8 +147,8 @@ def write_in_parallel(client: Any, job: Job, writer: ShardWriter) -> bool:
 
 
 def _starts_anywhere(source: Source, path: str) -> bool:
-    """Whether a worker can begin at its window without reading all that lies before it."""
-    if isinstance(source, TableSource):  # Parquet, by row groups: the only tables on disk that know their rows
+    """Whether a worker can start at its window without reading the rows before it."""
+    if isinstance(source, TableSource):  # Parquet, by row groups: the only tables on disk with known row counts
         return Path(path).is_dir() or pq.read_metadata(path).num_row_groups > 1
     return path.rstrip("/").endswith((".npy", ".zarr", "-ubyte"))
 

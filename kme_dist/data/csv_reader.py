@@ -1,11 +1,11 @@
-"""Delimited text by Arrow's streaming reader, with complaints that name file, row and column.
+"""Delimited text by Arrow's streaming reader, with errors that name file, row and column.
 
-Arrow reads fast and says little when it fails. So the fast path runs first, watched for what Arrow would let pass
-(NUL bytes, a quote that never closes), and only when something is wrong the file is walked again by Python's own
-csv module, slowly, to find the first place that is.
+Arrow reads fast and gives few details when it fails. So the fast path runs first, with checks for what Arrow accepts
+(NUL bytes, an unclosed quote), and only on an error the file is read again by Python's csv module, slowly, to find the
+first bad place.
 
-Types are settled by the first block: a column whose first values are numbers is a number column to the end, and a later
-word in it is an error with its row, not a silent change of type.
+Types are fixed by the first block: a column whose first values are numbers is numeric to the end, and a later word in
+it is an error with its row, not a silent change of type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_BLOCK = 64 << 20
 
 
 class _Watched(io.RawIOBase):
-    """A byte stream that counts quotes and looks out for NUL bytes on the way through."""
+    """A byte stream that counts quotes and detects NUL bytes as it is read."""
 
     def __init__(self, stream: Any, quote: bytes) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Watched(io.RawIOBase):
 
 
 def _wait_for(gone: weakref.ref[_Watched] | None) -> None:
-    """Wait until Arrow's threads have let go of a stream that is done with.
+    """Wait until Arrow's threads have released a finished stream.
 
     They read ahead, and a thread that still holds a Python object when the interpreter shuts down aborts the process.
     """
@@ -64,12 +64,12 @@ def _wait_for(gone: weakref.ref[_Watched] | None) -> None:
 
 
 def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
-    """One or more files of the same columns, read one after the other."""
+    """One or more files with the same columns, read one after another."""
     shapes = [_Shape.of(file, options) for file in files]
     first = shapes[0]
     for shape in shapes[1:]:
         if shape.names != first.names:
-            raise DataError(f"{shape.path}: its columns {shape.names} differ from {first.names} in {first.path}.")
+            raise DataError(f"{shape.path}: the columns {shape.names} differ from {first.names} in {first.path}.")
     kinds = first.kinds()
 
     def blocks(columns: Mapping[str, pa.DataType]) -> Iterator[Block]:
@@ -84,17 +84,17 @@ class _Shape:
 
     def __init__(self, path: Path, options: FileOptions, delimiter: str, header: int, names: list[str]) -> None:
         self.path, self.options, self.delimiter, self.names = path, options, delimiter, names
-        self.header = header  # how many lines the header takes, empty ones before it included; 0: there is none
+        self.header = header  # number of lines of the header, including empty ones before it; 0: no header
 
     @classmethod
     def of(cls, path: Path, options: FileOptions) -> _Shape:
         try:
             "".encode(options.encoding)
         except LookupError:
-            raise ConfigError(f"encoding is {options.encoding!r}, which Python does not know.") from None
+            raise ConfigError(f"encoding {options.encoding!r} is unknown to Python.") from None
         for what, text in (("delimiter", options.delimiter), ("quote", options.quote)):
             if text is not None and (len(text) > 1 or not text.isascii() or (what == "delimiter" and not text)):
-                raise ConfigError(f"{what} is {text!r}; one ASCII character is needed.")
+                raise ConfigError(f"{what} is {text!r}; it must be one ASCII character.")
         delimiter, fields, lines = _first_record(path, options)
         if any("\0" in field for field in fields):
             raise DataError(
@@ -113,7 +113,7 @@ class _Shape:
         return cls(path, options, delimiter, lines if header else 0, names)
 
     def _reader(self, types: dict[str, pa.DataType] | None, block_bytes: int) -> tuple[Any, _Watched]:
-        # UTF-16 and the like hold NUL bytes and quotes by the dozen before decoding; Arrow decodes after us.
+        # UTF-16 and similar encodings contain NUL bytes and quotes before decoding; Arrow decodes after us.
         ascii_like = "".join(map(chr, range(32, 127))).encode(self.options.encoding) == bytes(range(32, 127))
         watched = _Watched(open_bytes(self.path), self.options.quote.encode() if ascii_like else b"")
         reader = pc.open_csv(
@@ -143,7 +143,7 @@ class _Shape:
         return reader, watched
 
     def kinds(self) -> dict[str, Kind]:
-        """What each column holds, by the first block."""
+        """The kind of each column, from the first block."""
         try:
             reader, watched = self._reader(None, 1 << 20)
             schema = reader.schema
@@ -162,7 +162,7 @@ class _Shape:
         return kinds
 
     def blocks(self, types: dict[str, pa.DataType]) -> Iterator[Block]:
-        # Beyond a megabyte Arrow's blocks leave the processor's cache and parsing slows down.
+        # Above a megabyte Arrow's blocks no longer fit the processor's cache and parsing slows down.
         block_bytes = min(self.options.block_bytes, 1 << 20)
         at = 0
         if not types:
@@ -194,13 +194,13 @@ class _Shape:
         return "a".encode(self.options.encoding) == b"a"
 
     def _check_closed_quotes(self) -> None:
-        """An odd number of quotes: harmless inside a field, fatal when the last one never closes."""
+        """An odd number of quotes: harmless inside a field, an error if the last one is not closed."""
         last: tuple[int, int, list[str]] = (0, 0, [])
         try:
             for row, line, fields in self._rows(strict=True):
                 last = (row, line, fields)
         except csv.Error as error:
-            # Strict mode also rejects text after a closing quote, which is read as it stands and is no loss.
+            # Strict mode also rejects text after a closing quote, which is read as it is without loss.
             if "unexpected end of data" not in str(error):
                 return
             raise DataError(
@@ -211,7 +211,7 @@ class _Shape:
             ) from None
 
     def _quoted_column(self, line: int) -> str:
-        """The column where the quote opens in the row that begins behind `line`."""
+        """The column of the opening quote in the row that starts after `line`."""
         with open_bytes(self.path) as raw:
             text = io.TextIOWrapper(raw, self._decoder(), newline=None)
             rest = "".join(part for i, part in enumerate(text) if line <= i < line + 100)
@@ -241,7 +241,7 @@ class _Shape:
         )
 
     def _explain(self, error: Exception, types: dict[str, pa.DataType]) -> DataError:
-        """Walk the file again to say where it first goes wrong."""
+        """Read the file again to find the first bad place."""
         row = line = 0
         try:
             for row, line, fields in self._rows():
@@ -281,7 +281,7 @@ class _Shape:
                 return name, f"a field of {len(field)} characters; no number or class name is that long."
         if len(fields) != len(self.names):
             column = str(min(len(fields), len(self.names)) + 1)
-            return column, f"{len(fields)} fields where {len(self.names)} belong ({self.delimiter!r} between them)."
+            return column, f"{len(fields)} fields instead of {len(self.names)} (delimiter {self.delimiter!r})."
         for name, field in zip(self.names, fields, strict=True):
             wanted = types.get(name)
             if wanted is None or pa.types.is_string(wanted) or field in self.options.missing_texts:
@@ -310,14 +310,14 @@ def _is_number(field: str) -> bool:
         value = float(field)
     except ValueError:
         return False
-    # Python also takes 1_000 and infinities in words; a table means neither by them, nor does Arrow.
+    # Python also accepts 1_000 and "inf"; in a table, as in Arrow, these are not numbers.
     return "_" not in field and (
         math.isfinite(value) or field.strip().lower().lstrip("+-") in ("inf", "infinity", "nan")
     )
 
 
 def _first_record(path: Path, options: FileOptions) -> tuple[str, list[str], int]:
-    """The delimiter, the fields of the first record, and how many lines it and empty ones before it take."""
+    """The delimiter, the fields of the first record, and the number of lines up to its end."""
     try:
         with open_bytes(path) as stream:
             head = bytes(stream.read(1 << 20)).decode(options.encoding, errors="replace").lstrip("\ufeff")
@@ -325,7 +325,7 @@ def _first_record(path: Path, options: FileOptions) -> tuple[str, list[str], int
         raise DataError(f"{path}: cannot be read ({error}).") from error
     line = next((line for line in head.splitlines() if line), "")
     if not line:
-        raise DataError(f"{path}: the file is empty; a line of column names or a row is needed.")
+        raise DataError(f"{path}: the file is empty; it must have a header or at least one row.")
     delimiter = options.delimiter or _sniff(line, path)
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, **_quoting(options))
     try:

@@ -1,14 +1,14 @@
-"""Where rows are read from: data sets on disk or in an object store, and the interface that arrays share with them.
+"""Sources of rows: data sets on disk or in an object store, and the interface that they share with arrays.
 
     data = open_dataset("covtype.zarr")
     X, y = data.read_rows(0, 2000)
     data.splits["train"]                 # row ranges, ((0, 464809),)
     data.verify()                        # every chunk against its digest
 
-A data set is a Zarr v3 group: X (rows, features), y (rows,) where there are labels, row (rows,) with the position
-in the source where rows were moved or dropped; all cut at the same rows. The group's attributes are the only word
-on how many rows there are, so an append becomes visible in one step when they are rewritten. Classes are stored as
-codes 0, 1, 2, ... into `classes`.
+A data set is a Zarr v3 group: X (rows, features), y (rows,) if there are labels, row (rows,) with the position in the
+source if rows were moved or dropped; all chunked at the same rows. Only the group's attributes define the number of
+rows, so an append becomes visible atomically when they are replaced. Classes are stored as codes 0, 1, 2, ... into
+`classes`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ DATASET_FORMAT = "kme-dist/dataset"
 DATASET_VERSION = 1
 CACHE_BYTES = 64 << 20
 
-# Format version n -> a function that turns attributes of version n into those of version n + 1. Opening a data set
-# applies them in turn, so that every older version stays readable. Version 1 is the first.
+# Format version n -> a function that converts attributes of version n to version n + 1. Opening a data set applies
+# them in sequence, so that every older version can be read. Version 1 is the first.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
@@ -56,24 +56,24 @@ class _DigestCheck:
 
 
 class RowSource:
-    """Rows with labels that can be planned, read and learned from, wherever they are: see `Dataset` and `ArrayRows`.
+    """Rows with labels, on disk or in memory: the base of `Dataset` and `ArrayRows`.
 
-    What is learned from a source depends on its rows, their order and its splits alone. Two sources that hold the same
-    rows are interchangeable: a plan, a sample or a sum over rows made from either has the same bits.
+    What is learned from a source depends only on its rows, their order and its splits. Two sources with the same rows
+    are interchangeable: a plan, a sample or a sum over rows has the same bits with either.
     """
 
     kind: str = "rows"
-    path: str  # where the rows are, for messages
+    path: str  # location of the rows, for messages
     rows: int
     features: int
     feature_names: list[str]
-    named: bool  # whether the names are the user's own, or numbers that stand for none
+    named: bool  # whether the names were given by the user, or generated
     classes: Any  # a sequence of labels, or None
     chunk_rows: int
     shuffled: int | None
     splits: dict[str, tuple[tuple[int, int], ...]]
     statistics: Statistics
-    id_field: tuple[str, str] | None = None  # name and type of what names a row outside, where numbers do not
+    id_field: tuple[str, str] | None = None  # name and type of the row ids, if they are not row numbers
 
     @property
     def output_rows(self) -> int:
@@ -84,16 +84,16 @@ class RowSource:
         return {"path": self.path}
 
     def ranges(self, split: str | None = None) -> tuple[tuple[int, int], ...]:
-        """The row ranges of a split; of everything when None."""
+        """The row ranges of a split; of all rows if None."""
         if split is None:
             return ((0, self.rows),)
         if split not in self.splits:
-            known = ", ".join(self.splits) or "none; ingest with a split to have some"
-            raise ConfigError(f"{self.path}: there is no split {split!r}; there are {known}.")
+            known = ", ".join(self.splits) or "none; ingest with a split to create some"
+            raise ConfigError(f"{self.path} has no split {split!r}; its splits: {known}.")
         return self.splits[split]
 
     def training_split(self, split: str | None = "auto") -> str | None:
-        """What a split stands for: "auto" is "train" where there is one, else all rows (None)."""
+        """The split to learn from: "auto" is "train" if it exists, else all rows (None)."""
         if split == "auto":
             return "train" if "train" in self.splits else None
         self.ranges(split)
@@ -108,7 +108,7 @@ class RowSource:
 
     @property
     def target_statistics(self) -> Statistics:
-        """Range and moments of the numbers to predict."""
+        """Range and moments of the numeric targets."""
         raise ConfigError(f"{type(self).__name__} must define target_statistics")
 
     def split_statistics(self, split: str | None = None) -> Statistics:
@@ -124,19 +124,19 @@ class RowSource:
         raise ConfigError(f"{type(self).__name__} must define take(rows)")
 
     def read_labels(self, start: int, stop: int) -> np.ndarray | None:
-        """y of rows [start, stop) alone."""
+        """y of rows [start, stop)."""
         return self.read_rows(start, stop)[1]
 
     def read_ids(self, start: int, stop: int) -> Any:
-        """What names rows [start, stop) outside: by default their numbers."""
+        """The ids of rows [start, stop): by default their numbers."""
         return np.arange(start, stop, dtype=np.int64)
 
     def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
-        """A source of no more than these rows and where they lie in it, for a task that needs no others."""
+        """A source with only these rows, and their ranges in it, for a task that needs no others."""
         return self, ranges
 
     def identity(self, ranges: tuple[Span, ...]) -> str:
-        """Changes when the features of these rows do; known without reading them where digests are stored."""
+        """Changes when the features of these rows change; known without reading them if digests are stored."""
         return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, str]:
@@ -150,7 +150,7 @@ class RowSource:
 
 
 class Dataset(RowSource):
-    """An open data set. Threads may share it; it pickles as its address, and opens again where it arrives."""
+    """An open data set. Thread-safe; pickled as its address and opened again in the receiving process."""
 
     kind = "dataset"
 
@@ -163,7 +163,7 @@ class Dataset(RowSource):
             if isinstance(error, DataError):
                 raise
             raise CorruptError(
-                f"{place}: its attributes are incomplete ({type(error).__name__}: {error}). Ingest it again."
+                f"{place}: the attributes are incomplete ({type(error).__name__}: {error}). Ingest it again."
             ) from error
         self._check_objects()
 
@@ -207,13 +207,13 @@ class Dataset(RowSource):
         row_shape = (self.features,) if name == "X" else ()
         if layout.shape[0] < self.rows or layout.row_shape != row_shape:
             raise CorruptError(
-                f"{self.place}: {name} has shape {layout.shape}, the attributes promise {self.rows} rows of "
+                f"{self.place}: {name} has shape {layout.shape}, the attributes declare {self.rows} rows of "
                 f"{row_shape}."
             )
         return array
 
     def _check_objects(self) -> None:
-        """Every object is there: Zarr itself would read a missing one as zeros."""
+        """Check that every object exists: Zarr itself would read a missing one as zeros."""
         for array in self._arrays():
             sizes = self.place.sizes(f"{array.name}/c")
             for shard in range(array.shard_count(self.rows)):
@@ -222,7 +222,7 @@ class Dataset(RowSource):
             check_size(self.place, array.name, array.layout, sum(sizes.values()) + self._padding(array))
 
     def _padding(self, array: StoredArray) -> int:
-        # An interrupted append may have announced rows in the array's metadata that no attribute counts yet.
+        # An interrupted append may have added rows to the array's metadata that the attributes do not count yet.
         row_bytes = array.layout.nbytes // max(1, array.layout.shape[0])
         return (array.layout.shape[0] - self.rows) * row_bytes
 
@@ -256,14 +256,14 @@ class Dataset(RowSource):
     def target_statistics(self) -> Statistics:
         found = self.attributes["target_statistics"]
         if found is None:
-            raise DataError(f"{self.path} has no numbers to predict; ingest it with task='regression'")
+            raise DataError(f"{self.path} has no numeric targets; ingest it with task='regression'")
         return Statistics.from_json(found, 1)
 
     def read_labels(self, start: int, stop: int) -> np.ndarray | None:
         return None if self.y is None else self.y.read(start, stop)
 
     def read_ids(self, start: int, stop: int) -> np.ndarray:
-        """The place of every row in what was ingested, where rows were moved or dropped."""
+        """The position of every row in the source, if rows were moved or dropped."""
         return super().read_ids(start, stop) if self.row is None else self.row.read(start, stop)
 
     def identity(self, ranges: tuple[Span, ...]) -> str:
@@ -272,7 +272,7 @@ class Dataset(RowSource):
 
     def span_digests(self, start: int, stop: int) -> tuple[str, str]:
         number, begun = divmod(start, self.chunk_rows)
-        if not begun and stop == min(start + self.chunk_rows, self.rows):  # a whole chunk: known since it was written
+        if not begun and stop == min(start + self.chunk_rows, self.rows):  # a whole chunk: its digest is stored
             return self.attributes["digests"]["X"][number], self.attributes["digests"]["y"][number]
         X, y = self.read_rows(start, stop)
         return digest(X), digest(np.asarray(y))
@@ -291,22 +291,22 @@ class Dataset(RowSource):
     def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
         """X and y of rows [start, stop)."""
         if not 0 <= start <= stop <= self.rows:
-            raise DataError(f"{self.path}: rows {start} to {stop} were asked for; there are {self.rows}.")
+            raise DataError(f"{self.path}: rows {start} to {stop} are out of range; there are {self.rows}.")
         return self.X.read(start, stop), None if self.y is None else self.y.read(start, stop)
 
     def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """X and y of exactly these rows, in this order.
 
-        Every chunk that holds one of them is decoded, so scattered rows cost about a hundred times what as many
-        neighbouring ones do. Shuffle at ingest and read ranges, or sample blocks, where that matters.
+        Every chunk that contains one of them is decoded, so scattered rows cost about a hundred times as much as
+        contiguous ones. If that matters, shuffle at ingest and read ranges, or sample blocks.
         """
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.rows):
-            raise DataError(f"{self.path}: a row outside 0 to {self.rows - 1} was asked for.")
+            raise DataError(f"{self.path}: row numbers must be from 0 to {self.rows - 1}.")
         return self.X.take(rows), None if self.y is None else self.y.take(rows)
 
     def read(self, split: str | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """All rows of a split in memory; for data that fit."""
+        """All rows of a split, in memory."""
         parts = [self.read_rows(start, stop) for start, stop in self.ranges(split)]
         X = np.concatenate([part[0] for part in parts]) if parts else self.X.read(0, 0)
         if self.y is None:
@@ -329,7 +329,7 @@ class Dataset(RowSource):
                     progress(number + 1, chunks)
 
     def append(self, source: Any, **options: Any) -> Dataset:
-        """Add the rows of `source` and return the data set as it is then; see `kme_dist.data.append.append`."""
+        """Append the rows of `source` and return the updated data set; see `kme_dist.data.append.append`."""
         from kme_dist.data.append import append
 
         return append(self.path, source, **options)
@@ -337,15 +337,15 @@ class Dataset(RowSource):
 
 @functools.lru_cache(maxsize=2)
 def _reopen(place: Place, verify: bool, cache_bytes: int, content: str) -> Dataset:
-    """Opened once in a process, however many tasks bring it along: its cache serves all of them.
+    """Opened once per process for all tasks, which share its cache.
 
-    `content` is the digest of what is expected there, so that a data set which has changed is opened anew.
+    `content` is the expected digest, so that a data set that has changed is opened again.
     """
     return Dataset(place, verify=verify, cache_bytes=cache_bytes)
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Arrays, Arrow columns or lists of rows as one; a single part as it is."""
+    """Arrays, Arrow columns or lists of rows, concatenated; a single part as it is."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], list):
@@ -354,28 +354,28 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def short_digest(value: Any) -> str:
-    """Of plain data."""
+    """A short digest of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def generated_names(names: list[str]) -> bool:
-    """Whether these are the names that sources without any get: x0, x1, ..."""
+    """Whether these are the generated names of sources without names: x0, x1, ..."""
     return all(name == f"x{i}" for i, name in enumerate(names))
 
 
 def read_dataset_attributes(place: Place) -> dict[str, Any]:
-    """The attributes of a data set, brought to the current format version."""
+    """The attributes of a data set, converted to the current format version."""
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
         raise DataError(
-            f"{place}: there is no data set here (looked for {place}/{METADATA_KEY}). "
-            "Make one with `kme-dist ingest SOURCE DEST.zarr`."
+            f"{place}: no data set exists here (looked for {place}/{METADATA_KEY}); "
+            "create one with `kme-dist ingest SOURCE DEST.zarr`."
         ) from None
     found = attributes.get("format")
     if found != DATASET_FORMAT:
         raise DataError(
-            f"{place}: a data set is needed here, found {found or 'a Zarr group of somebody else'!r}; ingest it first."
+            f"{place} is not a data set (found {found or 'a Zarr group of other software'!r}); ingest it first."
         )
     version = attributes.get("format_version")
     if not isinstance(version, int) or not 1 <= version <= DATASET_VERSION:
@@ -383,7 +383,7 @@ def read_dataset_attributes(place: Place) -> dict[str, Any]:
             f"{place}: data set format version {version}; this kme-dist reads versions 1 to "
             f"{DATASET_VERSION}. Update kme-dist."
         )
-    check_seal(place, attributes, required=False)  # the first data sets had none
+    check_seal(place, attributes, required=False)  # the first data sets have none
     while version < DATASET_VERSION:
         attributes = UPGRADES[version](attributes)
         version += 1
@@ -396,14 +396,14 @@ def open_dataset(path: str | Path | Place, *, verify: bool = False, cache_bytes:
     Parameters
     ----------
     path : a local folder, file://, s3:// or gs:// address
-    verify : compare every chunk with its digest when it is read (its checksum is always verified)
-    cache_bytes : decoded chunks kept in memory, for each of X and y
+    verify : compare every chunk with its digest when it is read (checksums are always verified)
+    cache_bytes : size of the cache of decoded chunks, for each of X and y
     """
     return Dataset(Place.of(path), verify=verify, cache_bytes=cache_bytes)
 
 
 def describe_dataset(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes a person wants to see, without the long lists."""
+    """The attributes to show to people, without the long lists."""
     hidden = (
         "digests",
         "schema",

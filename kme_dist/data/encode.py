@@ -1,7 +1,7 @@
 """From blocks of a source to numbers, by a schema: X, labels and the rows kept.
 
-Missing values, unknown categories and classes, and values that are no finite numbers are found here, and every
-complaint names the file, the row (counted from 1) and the column.
+Missing values, unknown categories and classes, and values that are not finite are found here, and every error names the
+file, the row (counted from 1) and the column.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Encoded:
     """Rows ready to store. `rows` are positions in the whole source, from 0."""
 
     X: np.ndarray
-    y: np.ndarray | None  # codes in order of discovery, or targets
+    y: np.ndarray | None  # codes in order of first occurrence, or targets
     rows: np.ndarray
     extras: dict[str, pa.Array] = field(default_factory=dict)
-    seen: int = 0  # rows of the source behind this block, dropped ones included
+    seen: int = 0  # rows of the source up to the end of this block, including dropped ones
 
 
 class Encoder:
-    """Turns blocks into rows. Holds the one thing that grows: the classes met so far, in order of discovery."""
+    """Converts blocks to rows. Its only growing state are the classes found so far, in order of first occurrence."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Encoder:
         count = len(X)
         keep = np.ones(count, bool)
         with np.errstate(over="ignore", invalid="ignore"):
-            suspicious = X.dtype.kind == "f" and not np.isfinite(X.sum(dtype=X.dtype))  # cheap, and seldom wrong
+            suspicious = X.dtype.kind == "f" and not np.isfinite(X.sum(dtype=X.dtype))  # cheap, and rarely wrong
         if suspicious:
             X = self._treat(block, X, keep)
         if no_label is not None:
@@ -98,7 +98,7 @@ class Encoder:
                 raise DataError(
                     f"{block.origin}: row {block.first_row + row + 1}, column {self.schema.label!r}: the label is "
                     "missing. "
-                    "Correct it, or pass missing='drop' to leave such rows out."
+                    "Correct it, or pass missing='drop' to drop such rows."
                 )
             keep &= ~no_label
         rows = np.arange(start, start + count)
@@ -129,7 +129,7 @@ class Encoder:
         columns = self.schema.columns
         if columns[-1].position >= matrix.shape[1]:
             raise DataError(
-                f"{block.origin}: {matrix.shape[1]} columns where at least {columns[-1].position + 1} are needed."
+                f"{block.origin} has {matrix.shape[1]} columns; at least {columns[-1].position + 1} are required."
             )
         if all(c.kind == "number" for c in columns):
             positions = [c.position for c in columns]
@@ -168,7 +168,7 @@ class Encoder:
             row = int(np.argmax(strange))
             raise DataError(
                 f"{block.origin}: row {block.first_row + row + 1}, column {column.name!r}: the category "
-                f"{texts[row].as_py()!r} was not there before; known are {', '.join(column.categories[:20])}."
+                f"{texts[row].as_py()!r} is unknown; known: {', '.join(column.categories[:20])}."
             )
         if column.kind == "ordinal":
             out: np.ndarray = indices.astype(dtype)[:, None]
@@ -181,7 +181,7 @@ class Encoder:
         if missing.any() and self.schema.missing != "fill" and out.shape[1]:
             if dtype.kind != "f":
                 raise self._bad(block, int(np.argmax(missing)), column.name, "the category is missing")
-            out[missing, 0] = np.nan  # found and named by _treat
+            out[missing, 0] = np.nan  # reported by _treat
         return out
 
     def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
@@ -253,14 +253,14 @@ class Encoder:
             if value not in self.codes:
                 if self.fixed_classes:
                     row = int(offsets[found_index(encoded, found.index(value))])
-                    what = f"the class {value!r} was not there before; known are {list(self.codes)[:20]}"
+                    what = f"the class {value!r} is unknown; known: {list(self.codes)[:20]}"
                     raise self._bad(block, row, str(self.schema.label), what)
                 self.codes[value] = len(self.codes)
                 if len(self.codes) > self.max_classes:
                     raise DataError(
                         f"{block.origin}: the label {self.schema.label!r} has more than {self.max_classes} different "
                         "values. "
-                        "If it is a quantity pass task='regression', otherwise raise max_classes."
+                        "If it is numeric, pass task='regression'; otherwise raise max_classes."
                     )
         table = np.array([self.codes[value] for value in found], np.int64)
         indices = encoded.indices.to_numpy(zero_copy_only=False)
@@ -275,7 +275,7 @@ class Encoder:
         return names[value]
 
     def sorted_classes(self) -> tuple[list[Any], np.ndarray]:
-        """The classes in their lasting order, and for each code of discovery its place there."""
+        """The classes in their final order, and the final code of each code of first occurrence."""
         if self.fixed_classes:
             return list(self.codes), np.arange(len(self.codes))
         names = self.schema.class_names
@@ -300,7 +300,7 @@ def _as_number(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def as_text(array: pa.Array) -> pa.Array:
-    """Any column as strings; whole floats without their '.0', so that a key means the same in every format."""
+    """Any column as strings; integral floats without '.0', so that a key is the same in every format."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_floating(array.type):

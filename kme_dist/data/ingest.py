@@ -1,15 +1,15 @@
-"""Any source into a data set, in bounded memory; and more rows into one that is there.
+"""Ingest of any source into a data set, in bounded memory; and append.
 
     ingest("covtype.csv", "covtype.zarr", label="Cover_Type", shuffle=0, split="train=0.8,test=0.2")
     append("covtype.zarr", "today.csv")
     read_table("iris.csv", label="species")          # the same reading and encoding, into memory
 
-Rows stream from the readers through the encoder to the writer. A shuffle or a split goes through scratch files:
-rows are dealt into buckets by the leading bits of their order key, then each bucket is sorted in memory and stored,
-which is an exact global permutation at the price of writing and reading the rows once more.
+Rows stream from the readers through the encoder to the writer. A shuffle or a split uses scratch files: rows are
+distributed to buckets by the leading bits of their order key, then each bucket is sorted in memory and stored. This is
+an exact global permutation at the cost of writing and reading the rows once more.
 
-Nothing is visible before it is complete: locally the data set is built in a folder beside its destination and
-renamed; in an object store the metadata that make it openable are written last. An interrupted ingest starts clean.
+Nothing is visible before it is complete: locally the data set is built in a folder next to its destination and
+renamed; in an object store the metadata that make it readable are written last. An interrupted ingest restarts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kme_dist.data.survey import plan_schema
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, ShardWriter, Spool, declare_arrays, write_shard
 from kme_dist.errors import ConfigError, DataError
 
-Progress = Callable[[str, int, int | None], None]  # (stage, rows done, rows in all where known)
+Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
 DEFAULT_MEMORY = 512 << 20
 _FILE_KEYS = frozenset(FileOptions.__dataclass_fields__)
 _TABLE_KEYS = frozenset(TableOptions.__dataclass_fields__)
@@ -53,11 +53,11 @@ class Table:
     X: np.ndarray
     y: np.ndarray | None  # int64 codes into class_names, or float targets
     feature_names: list[str]
-    class_names: list[Any] | None  # the labels as they were
+    class_names: list[Any] | None  # the original labels
     label: str | None = None
     ids: list[str | None] | None = None
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # positions in the source
-    schema: Schema | None = None  # how columns became features; `ingest` of a table stores it with the rows
+    schema: Schema | None = None  # the encoding; `ingest` of a table stores it with the rows
 
     @property
     def n_classes(self) -> int:
@@ -65,13 +65,13 @@ class Table:
 
 
 def sort_options(source: Any, given: dict[str, Any]) -> tuple[FileOptions, TableOptions]:
-    """Sort keyword arguments into the two records; the nearest known name is offered for an unknown one."""
+    """Assign keyword arguments to the two records; for an unknown one the error suggests the nearest known name."""
     unknown = sorted(set(given) - _FILE_KEYS - _TABLE_KEYS)
     if unknown:
         import difflib
 
         near = difflib.get_close_matches(unknown[0], sorted(_FILE_KEYS | _TABLE_KEYS), 1)
-        raise ConfigError(f"there is no option {unknown[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        raise ConfigError(f"unknown option {unknown[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
     tuples: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     files = FileOptions(**{key: value for key, value in tuples.items() if key in _FILE_KEYS})
     table = TableOptions(**{key: value for key, value in tuples.items() if key in _TABLE_KEYS})
@@ -81,14 +81,14 @@ def sort_options(source: Any, given: dict[str, Any]) -> tuple[FileOptions, Table
         try:
             int(label)
         except ValueError:
-            files = replace(files, target=label)  # in these, labels lie in an array of their own
+            files = replace(files, target=label)  # formats with labels in a separate array
     return files, table
 
 
 def read_table(source: Any, *, id: str | int | None = None, schema: Schema | None = None, **options: Any) -> Table:
     """Read a source into memory: the options of `ingest` that concern files, columns and missing values.
 
-    With the `schema` of another table the rows are encoded as those of that table were.
+    With the `schema` of another table the rows are encoded like the rows of that table.
 
     >>> read_table((np.eye(2), np.array(["a", "b"]))).class_names
     ['a', 'b']
@@ -115,13 +115,13 @@ def read_table(source: Any, *, id: str | int | None = None, schema: Schema | Non
 
 
 def _check_width(source: Source, schema: Schema, options: TableOptions) -> None:
-    """Columns of a matrix are known by their position: another number of them is another table."""
+    """Columns of a matrix are identified by position: a different number of them is a different table."""
     if not isinstance(source, MatrixSource):
         return
     known = 1 + max([column.position for column in schema.columns] + [schema.label_position or 0])
     found = len(source.feature_names)
     if found < known or (found > known and options.features is None):
-        raise DataError(f"{source.name}: {found} columns instead of {known}.")
+        raise DataError(f"{source.name} has {found} columns instead of {known}.")
 
 
 def _table_source(table: Table, options: FileOptions) -> MatrixSource:
@@ -135,9 +135,9 @@ def _table_source(table: Table, options: FileOptions) -> MatrixSource:
 
 
 def _schema_like(example: Dataset, source: Source, options: TableOptions) -> Schema:
-    """The encoding of another data set, for rows that may come without labels."""
+    """The encoding of another data set, for rows that may have no labels."""
     if options.label is not None or options.features is not None:
-        raise ConfigError(f"like: label and features are those of {example.path}; leave them out.")
+        raise ConfigError(f"like: label and features are those of {example.path}; do not pass them.")
     schema = example.schema
     if isinstance(source, MatrixSource):
         _check_width(source, schema, options)
@@ -148,7 +148,7 @@ def _schema_like(example: Dataset, source: Source, options: TableOptions) -> Sch
 
 
 def parse_bytes(value: int | str) -> int:
-    """A number of bytes, or text like "512MB" or "2GiB"."""
+    """A number of bytes, or a text such as "512MB" or "2GiB"."""
     if isinstance(value, int):
         return value
     units = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -159,7 +159,7 @@ def parse_bytes(value: int | str) -> int:
     try:
         number = float(text.removesuffix(unit) if unit else text)
     except ValueError:
-        raise ConfigError(f"{value!r} is not a size; write it like 512MB or 2GiB.") from None
+        raise ConfigError(f"{value!r} is not a size; use e.g. 512MB or 2GiB.") from None
     factor = units[unit] if not binary else 1024 ** ("KMGT".index(unit) + 1)
     return int(number * factor)
 
@@ -185,39 +185,39 @@ def ingest(
     client: Any = None,
     **options: Any,
 ) -> Dataset:
-    """Make a data set from a file, a folder, or an object in memory.
+    """Create a data set from a file, a folder, or an object in memory.
 
     Parameters
     ----------
     source : path of csv/tsv (also .gz, .zst), Parquet (file or folder), npy, npz, LIBSVM, IDX or Zarr; an Arrow table,
         a pandas or Dask data frame, a NumPy or Dask array, a pair of arrays (X, y), or a `Table` of `read_table`
     dest : folder or s3://, gs:// address of the new data set
-    label : column of the classes or targets, by name or position; None: no labels (npz, IDX and LIBSVM bring their own)
+    label : column of the classes or targets, by name or position; None: no labels (npz, IDX and LIBSVM contain them)
     like : a data set whose encoding is reused: columns, categories, fill values, classes; labels may be absent
-    shuffle : seed of a global random order, so that later a batch is one contiguous read; None keeps the order
+    shuffle : seed of a global random order, so that a batch is one contiguous read; None keeps the order
     split : "train=0.8,test=0.2", or row ranges "train=0:60000,test=60000:70000", or a mapping of the same; with
-        `split_key` rows with equal keys stay together, with `stratify` class shares are kept; `split_column` names
-        the part itself
-    memory : bound on the rows held at a time, whatever the size of the source
+        `split_key` rows with equal keys stay together, with `stratify` class proportions are kept; `split_column` is a
+        column that names the split of each row
+    memory : bound on the bytes of rows held at a time, for sources of any size
     compression : "auto" (zstd where it halves the first chunk), "zstd" or "none"
-    overwrite : replace a data set that is already there (never anything else)
-    scratch : folder for the files of a shuffle or split; beside `dest` when None
-    progress : called with (stage, rows done, rows in all or None)
-    client : a dask.distributed.Client; sources with known rows are then encoded and stored by its workers
+    overwrite : replace an existing data set (never anything else)
+    scratch : folder for the files of a shuffle or split; next to `dest` if None
+    progress : called with (stage, rows done, total rows or None)
+    client : a dask.distributed.Client; its workers then encode and store sources with known row counts
     options : fields of FileOptions (format, delimiter, header, encoding, ...) and TableOptions (features, exclude,
         task, one_hot, ordinal, missing, dtype, class_names, ...)
     """
     place = Place.of(dest)
     budget = parse_bytes(memory)
     if budget < 16 << 20:
-        raise ConfigError(f"memory is {budget} bytes; at least 16 MiB are needed.")
+        raise ConfigError(f"memory is {budget} bytes; it must be at least 16 MiB.")
     options.setdefault("block_bytes", min(4 << 20, budget // 64))
     files, table = sort_options(source, {**options, "label": label})
     division = Split.of(split, key=split_key, column=split_column, stratify=stratify, seed=shuffle or 0)
     with store_errors(place), writer_lease(place) as still_held:
         if check_replaceable(place, DATASET_FORMAT) and not overwrite and place.exists():
             raise ConfigError(
-                f"{place}: a data set is already there. Pass overwrite to replace it, or append to add rows."
+                f"{place}: a data set already exists. Pass overwrite to replace it, or append to add rows."
             )
         opened = _table_source(source, files) if isinstance(source, Table) else open_source(source, files)
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
@@ -226,7 +226,7 @@ def ingest(
         else:
             schema = _schema_like(like if isinstance(like, Dataset) else open_dataset(like), opened, table)
         if division is not None and division.stratify and schema.task != "classification":
-            raise ConfigError("stratify needs classes; this data set has none.")
+            raise ConfigError("stratify requires classes; this data set has none.")
         job = Job(
             opened,
             Encoder(opened, schema, extras, table.max_classes),
@@ -250,21 +250,21 @@ def ingest(
 
 
 def silent(stage: str, done: int, total: int | None) -> None:
-    """No progress wanted."""
+    """Reports no progress."""
 
 
 def _in_parallel(client: Any, job: Job, writer: ShardWriter) -> bool:
-    """Let the workers of a Dask cluster do it, where the source allows; False: it does not."""
+    """Ingest with the workers of a Dask cluster; False if the source does not allow it."""
     from kme_dist.data.cluster import write_in_parallel
 
     return write_in_parallel(client, job, writer)
 
 
 class _staging:
-    """Where a data set is built, and how it is published. Leaves nothing behind when it fails.
+    """Where a data set is built, and how it is published. Cleans up on failure.
 
-    On a disk, and in a store where an older data set must live until the new one is complete, it is built beside its
-    destination; in a store with nothing at the destination, in place, where its last object makes it openable.
+    On a disk, and in an object store with an older data set to keep until the new one is complete, it is built next to
+    its destination; in an object store with a free destination, in place, where its last object makes it readable.
     """
 
     def __init__(self, place: Place, scratch: str | Path | None) -> None:
@@ -298,7 +298,7 @@ class _staging:
 
 @dataclass
 class Job:
-    """One ingest on its way from source to writer."""
+    """One ingest, from source to writer."""
 
     source: Source
     encoder: Encoder
@@ -308,8 +308,8 @@ class Job:
     memory: int
     progress: Progress
     origin: tuple[str, FileOptions] | None = None  # how a worker would open the source
-    part: str = "all"  # what rows belong to where no rule divides them
-    encoding: Schema | None = None  # of rows that come encoded: how that was done
+    part: str = "all"  # the split of all rows, without a rule
+    encoding: Schema | None = None  # of rows that are already encoded: their encoding
     seen: int = 0  # rows of the source
     kept: int = 0
 
@@ -329,7 +329,7 @@ class Job:
         )
 
     def run(self, writer: ShardWriter, scratch: Path) -> None:
-        """Stream every row into the writer, by way of the scratch files where rows change places."""
+        """Stream every row into the writer, through the scratch files if rows are reordered."""
         try:
             if self.reorders:
                 self._through_spool(writer, scratch)
@@ -362,7 +362,7 @@ class Job:
                 self.progress("storing", writer.total, self.kept)
 
     def _deal(self, spool: Spool, bits: int) -> tuple[list[str], np.ndarray]:
-        """Put every row in the scratch file of its part and bucket; returns the parts, and the rows of each class."""
+        """Write rows to the scratch file of their split and bucket; returns the splits and the rows of each class."""
         parts = [self.part] if self.division is None or self.division.by_rank else list(self.division.names)
         classes = np.zeros(0, np.int64)
         for block in self.blocks("reading"):
@@ -398,7 +398,7 @@ class Job:
                 yield parts[i], records
 
     def _by_rank(self, spool: Spool, bits: int, classes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Cut the shuffled order at exact shares; when stratified, at exact shares of every class."""
+        """Cut the shuffled order at exact fractions; if stratified, at exact fractions of every class."""
         assert self.division is not None
         names = self.division.names
         if not self.division.stratify:
@@ -412,7 +412,7 @@ class Job:
                 at += len(records)
             return
         cuts_of = np.array([cut_points(self.division.fractions, int(n)) for n in classes]).reshape(-1, len(names) + 1)
-        # One round over the sorted buckets for each part; they are kept sorted on disk after the first.
+        # One pass over the sorted buckets for each split; after the first they are stored sorted.
         shape, dtype = spool.record["X"].shape[0], spool.record["X"].base
         with Spool(spool.folder / "sorted", shape, dtype, spool.record["y"]) as ordered:
             files: list[str] = []
@@ -429,7 +429,7 @@ class Job:
                         yield name, records[mine]
 
     def finish(self, writer: ShardWriter, target: Place, still_held: Check) -> None:
-        """Give classes their lasting codes, then write the metadata, the group's last."""
+        """Assign the final codes of classes, then write the metadata, that of the group last."""
         classes = None
         if self.schema.task == "classification":
             classes, places = self.encoder.sorted_classes()
@@ -447,7 +447,7 @@ def _usual_order(name: str, position: int) -> tuple[int, int]:
 
 
 def _rank_in_class(labels: np.ndarray, met: np.ndarray) -> np.ndarray:
-    """For each row how many of its class came before, in all; `met` is brought forward."""
+    """For each row the number of earlier rows of its class; updates the counts in `met`."""
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels, minlength=len(met))
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -458,7 +458,7 @@ def _rank_in_class(labels: np.ndarray, met: np.ndarray) -> np.ndarray:
 
 
 def _recode(writer: ShardWriter, target: Place, places: np.ndarray) -> None:
-    """Labels were stored by order of discovery; store them again by the sorted order. y is small beside X."""
+    """Replace label codes in order of first occurrence by codes in sorted order. y is small compared with X."""
     from kme_dist.data.chunks import StoredArray
     from kme_dist.data.store import create_array
 
@@ -490,7 +490,7 @@ def _permute_counts(writer: ShardWriter, places: np.ndarray, count: int) -> None
 
 
 def dataset_attributes(job: Job, writer: ShardWriter, classes: Sequence[Any] | None) -> dict[str, Any]:
-    """Everything a reader needs to know, as JSON."""
+    """The attributes of a data set, as JSON."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,7 +1,7 @@
-"""Rows that are read when they are asked for: Parquet files, Dask arrays; and `open_rows`, whatever holds the rows.
+"""Rows that are read on demand: Parquet files, Dask arrays; and `open_rows` for any source.
 
 rows = open_rows("new.parquet", features=54, feature_names=names, like=training_data)
-rows.part(0, 8192)                   # travels to a worker as file names and a window, or as a small Dask graph
+rows.part(0, 8192)                   # sent to a worker as file names and a window, or as a small Dask graph
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.data.schema import Column, Schema
 from kme_dist.errors import ConfigError, DataError
 
-_CACHE_BYTES = 8 << 20  # of a data set that is read once from end to end
+_CACHE_BYTES = 8 << 20  # of a data set that is read once, sequentially
 
 
 class ParquetRows(RowSource):
-    """A Parquet file or a folder of them, in the order of their names; columns by the names of the features."""
+    """A Parquet file or a folder of them, in order of their names; columns are found by feature name."""
 
     kind = "parquet"
 
@@ -51,7 +51,7 @@ class ParquetRows(RowSource):
         self._id_column = id_column
         if id_column is not None:
             if id_column not in source.kinds:
-                raise ConfigError(f"{path}: there is no column {id_column!r}; there are {', '.join(source.kinds)}")
+                raise ConfigError(f"{path} has no column {id_column!r}; its columns: {', '.join(source.kinds)}")
             self.id_field = ("id", "int64" if source.kinds[id_column] == "integer" else "text")
         self._begin(str(root))
 
@@ -63,7 +63,7 @@ class ParquetRows(RowSource):
         self.classes, self.splits, self.shuffled = None, {}, None
 
     def _files(self, start: int, stop: int) -> slice:
-        """Of the files that hold rows [start, stop)."""
+        """The files with rows [start, stop)."""
         first = int(np.searchsorted(self._begins, start, side="right")) - 1
         return slice(first, int(np.searchsorted(self._begins, stop, side="left")))
 
@@ -110,23 +110,23 @@ def _parquet_schema(
     if absent or len(wanted) != features:
         raise DataError(
             f"{source.name}: the model has {features} features"
-            + (f", and there is no column {absent[0]!r}" if absent else f", and {len(wanted)} columns hold numbers")
-            + "; give the data set it was learned from as `like`, so that its encoding is reused"
+            + (f", but there is no column {absent[0]!r}" if absent else f", but {len(wanted)} columns are numeric")
+            + "; pass the data set it was learned from as `like`, so that its encoding is reused"
         )
     columns = tuple(Column(name, "number", i) for i, name in enumerate(wanted))
     return Schema(columns, None, "none", None, "none", "float64", "error", (features,))
 
 
 class DaskRows(RowSource):
-    """A Dask array whose blocks are computed where they are used."""
+    """A Dask array whose blocks are computed by the task that uses them."""
 
     kind = "dask"
 
     def __init__(self, X: Any) -> None:
         if any(type(task).__name__ == "Future" for task in dict(X.dask).values()):
             raise DataError(
-                "the rows of this Dask array are held by a cluster (it was persisted); hand over the array as it was "
-                "before, so that each task computes its own rows, or store it with kme_dist.ingest first"
+                "this Dask array was persisted, so its rows are in the memory of a cluster; pass the array "
+                "before persist(), so that each task computes its rows, or store it with kme_dist.ingest first"
             )
         self.rows, self.features = (int(size) for size in X.shape)
         self.chunk_rows = min(max(1, *(int(size) for size in X.chunks[0])), 1 << 16)
@@ -164,15 +164,15 @@ def open_rows(
     like: str | Path | Dataset | None = None,
     id_column: str | None = None,
 ) -> RowsRef:
-    """The rows to predict, whatever holds them: a data set or its path, Parquet, a NumPy or Dask array, a data frame.
+    """The rows to predict: a data set or its path, Parquet, a NumPy or Dask array, or a data frame.
 
-    Refuses rows that have other features than those of the model.
+    Raises an error if the features differ from those of the model.
     """
     source = _source_of(data, features, feature_names, like, id_column)
     if split is not None and not isinstance(source, Dataset):
-        raise ConfigError(f"split={split!r}: only data sets have splits; {source.path} is none")
+        raise ConfigError(f"split={split!r}: only data sets have splits; {source.path} is not a data set")
     if id_column is not None and not isinstance(source, ParquetRows):
-        raise ConfigError(f"id_column={id_column!r}: only Parquet has one; data sets carry their row numbers through")
+        raise ConfigError(f"id_column={id_column!r}: only supported for Parquet; data sets use row numbers")
     if source.features != features:
         raise DataError(f"{source.path} has {source.features} features, the model was fitted with {features}")
     known = source.feature_names if source.named or isinstance(source, Dataset) else None
@@ -197,13 +197,13 @@ def _source_of(
             return open_dataset(place, cache_bytes=_CACHE_BYTES)
         if place.is_local and place.path.suffix.lower() in (".csv", ".tsv", ".txt", ".npy", ".npz"):
             raise DataError(
-                f"{place}: predictions are made of data sets, Parquet files and arrays; make a data set of it first: "
+                f"{place}: only data sets, Parquet files and arrays can be predicted; create a data set first: "
                 f"kme-dist ingest {place} {place.path.with_suffix('.zarr')}"
             )
         if place.is_local and place.path.exists():
             example = open_dataset(like) if isinstance(like, str | Path) else like
             return ParquetRows(str(place.path), feature_names, features, example, id_column)
-        raise DataError(f"{place}: there is no data set and no Parquet folder here.")
+        raise DataError(f"{place} is neither a data set nor a Parquet folder.")
     if isinstance(data, Dataset):
         return open_dataset(data.place, verify=data.verify_reads, cache_bytes=_CACHE_BYTES)
     if hasattr(data, "dask"):
@@ -217,4 +217,4 @@ def _source_of(
 
 def _check_numbers(X: Any) -> None:
     if X.ndim != 2 or X.dtype.kind not in "fiub":
-        raise DataError(f"rows and columns of numbers are needed, got {X.dtype} of shape {X.shape}")
+        raise DataError(f"expected a numeric matrix, got {X.dtype} of shape {X.shape}")

@@ -15,8 +15,8 @@ beats. There are two kinds:
 
     WriterLease   `NAME.lease` beside the target, in object stores. On local disks `writer_lease` uses a kernel lock
                   instead, which is released when its holder dies, so nothing ever waits for a dead process.
-    EpochLease    `lease/000001.json`, `lease/000002.json`, ... in a job's folder: whoever creates the next epoch holds
-                  the lease, and all earlier holders have lost it. Works between hosts that share nothing but the
+    EpochLease    `lease/000001.json`, `lease/000002.json`, ... in a job's folder: the process that creates the next
+                  epoch holds the lease, and all earlier holders have lost it. Works between hosts that share only the
                   folder, and for holders that hang.
 """
 

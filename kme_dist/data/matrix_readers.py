@@ -1,7 +1,7 @@
-"""Sources that are plain matrices: npy, npz, LIBSVM, IDX, Zarr and NumPy arrays, by blocks of rows.
+"""Sources that are plain matrices: npy, npz, LIBSVM, IDX, Zarr and NumPy arrays, in blocks of rows.
 
-Nothing is loaded whole: npy files are memory-mapped, members of an npz and compressed files are decoded as they stream,
-Zarr is read by chunks. A sample that is itself an array (an image) is flattened; its shape is kept.
+Nothing is loaded at once: npy files are memory-mapped, members of an npz and compressed files are decoded as streams,
+Zarr is read by chunks. A row that is itself an array (an image) is flattened; its shape is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kme_dist.data.readers import COMPRESSIONS, Block, FileOptions, MatrixSource
 from kme_dist.errors import ConfigError, DataError
 
 _IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-RowReader = Callable[[int, int], np.ndarray]  # rows [start, stop), asked for in order
-RowOpener = Callable[[ExitStack], RowReader]  # what it opens is closed with the stack
+RowReader = Callable[[int, int], np.ndarray]  # rows [start, stop), called in order
+RowOpener = Callable[[ExitStack], RowReader]  # files it opens are closed with the stack
 
 
 def numpy_source(X: np.ndarray, y: np.ndarray | None, name: str, options: FileOptions) -> MatrixSource:
@@ -51,18 +51,16 @@ def _matrix_source(
 ) -> MatrixSource:
     """A source from functions that open a reader of consecutive rows."""
     if dtype.kind not in "biuf":
-        raise DataError(f"{name}: values of type {dtype} are not numbers.")
+        raise DataError(f"{name}: values of type {dtype} are not numeric.")
     if not 1 <= len(shape) <= 8:
-        raise DataError(f"{name}: an array of {len(shape)} dimensions; rows by features are needed.")
+        raise DataError(f"{name}: an array of {len(shape)} dimensions; expected 1 to 8, rows first.")
     rows, sample = shape[0], shape[1:]
     width = math.prod(sample)
     if target is not None:
         if target[0] not in ((rows,), (rows, 1)):
-            raise DataError(
-                f"{name}: {rows} rows of features but labels of shape {target[0]}; one label a row is needed."
-            )
+            raise DataError(f"{name}: got {rows} rows but labels of shape {target[0]}; give one label per row.")
         if target[1].kind not in "biufU":
-            raise DataError(f"{name}: labels of type {target[1]} are not read; numbers and texts are.")
+            raise DataError(f"{name}: labels of type {target[1]} are not supported; use numbers or text.")
     step = max(1, options.block_bytes // max(1, width * max(4, dtype.itemsize)))
 
     def blocks() -> Iterator[Block]:
@@ -112,7 +110,7 @@ def open_npz(path: Path, options: FileOptions) -> MatrixSource:
     if label is None:
         label = next((name for name in ("y", "Y", "target", "labels", "label") if name in members), None)
     elif label not in members:
-        raise DataError(f"{path}: there is no array {label!r} in it, but {', '.join(members)}.")
+        raise DataError(f"{path} has no array {label!r}; its arrays: {', '.join(members)}.")
     shape, dtype = _member_header(path, features)
     target = None
     if label is not None and label != features:
@@ -124,7 +122,7 @@ def open_npz(path: Path, options: FileOptions) -> MatrixSource:
 def _pick(name: str, members: list[str], wanted: str | None, usual: tuple[str, ...], key: str) -> str:
     if wanted is not None:
         if wanted not in members:
-            raise DataError(f"{name}: there is no array {wanted!r} in it, but {', '.join(members) or 'none'}.")
+            raise DataError(f"{name} has no array {wanted!r}; its arrays: {', '.join(members) or 'none'}.")
         return wanted
     found = next((candidate for candidate in usual if candidate in members), None)
     if found is None and len(members) == 1:
@@ -148,7 +146,7 @@ def _read_header(path: Path, stream: Any) -> tuple[tuple[int, ...], bool, np.dty
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: damaged npy data ({error}).") from error
     if dtype.hasobject:
-        raise DataError(f"{path}: Python objects are stored in it; they are never loaded. Save plain numbers.")
+        raise DataError(f"{path} contains Python objects, which are never loaded. Save plain numbers.")
     return shape, fortran, dtype
 
 
@@ -157,7 +155,7 @@ def _member_reader(stack: ExitStack, path: Path, member: str) -> RowReader:
     stream = stack.enter_context(archive.open(member + ".npy"))
     shape, fortran, dtype = _read_header(path, stream)
     if fortran and len(shape) > 1:
-        # Stored by columns: rows can only be had from a file that can be mapped.
+        # In Fortran order rows can only be read from a memory-mapped file.
         spool = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
         shutil.copyfileobj(stream, spool)
         spool.flush()
@@ -171,7 +169,7 @@ def _member_reader(stack: ExitStack, path: Path, member: str) -> RowReader:
         except (zipfile.BadZipFile, OSError, EOFError) as error:
             raise DataError(f"{path}: array {member!r} is damaged after row {start} ({error}).") from error
         if len(raw) != (stop - start) * row_bytes:
-            raise DataError(f"{path}: array {member!r} ends within rows {start} to {stop}; the file is cut short.")
+            raise DataError(f"{path}: array {member!r} ends within rows {start} to {stop}; the file is truncated.")
         return np.frombuffer(raw, dtype).reshape(stop - start, *shape[1:])
 
     return read
@@ -181,7 +179,7 @@ def _member_reader(stack: ExitStack, path: Path, member: str) -> RowReader:
 
 
 def open_idx(path: Path, options: FileOptions) -> MatrixSource:
-    """IDX, the format of the MNIST files; the labels file beside an images file is found by its name."""
+    """IDX, the format of the MNIST files; the labels file next to an images file is found by its name."""
     shape, dtype, _ = _idx_header(path)
     label_path = Path(options.target) if options.target else None
     if label_path is None and "images" in path.name:
@@ -201,7 +199,9 @@ def _idx_header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     with open_bytes(path) as stream:
         head = bytes(stream.read(4))
         if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES or not 1 <= head[3] <= 8:
-            raise DataError(f"{path}: does not begin like an IDX file (two zero bytes, a type, a count of dimensions).")
+            raise DataError(
+                f"{path} is not an IDX file: it must start with two zero bytes, type, number of dimensions."
+            )
         sizes = bytes(stream.read(4 * head[3]))
     shape = tuple(int.from_bytes(sizes[4 * i : 4 * i + 4], "big") for i in range(head[3]))
     return shape, np.dtype(_IDX_TYPES[head[2]]), 4 + 4 * head[3]
@@ -211,7 +211,7 @@ def _idx_reader(stack: ExitStack, path: Path) -> RowReader:
     shape, dtype, offset = _idx_header(path)
     if path.suffix.lower() not in COMPRESSIONS:
         if path.stat().st_size < offset + math.prod(shape) * dtype.itemsize:
-            raise DataError(f"{path}: its header promises an array of shape {shape}, but the file is shorter.")
+            raise DataError(f"{path}: the header declares an array of shape {shape}, but the file is shorter.")
         mapped = np.memmap(path, dtype, "r", offset=offset, shape=shape)
         return lambda a, b: np.asarray(mapped[a:b])
     stream = stack.enter_context(open_bytes(path))
@@ -221,7 +221,7 @@ def _idx_reader(stack: ExitStack, path: Path) -> RowReader:
     def read(start: int, stop: int) -> np.ndarray:
         raw = bytes(stream.read((stop - start) * row_bytes))
         if len(raw) != (stop - start) * row_bytes:
-            raise DataError(f"{path}: ends within rows {start} to {stop}; the file is cut short.")
+            raise DataError(f"{path}: ends within rows {start} to {stop}; the file is truncated.")
         return np.frombuffer(raw, dtype).reshape(stop - start, *shape[1:])
 
     return read
@@ -231,7 +231,7 @@ def _idx_reader(stack: ExitStack, path: Path) -> RowReader:
 
 
 def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
-    """LIBSVM/SVMlight text. A first pass finds the number of features and whether they count from 0 or 1."""
+    """LIBSVM/SVMlight text. A first pass finds the number of features and whether indices start at 0 or 1."""
     rows, lowest, highest, whole = 0, 1, 0, True
     for first, lines in _line_blocks(path, 8 << 20):
         sparse, y = _parse_libsvm(path, first, lines, None, zero_based=True)
@@ -244,7 +244,7 @@ def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
     if rows == 0 or width < 1:
         raise DataError(f"{path}: no rows with features in this LIBSVM file.")
     row_bytes = 4 * width
-    # A text line is seldom longer than its dense row; where it is shorter, the dense block must still fit.
+    # A text line is rarely longer than its dense row; if it is shorter, the dense block must still fit.
     density = max(1, rows * row_bytes // max(1, path.stat().st_size))
     text_bytes = max(1 << 14, options.block_bytes // density)
 
@@ -259,7 +259,7 @@ def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
 
 
 def _line_blocks(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
-    """(row number of the first line, whole lines), comments and empty lines removed by the parser later."""
+    """(row number of the first line, complete lines); the parser removes comments and empty lines."""
     row, rest = 0, b""
     with open_bytes(path) as stream:
         while True:
@@ -312,20 +312,20 @@ def _parse_libsvm(
 
 
 def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
-    """An array, or a group with arrays X and perhaps y (or those named), of any Zarr v3 layout on the allow-list."""
+    """An array, or a group with arrays X and optionally y (or those named), of any Zarr v3 layout on the allow-list."""
     from kme_dist.data.chunks import read_metadata
     from kme_dist.data.store import foreign_array
 
     try:
         metadata = read_metadata(place)
     except FileNotFoundError:
-        raise DataError(f"{place}: there is no Zarr v3 array or group here (looked for zarr.json).") from None
+        raise DataError(f"{place} is not a Zarr v3 array or group (looked for zarr.json).") from None
     if (metadata.get("attributes") or {}).get("format") == "kme-dist/dataset":
         return _open_dataset(place, options)
     if metadata.get("node_type") == "array":
         X, y = foreign_array(place), None
         if options.target is not None:
-            raise ConfigError(f"{place}: this is a single array; it has no second one called {options.target!r}.")
+            raise ConfigError(f"{place} is a single array; there is no second one called {options.target!r}.")
     else:
         keys = [key.split("/") for key in place.sizes()]
         members = sorted({parts[0] for parts in keys if len(parts) == 2 and parts[1] == "zarr.json"})
@@ -343,7 +343,7 @@ def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
 
 
 def _open_dataset(place: Place, options: FileOptions) -> MatrixSource:
-    """One of our own: names come along, and a missing chunk is an error."""
+    """A data set of kme-dist: names are kept, and a missing chunk is an error."""
     from kme_dist.data.dataset import open_dataset
 
     data = open_dataset(place, cache_bytes=0)

@@ -1,13 +1,12 @@
-"""Where things lie: a local folder, file://, s3:// or gs://. The only module that imports obstore.
+"""Storage locations: a local folder, file://, s3:// or gs://. The only module that imports obstore.
 
-`Place.of(path)` turns a path or an address into a folder of objects: bytes by key, written whole or not at all,
-with create-if-absent for those who must agree on a single writer. Whatever disks and stores throw leaves
-here in our words: refused credentials and rights are a ConfigError, a missing bucket is a DataError, a full disk
-or an unreachable store is a RetryError. Only "there is no such object" stays a FileNotFoundError, because its
-meaning is the caller's to know.
+`Place.of(path)` converts a path or an address to a folder of objects: bytes by key, written atomically, with
+create-if-absent to elect a single writer. Errors of disks and object stores are translated to ours: rejected
+credentials or permissions are a ConfigError, a missing bucket is a DataError, a full disk or an unreachable store is a
+RetryError. Only a missing object remains a FileNotFoundError, which the caller has to interpret.
 
 Object stores are configured by their usual environment variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, AWS_REGION,
-GOOGLE_APPLICATION_CREDENTIALS, ...); KME_STORE_RETRIES sets how often a failed request is repeated.
+GOOGLE_APPLICATION_CREDENTIALS, ...); KME_STORE_RETRIES is the number of retries of a failed request.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ METADATA_KEY = "zarr.json"
 
 @dataclass(frozen=True)
 class Place:
-    """A folder of objects under one address. Plain data: it pickles, and opens its connection when first used."""
+    """A folder of objects under one address. Plain data: it can be pickled, and connects on first use."""
 
     address: str
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -53,18 +52,18 @@ class Place:
             return cls(os.path.abspath("/" + rest.lstrip("/")))
         if scheme not in ("s3", "gs"):
             raise ConfigError(
-                f"{text}: addresses of kind {scheme}:// are not known; use a local path, file://, s3:// or gs://."
+                f"{text}: {scheme}:// addresses are not supported; use a local path, file://, s3:// or gs://."
             )
         if "@" in rest.partition("/")[0]:
             raise ConfigError(
-                f"{scheme}://...@{rest.partition('@')[2]}: credentials do not belong into an address, which gets into "
-                "records and logs; use the environment, e.g. AWS_ACCESS_KEY_ID."
+                f"{scheme}://...@{rest.partition('@')[2]}: an address is logged, so it must not contain credentials; "
+                "use the environment, e.g. AWS_ACCESS_KEY_ID."
             )
         if not rest.strip("/"):
             raise ConfigError(f"{text}: a bucket name is missing after {scheme}://.")
         if importlib.util.find_spec("obstore") is None:
             raise ConfigError(
-                f"{text}: object stores need the package obstore; install it with `pip install 'kme-dist[s3]'`."
+                f"{text}: object stores require the package obstore; install it with `pip install 'kme-dist[s3]'`."
             )
         return cls(f"{scheme}://{rest.strip('/')}")
 
@@ -75,7 +74,7 @@ class Place:
     @property
     def path(self) -> Path:
         if not self.is_local:
-            raise ConfigError(f"{self.address}: a local path is needed here.")
+            raise ConfigError(f"{self.address} is not a local path, which is required here.")
         return Path(self.address)
 
     @property
@@ -99,7 +98,7 @@ class Place:
     def read(self, key: str, start: int | None = None, length: int | None = None) -> bytes:
         """The bytes of one object, or `length` of them from `start` (negative: counted from the end).
 
-        FileNotFoundError when there is none; fewer bytes than asked for when the object is shorter.
+        FileNotFoundError if it does not exist; fewer bytes than requested if the object is shorter.
         """
         with store_errors(self):
             if self.is_local:
@@ -130,7 +129,7 @@ class Place:
             except obstore.exceptions.GenericError:
                 if int(obstore.head(self.client(), key)["size"]) >= start + length:
                     raise
-                return b""  # the object is too short for the range: damage, for the caller to name
+                return b""  # the object is too short for the range: damaged, reported by the caller
 
     def write(
         self,
@@ -141,9 +140,9 @@ class Place:
         replacing: str | None = None,
         sync: bool = True,
     ) -> bool:
-        """Store one object whole. False when `only_if_absent` met an object, or `replacing` (a version from
-        `version`) is no longer the current one; local disks serve `only_if_absent`, stores serve both. `data` may be
-        a list of buffers. Without `sync` a power failure may lose it (a dying process does not)."""
+        """Store one object atomically. False if `only_if_absent` and the object exists, or if `replacing` (a version
+        from `version`) is no longer current; local disks support `only_if_absent`, object stores both. `data` may be a
+        list of buffers. Without `sync` a power failure may lose it (the death of the process does not)."""
         parts = data if isinstance(data, list) else [data]
         with store_errors(self):
             if self.is_local:
@@ -182,7 +181,7 @@ class Place:
             return True
 
     def version(self, key: str) -> str | None:
-        """The entity tag of an object in a store; None when there is none."""
+        """The entity tag of an object in an object store; None if it does not exist."""
         import obstore
 
         try:
@@ -197,7 +196,7 @@ class Place:
         return self.version(key) is not None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Every object below `prefix` with its size in bytes; empty when there is nothing."""
+        """Every object below `prefix` with its size in bytes; empty if there is none."""
         with store_errors(self):
             if self.is_local:
                 root = self.path / prefix
@@ -225,7 +224,7 @@ class Place:
                 obstore.delete(self.client(), key)
 
     def delete_all(self) -> None:
-        """Remove everything, the metadata that makes it openable first."""
+        """Remove everything, starting with the metadata that make it readable."""
         with store_errors(self):
             if self.is_local:
                 (self.path / METADATA_KEY).unlink(missing_ok=True)
@@ -239,7 +238,7 @@ class Place:
                 obstore.delete(self.client(), keys)
 
     def move_objects(self, target: Place, last: str) -> None:
-        """Put all objects of a place in a store at another one of the same bucket, `last` last; what was there goes."""
+        """Move all objects to another place in the same bucket, `last` last, replacing what is there."""
         import obstore
 
         keys = sorted(self.sizes(), key=lambda key: (key == last, key))
@@ -274,7 +273,7 @@ def _connect(address: str) -> Any:
 
 @contextlib.contextmanager
 def store_errors(place: Place | str) -> Iterator[None]:
-    """Turn what disks and object stores throw into our errors; FileNotFoundError passes, for the caller to judge."""
+    """Translate errors of disks and object stores to ours; FileNotFoundError is passed on to the caller."""
     try:
         yield
     except KMEError:
@@ -286,17 +285,17 @@ def store_errors(place: Place | str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise RetryError(
-                f"{place}: no space left while writing ({error.strerror}). Nothing half-finished was published; "
+                f"{place}: no space left while writing ({error.strerror}). Nothing incomplete was published; "
                 "free some space and run the same command again."
             ) from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             raise ConfigError(f"{place}: a file or folder is in the way ({error}). Choose another path.") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ConfigError(
-                f"{place}: {error.strerror}. Choose a folder that may be written, or fix its rights."
+                f"{place}: {error.strerror}. Choose a writable folder, or fix its permissions."
             ) from error
         raise _store_error(place, error) from error
-    except Exception as error:  # obstore's own errors, sorted by name: it may not be installed
+    except Exception as error:  # errors of obstore, identified by name: it may not be installed
         if type(error).__module__.startswith(("obstore", "builtins")) and _is_store_error(error):
             translated = _store_error(place, error)
             if isinstance(translated, FileNotFoundError):
@@ -322,7 +321,7 @@ def _store_error(place: Place | str, error: BaseException) -> Exception:
     denied = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "403 Forbidden", "401 Unauthorized")
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or any(word in text for word in denied):
         return ConfigError(
-            f"{place}: the object store refused the credentials. Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+            f"{place}: the object store rejected the credentials. Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
             f"AWS_SESSION_TOKEN (or the role of this machine) and the bucket's policy. It said: {text}"
         )
     if "credential" in text.lower() or "169.254.169.254" in text:

@@ -1,21 +1,21 @@
-"""Which rows make which batch: integers and seeds only.
+"""The rows of each batch: integers and seeds only.
 
     plan = BatchPlan(ranges=((0, 464809),), batch_size=2000, seed=0, mode="contiguous", chunk_rows=8192)
-    plan.batch(17)               # BatchRef: the rows of step 17, here and on any worker, today and after a restart
+    plan.batch(17)               # BatchRef: the rows of batch 17, the same on any worker and after a restart
 
-A plan is plain data. The rows of a step are a function of the plan and the step's number, computed in constant
-time: nothing is drawn in sequence, so no state is lost with a process and no worker count matters.
+A plan is plain data. The rows of a batch are a function of the plan and its number, computed in constant time: nothing
+is drawn in sequence, so there is no state to lose and the number of workers does not matter.
 
-    mode         a batch is                                             made for
-    contiguous   one run of neighbouring rows                     data shuffled at ingest: one read
+    mode         a batch is                                       for
+    contiguous   one range of consecutive rows                    data shuffled at ingest: one read
     blocks       random rows from a few random chunks             data in their original order: a few reads
-    rows         random rows from everywhere                      exact sampling: about a hundred times slower
+    rows         random rows from all chunks                      exact sampling: about a hundred times slower
                                                                   than contiguous, unless the cache holds the data
 
     order
-    permutation  an epoch meets each row once before any returns; a remainder smaller than a batch is left out,
-                 another one each epoch
-    sampling     each batch is drawn afresh
+    permutation  an epoch uses each row once; a remainder smaller than a batch is dropped, a different one in each
+                 epoch
+    sampling     each batch is drawn independently
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Span = tuple[int, int]  # rows [start, stop)
 
 
 def spans_within(ranges: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Where rows [start, stop) lie, counted over `ranges` laid end to end."""
+    """Rows [start, stop) of the concatenated `ranges`, as row ranges."""
     found, before = [], 0
     for low, high in ranges:
         first, last = max(start - before, 0), min(stop - before, high - low)
@@ -50,7 +50,7 @@ def spans_within(ranges: Iterable[Span], start: int, stop: int) -> tuple[Span, .
 
 @dataclass(frozen=True)
 class BatchRef:
-    """The rows of one batch: spans [start, stop) to be read whole, or single rows."""
+    """The rows of one batch: ranges [start, stop), or single rows."""
 
     step: int
     spans: tuple[tuple[int, int], ...]
@@ -62,7 +62,7 @@ class BatchRef:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How to cut batches from row ranges. See the module's table."""
+    """How to draw batches from row ranges. See the table of the module."""
 
     ranges: tuple[tuple[int, int], ...]
     batch_size: int
@@ -74,15 +74,15 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ConfigError(f"mode is {self.mode!r}; it may be {', '.join(MODES)}.")
+            raise ConfigError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}.")
         if self.order not in ORDERS:
-            raise ConfigError(f"order is {self.order!r}; it may be {', '.join(ORDERS)}.")
+            raise ConfigError(f"order is {self.order!r}; it must be one of {', '.join(ORDERS)}.")
         if self.batch_size < 1 or self.blocks < 1 or self.chunk_rows < 1:
-            raise ConfigError(f"batch_size {self.batch_size}, blocks {self.blocks}: both must be at least 1.")
+            raise ConfigError(f"batch_size {self.batch_size}, blocks {self.blocks}: both must be integers >= 1.")
         if any(not 0 <= start <= stop for start, stop in self.ranges):
-            raise ConfigError(f"row ranges {self.ranges}: each must go from a start to a stop not before it.")
+            raise ConfigError(f"row ranges {self.ranges}: every range must have 0 <= start <= stop.")
         if not self.rows:
-            raise DataError("there are no rows to make batches of; the split is empty.")
+            raise DataError("there are no rows to draw batches from; the split is empty.")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,12 +98,12 @@ class BatchPlan:
 
     @property
     def rows_per_batch(self) -> int:
-        """The batch size, or all rows when there are fewer."""
+        """The batch size, or the number of rows if that is smaller."""
         return min(self.batch_size, self.rows)
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """How many batches meet (nearly) every row once."""
+        """The number of batches that use (nearly) every row once."""
         if self._has_blocks:
             return int(self._pieces[-1]) // self.blocks
         return max(1, self.rows // self.batch_size)
@@ -111,7 +111,7 @@ class BatchPlan:
     def batch(self, step: int) -> BatchRef:
         """The rows of batch `step` (0, 1, 2, ...)."""
         if step < 0:
-            raise ConfigError(f"step is {step}; steps count from 0.")
+            raise ConfigError(f"step is {step}; it must be an integer >= 0.")
         if self.mode == "contiguous":
             start = self._contiguous_start(step)
             stop = start + self.rows_per_batch
@@ -122,7 +122,7 @@ class BatchPlan:
         virtual = self._from_blocks(step) if self._has_blocks else self._from_everywhere(step)
         return BatchRef(step, (), self._absolute(virtual))
 
-    # The ranges laid end to end are a virtual row space from 0 to `rows`; batches are made there.
+    # The concatenated ranges are a virtual row space from 0 to `rows`; batches are drawn there.
 
     @cached_property
     def _edges(self) -> np.ndarray:
@@ -134,7 +134,7 @@ class BatchPlan:
         return np.asarray(virtual - self._edges[part] + starts[part])
 
     def _contiguous_start(self, step: int) -> int:
-        """Rows are taken as a circle, so that those at the ends come up as often as the others."""
+        """Rows wrap around, so that those at the ends are drawn as often as the others."""
         if self.order == "sampling":
             return _key(self.seed, "start", step) % self.rows
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -150,12 +150,12 @@ class BatchPlan:
         epoch, within = divmod(step, self.steps_per_epoch)
         return permuted(np.arange(within * size, (within + 1) * size), self.rows, _key(self.seed, "rows", epoch))
 
-    # Blocks: the virtual space is cut at chunk borders into segments, and each segment into pieces of a few random
+    # Blocks: the virtual space is cut at chunk boundaries into segments, and each segment into pieces of a few random
     # rows of it.
 
     @cached_property
     def _has_blocks(self) -> bool:
-        """Too few rows for pieces of their own in each block are drawn from everywhere; they fit the cache."""
+        """False with too few rows for a piece per block; rows then come from all chunks, which fit the cache."""
         return self.mode == "blocks" and int(self._pieces[-1]) >= self.blocks
 
     @cached_property
@@ -164,7 +164,7 @@ class BatchPlan:
 
     @cached_property
     def _segments(self) -> np.ndarray:
-        """Borders of the segments. None is smaller than a piece, so that every row has its turn."""
+        """Boundaries of the segments. None is smaller than a piece, so that every row is used."""
         borders = [np.zeros(1, np.int64)]
         for (start, stop), edge in zip(self.ranges, self._edges[:-1].tolist(), strict=True):
             inside = np.arange(-(-(start + 1) // self.chunk_rows), -(-stop // self.chunk_rows)) * self.chunk_rows
@@ -181,7 +181,7 @@ class BatchPlan:
 
     @cached_property
     def _pieces(self) -> np.ndarray:
-        """Running count of pieces before each segment, and in all."""
+        """Cumulative number of pieces before each segment, and the total."""
         return np.concatenate([[0], np.cumsum(np.maximum(1, np.diff(self._segments) // self._piece))])
 
     def _from_blocks(self, step: int) -> np.ndarray:
@@ -208,16 +208,16 @@ class BatchPlan:
 
 
 def _key(*parts: object) -> int:
-    """A 64-bit number from a seed and names of things; never Python's `hash`, which differs between processes."""
+    """A 64-bit hash of a seed and names; not Python's `hash`, which differs between processes."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def permuted(index: np.ndarray, count: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
-    """Where a random permutation of 0 ... count - 1 sends these indices, without making the permutation.
+    """The images of these indices under a random permutation of 0 ... count - 1, without building it.
 
-    A Feistel network of four rounds permutes the next power of four; indices that land outside go round again, which
-    is a permutation of the inside. `count` and `key` may differ from index to index (they are broadcast).
+    A Feistel network of four rounds permutes the next power of four; it is applied again to indices that land outside,
+    which gives a permutation of the inside. `count` and `key` are broadcast against the indices.
     """
     counts = np.broadcast_to(np.asarray(count, np.uint64), index.shape).reshape(-1)
     keys = np.broadcast_to(np.asarray(key, np.uint64), index.shape).reshape(-1)
@@ -238,7 +238,7 @@ def permuted(index: np.ndarray, count: int | np.ndarray, key: int | np.ndarray) 
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64; arithmetic on arrays wraps around, as it should."""
+    """The finaliser of splitmix64; array arithmetic wraps around, as intended."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(z ^ (z >> np.uint64(31)))

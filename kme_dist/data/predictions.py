@@ -1,4 +1,4 @@
-"""Predictions on disk: arrays beside each other, row by row as the input, and a record of every finished chunk.
+"""Predictions on disk: arrays aligned with the rows of the input, and a receipt for every finished chunk.
 
     found = open_predictions("scores.zarr")
     found.status, found.rows, found.quarantined      # "complete", 581012, []
@@ -6,14 +6,14 @@
     found.read("probability", 0, 1000)
     found.verify()                                   # every chunk against its digest
 
-A chunk is stored whole (one object for each array, or one Parquet file), then a receipt with its digest is written;
-nothing else makes it count. When a job ends, its receipts are gathered into one manifest. Chunks that could not be
-computed hold no answers: label -1, NaN elsewhere (null in Parquet).
+A chunk is stored (one object for each array, or one Parquet file), then a receipt with its digest is written; only then
+is it complete. When a job ends, its receipts are collected in one manifest. Quarantined chunks have no predictions:
+label -1, NaN elsewhere (null in Parquet).
 
-    zarr.json (or _predictions.json)   what was computed from what, and how far it is
+    zarr.json (or _predictions.json)   model, data, outputs and status
     label/ probability/ ...            the arrays (or part-00000000.parquet, ...)
     _receipts/00000000.json            one for each chunk finished since the last manifest
-    _manifest.json                     the receipts of all chunks of a job that has ended
+    _manifest.json                     the receipts of all chunks of a finished job
 
 `label` and `top_label` are codes into `classes`, as in a data set.
 """
@@ -38,7 +38,7 @@ from kme_dist.errors import ConfigError, CorruptError, DataError
 
 PREDICTIONS_FORMAT = "kme-dist/predictions"
 PREDICTIONS_VERSION = 1
-PARQUET_STATE = "_predictions.json"  # Parquet readers pass over names that begin with an underscore
+PARQUET_STATE = "_predictions.json"  # Parquet readers ignore names that start with an underscore
 MANIFEST, RECEIPTS = "_manifest.json", "_receipts"
 NO_LABEL = -1
 
@@ -52,7 +52,7 @@ class Field:
     row_shape: tuple[int, ...] = ()
 
     def empty(self, rows: int) -> Any:
-        """What stands for rows without an answer."""
+        """The values of rows without a prediction."""
         if self.dtype == "text":  # ids; only in Parquet
             return pa.nulls(rows, pa.string())
         missing: Any = np.nan if np.dtype(self.dtype).kind == "f" else NO_LABEL
@@ -61,7 +61,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A chunk is done: which rows went in, and what came out."""
+    """The record of a finished chunk: its input rows and its output."""
 
     job: str
     chunk: int
@@ -73,7 +73,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where and how chunks are stored; small, and sent to every worker."""
+    """Where and how chunks are stored; small, sent to every worker."""
 
     address: str
     format: str  # zarr, parquet
@@ -86,13 +86,13 @@ class Layout:
         return Place.of(self.address)
 
     def keys(self, chunk: int) -> list[str]:
-        """The objects that hold a chunk."""
+        """The objects of a chunk."""
         if self.format == "parquet":
             return [f"part-{chunk:08d}.parquet"]
         return ["/".join([f.name, "c", str(chunk), *["0"] * len(f.row_shape)]) for f in self.fields]
 
     def write(self, chunk: int, arrays: Mapping[str, Any]) -> tuple[str, int]:
-        """Store a chunk whole; returns its digest and the bytes stored."""
+        """Store a chunk; returns its digest and the bytes stored."""
         place, stored = self.place, 0
         if self.format == "parquet":
             table = parquet_table(self.fields, self.classes, arrays)
@@ -115,16 +115,16 @@ class Layout:
         return sha.hexdigest()[:32], stored
 
     def write_nothing(self, chunk: int, rows: int) -> None:
-        """A chunk that could not be computed, for readers who never look at the record."""
+        """Store a quarantined chunk as missing values, for readers that ignore the receipts."""
         self.write(chunk, {field.name: field.empty(rows) for field in self.fields})
 
     def stored_bytes(self, sizes: Mapping[str, int], chunk: int) -> int:
-        """Bytes of a chunk's objects among `sizes`; -1 when one of them is missing."""
+        """Total bytes of a chunk's objects in `sizes`; -1 if one of them is missing."""
         found = [sizes.get(key, -1) for key in self.keys(chunk)]
         return -1 if min(found) < 0 else sum(found)
 
     def declare(self, rows: int) -> None:
-        """Make (or grow) the metadata of the arrays."""
+        """Create (or extend) the metadata of the arrays."""
         place = self.place
         if self.format == "parquet":
             return
@@ -152,7 +152,7 @@ class Layout:
 
 
 def read_state(place: Place) -> dict[str, Any] | None:
-    """What is known of the predictions at `place`; None where there is nothing; refuses anything else."""
+    """The stored state of the predictions at `place`; None if nothing exists; an error for anything else."""
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
@@ -160,14 +160,14 @@ def read_state(place: Place) -> dict[str, Any] | None:
             attributes = json.loads(place.read(PARQUET_STATE))
         except FileNotFoundError:
             if place.is_local and place.path.exists() and (not place.path.is_dir() or any(place.path.iterdir())):
-                raise _in_the_way(place, "no kme-dist format") from None
+                raise _not_predictions(place, "no kme-dist format") from None
             return None
         except ValueError as error:
             raise CorruptError(
-                f"{place}/{PARQUET_STATE} is not readable as JSON ({error}); predict again with --from-scratch"
+                f"{place}/{PARQUET_STATE} is not valid JSON ({error}); predict again with --from-scratch"
             ) from error
     if not isinstance(attributes, dict) or attributes.get("format") != PREDICTIONS_FORMAT:
-        raise _in_the_way(place, str(attributes.get("format") if isinstance(attributes, dict) else "no format"))
+        raise _not_predictions(place, str(attributes.get("format") if isinstance(attributes, dict) else "no format"))
     if attributes.get("format_version") != PREDICTIONS_VERSION:
         raise DataError(
             f"{place}: predictions of format version {attributes.get('format_version')}; this kme-dist reads "
@@ -176,7 +176,7 @@ def read_state(place: Place) -> dict[str, Any] | None:
     return attributes
 
 
-def _in_the_way(place: Place, found: str) -> ConfigError:
+def _not_predictions(place: Place, found: str) -> ConfigError:
     return ConfigError(
         f"{place}: the path exists and does not hold predictions ({found}); it is not overwritten. Choose another path "
         "or remove it."
@@ -195,7 +195,7 @@ def write_receipt(place: Place, receipt: Receipt) -> None:
 
 
 def read_receipt(place: Place, chunk: int) -> Receipt | None:
-    """The receipt of one chunk, where it was written since the last manifest."""
+    """The receipt of one chunk, if it was written since the last manifest."""
     try:
         found = _parse(place, f"{RECEIPTS}/{chunk:08d}.json")
     except FileNotFoundError:
@@ -204,7 +204,7 @@ def read_receipt(place: Place, chunk: int) -> Receipt | None:
 
 
 def read_receipts(place: Place, job: str, sizes: Mapping[str, int], layout: Layout) -> dict[int, Receipt]:
-    """Every finished chunk of `job` whose objects are all there, at their full length."""
+    """Every finished chunk of `job` whose objects all exist, in full length."""
     found: dict[int, Receipt] = {}
     if MANIFEST in sizes:
         for receipt in _parse(place, MANIFEST):
@@ -226,11 +226,11 @@ def _parse(place: Place, key: str) -> list[Receipt]:
         entries = known["chunks"] if key == MANIFEST else [known]
         return [Receipt(**entry) for entry in entries]
     except (ValueError, KeyError, TypeError):
-        return []  # cut short by a power failure: that work is done again
+        return []  # truncated by a power failure: the chunk is recomputed
 
 
 def gather_receipts(place: Place, receipts: Sequence[Receipt], sizes: Mapping[str, int] | None = None) -> None:
-    """One manifest for all; then the single receipts go."""
+    """Write one manifest with all receipts, then delete the single receipts."""
     place.write(MANIFEST, json.dumps({"chunks": [asdict(receipt) for receipt in receipts]}).encode())
     for key in place.sizes(RECEIPTS) if sizes is None else sizes:
         if key.startswith(f"{RECEIPTS}/"):
@@ -247,7 +247,7 @@ class Predictions:
         self.place = place
         state = read_state(place)
         if state is None:
-            raise DataError(f"{place}: there are no predictions here; make some with `kme-dist predict`.")
+            raise DataError(f"{place}: no predictions exist here; create them with `kme-dist predict`.")
         self.state = state
         try:
             self.rows, self.status, self.job = int(state["rows"]), str(state["status"]), str(state["job"])
@@ -257,7 +257,7 @@ class Predictions:
             )
             self.quarantined: list[dict[str, Any]] = list(state["quarantined"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"{place}: its record is incomplete ({error!r}); predict again.") from error
+            raise CorruptError(f"{place}: the record is incomplete ({error!r}); predict again.") from error
         self._fields = {field.name: field for field in fields}
         self._arrays: dict[str, StoredArray] = {}
 
@@ -290,9 +290,9 @@ class Predictions:
         """Rows [start, stop) of one array; codes for labels."""
         stop = self.rows if stop is None else stop
         if name not in self._fields:
-            raise DataError(f"{self.place}: there is no {name!r} among the predictions; there are {self.names}.")
+            raise DataError(f"{self.place} has no output {name!r}; its outputs: {self.names}.")
         if not 0 <= start <= stop <= self.rows:
-            raise DataError(f"{self.place}: rows {start} to {stop} were asked for; there are {self.rows}.")
+            raise DataError(f"{self.place}: rows {start} to {stop} are out of range; there are {self.rows}.")
         if self.layout.format == "parquet":
             return self._from_parquet(name, start, stop)
         if name not in self._arrays:
@@ -303,7 +303,7 @@ class Predictions:
         return self._arrays[name].read(start, stop)
 
     def labels(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The predicted classes; None where a chunk has no answer."""
+        """The predicted classes; None for rows of quarantined chunks."""
         codes = self.read("label", start, stop)
         if (codes >= 0).all():
             return np.asarray(self.classes[codes])
@@ -327,7 +327,7 @@ class Predictions:
             raise CorruptError(f"{self.place}/{key}: missing or damaged ({error}); predict again.") from error
 
     def receipts(self) -> dict[int, Receipt]:
-        """The record of every chunk that is done."""
+        """The receipts of all finished chunks."""
         return read_receipts(self.place, self.job, self.place.sizes(), self.layout)
 
     def verify(self) -> None:
@@ -362,7 +362,7 @@ def open_predictions(path: str | Path | Place) -> Predictions:
 
 
 def _columns(field: Field, classes: Sequence[Any]) -> Iterator[tuple[str, int | None]]:
-    """The Parquet columns of an array, and which column of a row each one is."""
+    """The Parquet columns of an array, with their positions in a row."""
     if not field.row_shape:
         yield field.name.replace("/", "_"), None
         return
@@ -389,7 +389,7 @@ def parquet_table(fields: Sequence[Field], classes: Sequence[Any], arrays: Mappi
 
 
 def parquet_values(table: pa.Table, field: Field, classes: Sequence[Any]) -> np.ndarray:
-    """The way back: an array of `field` from its columns."""
+    """The array of `field` from its Parquet columns."""
     found = []
     for name, _ in _columns(field, classes):
         column = table.column(name).combine_chunks()

@@ -1,4 +1,4 @@
-"""Run an iterator ahead of its consumer, on a thread of its own."""
+"""Run an iterator ahead of its consumer, on a separate thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _END = object()
 
 
 class Prefetched(Generic[Item]):
-    """The items of `make()` in their order, computed up to `depth` ahead.
+    """The items of `make()` in order, computed up to `depth` ahead.
 
-    An error of the producer is raised where the consumer would have met it. `waited_s` is the time the consumer
-    spent waiting, `items` how many it took. Close it (or use it as a context) to stop early.
+    An error of the producer is raised at its position in the sequence. `waited_s` is the time that the consumer waited,
+    `items` the number of items it took. Close it (or use it as a context manager) to stop early.
     """
 
     def __init__(self, make: Callable[[], Iterable[Item]], depth: int = 2) -> None:
@@ -63,7 +63,7 @@ class Prefetched(Generic[Item]):
         return item  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Stop the producer and wait for it; what it had ready is dropped."""
+        """Stop the producer and wait for it; items computed ahead are dropped."""
         self._done = True
         self._stop.set()
         try:

@@ -1,11 +1,11 @@
-"""Every source of rows as a stream of blocks, so that nobody downstream cares where rows come from.
+"""Every source as a stream of blocks, so that the code downstream is independent of its format.
 
     open_source(source, options)   a path, a folder, or an object in memory -> TableSource or MatrixSource
 
-A TableSource yields Arrow record batches with named columns of mixed kinds (csv, Parquet, Arrow, pandas, Dask data
-frames); a MatrixSource yields plain number matrices, perhaps with a target beside them (npy, npz, LIBSVM, IDX, Zarr,
-NumPy, Dask arrays). Blocks are small (`block_bytes`), come in row order, and know the file and the row they start at,
-so that any complaint further down names both.
+A TableSource yields Arrow record batches with named columns of mixed types (csv, Parquet, Arrow, pandas, Dask data
+frames); a MatrixSource yields numeric matrices, optionally with a target (npy, npz, LIBSVM, IDX, Zarr, NumPy, Dask
+arrays). Blocks are small (`block_bytes`), come in row order, and record their file and first row, so that later errors
+can name both.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A", 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How to read a file, where its name and content leave a choice."""
+    """How to read a file, where its name and content do not determine it."""
 
-    format: str | None = None  # one of FORMATS; None: by the file's name
-    delimiter: str | None = None  # csv; None: by the first line
-    header: bool | None = None  # csv; None: there is one unless the first line holds a number
+    format: str | None = None  # one of FORMATS; None: from the file name
+    delimiter: str | None = None  # csv; None: from the first line
+    header: bool | None = None  # csv; None: yes, unless the first line contains a number
     quote: str = '"'
     encoding: str = "utf-8"
     missing_texts: tuple[str, ...] = MISSING_TEXTS
-    target: str | None = None  # a second file, or a second array of the same npz, zarr, with the labels
-    array: str | None = None  # which array of an npz or zarr holds the features; None: X, or the only one
+    target: str | None = None  # the labels: a second file, or a second array of the same npz or zarr
+    array: str | None = None  # the array of features of an npz or zarr; None: X, or the only one
     block_bytes: int = 4 << 20
-    window: tuple[int, int] | None = None  # only these rows; for sources that can begin anywhere
+    window: tuple[int, int] | None = None  # only these rows; for sources that can be read from any row
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive rows: a record batch, or a matrix and perhaps a target."""
+    """Consecutive rows: a record batch, or a matrix with an optional target."""
 
     origin: str
     first_row: int  # counted within `origin`, from 0
@@ -73,7 +73,7 @@ class Block:
 class TableSource:
     """Named columns. `blocks({name: type})` streams those, in that order.
 
-    Text formats parse a column as the type asked for; typed ones deliver what they hold, for the encoder to cast.
+    Text formats parse a column as the given type; typed formats return the stored type, which the encoder casts.
     """
 
     name: str
@@ -84,7 +84,7 @@ class TableSource:
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """A matrix by rows, features named or not, and a target or not."""
+    """A matrix in blocks of rows, with optional feature names and an optional target."""
 
     name: str
     feature_names: list[str]
@@ -93,18 +93,18 @@ class MatrixSource:
     rows: int | None
     sample_shape: tuple[int, ...]
     blocks: Callable[[], Iterator[Block]]
-    class_names: tuple[Any, ...] | None = None  # of targets 0, 1, 2, ..., where the source knows them
-    whole_targets: bool = False  # float targets that are integers throughout (LIBSVM writes classes so)
+    class_names: tuple[Any, ...] | None = None  # of targets 0, 1, 2, ..., if the source has them
+    whole_targets: bool = False  # float targets whose values are all integers (as LIBSVM writes classes)
 
 
 Source = TableSource | MatrixSource
 
 
 def open_source(source: Any, options: FileOptions | None = None) -> Source:
-    """Find out what `source` is and prepare to stream it. Nothing but headers is read yet."""
+    """Detect the format of `source` and prepare to stream it. Only headers are read."""
     options = options or FileOptions()
     if options.format is not None and options.format not in FORMATS:
-        raise ConfigError(f"format is {options.format!r}; known are {', '.join(FORMATS)}.")
+        raise ConfigError(f"format {options.format!r} is unknown; choose one of {', '.join(FORMATS)}.")
     if isinstance(source, (TableSource, MatrixSource)):
         return source
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, (str, os.PathLike)) for item in source):
@@ -122,12 +122,12 @@ def _open_path(text: str, options: FileOptions) -> Source:
 
         if options.format not in (None, "zarr"):
             raise ConfigError(
-                f"{text}: from object stores only Zarr is read; copy {options.format} files to a disk first."
+                f"{text}: from object stores only Zarr can be read; copy {options.format} files to a disk first."
             )
         return open_zarr(Place.of(text), options)
     path = Place.of(text).path
     if not path.exists():
-        raise DataError(f"{path}: there is no such file or folder.")
+        raise DataError(f"{path}: file or folder does not exist.")
     if path.is_file():
         return _open_files([path], options)
     if options.format == "zarr" or (path / "zarr.json").exists():
@@ -142,9 +142,9 @@ def _open_path(text: str, options: FileOptions) -> Source:
     formats = {file: format_of(file, options) for file in files if options.format or _known(file)}
     chosen = set(formats.values())
     if not chosen:
-        raise DataError(f"{path}: no file of a known kind in this folder; known endings are {', '.join(_SUFFIXES)}.")
+        raise DataError(f"{path}: no file of a known format in this folder; known suffixes: {', '.join(_SUFFIXES)}.")
     if len(chosen) > 1:
-        raise DataError(f"{path}: the folder mixes {' and '.join(sorted(chosen))} files; pass format to choose one.")
+        raise DataError(f"{path}: the folder contains {' and '.join(sorted(chosen))} files; pass format to choose one.")
     return _open_files(list(formats), options, root=path)
 
 
@@ -157,7 +157,7 @@ def _bare(path: Path) -> Path:
 
 
 def format_of(path: Path, options: FileOptions) -> str:
-    """The format of a file by option, name, or the look of its first line."""
+    """The format of a file from the option, its name, or its first line."""
     if options.format:
         return options.format
     bare = _bare(path)
@@ -169,7 +169,7 @@ def format_of(path: Path, options: FileOptions) -> str:
         first = first_line(path, options.encoding)
         return "libsvm" if re.match(r"^\S+(\s+\d+:\S+)+\s*(#.*)?$", first) else "csv"
     raise DataError(
-        f"{path}: the kind of this file is not known from its name; pass format (one of {', '.join(FORMATS)})."
+        f"{path}: the format cannot be inferred from the file name; pass format (one of {', '.join(FORMATS)})."
     )
 
 
@@ -182,7 +182,7 @@ def first_line(path: Path, encoding: str) -> str:
 
 
 def open_bytes(path: Path) -> Any:
-    """A file's bytes as a stream, decompressed when its name says gzip, zstd, bz2 or lz4."""
+    """A file's bytes as a stream, decompressed if its suffix is that of gzip, zstd, bz2 or lz4."""
     try:
         return pa.input_stream(str(path), compression="detect")
     except (OSError, pa.ArrowInvalid) as error:
@@ -195,17 +195,17 @@ def _open_files(files: list[Path], options: FileOptions, root: Path | None = Non
 
     for file in files:
         if not file.exists():
-            raise DataError(f"{file}: there is no such file.")
+            raise DataError(f"{file}: file does not exist.")
     formats = {format_of(file, options) for file in files}
     if len(formats) > 1:
-        raise DataError(f"the files mix {' and '.join(sorted(formats))}; ingest one kind at a time.")
+        raise DataError(f"the files are of formats {' and '.join(sorted(formats))}; ingest one format at a time.")
     kind = formats.pop()
     if kind == "csv":
         return open_csv_files(files, options)
     if kind == "parquet":
         return _open_parquet(files, root, options)
     if len(files) > 1:
-        raise DataError(f"{files[0].parent}: several {kind} files; ingest them one by one, or append the others.")
+        raise DataError(f"{files[0].parent}: several {kind} files; ingest one of them and append the others.")
     opener = {
         "npy": matrix_readers.open_npy,
         "npz": matrix_readers.open_npz,
@@ -213,7 +213,7 @@ def _open_files(files: list[Path], options: FileOptions, root: Path | None = Non
         "idx": matrix_readers.open_idx,
     }.get(kind)
     if opener is None:
-        raise DataError(f"{files[0]}: a Zarr array or group is a folder, this is a file.")
+        raise DataError(f"{files[0]} is a file; a Zarr array or group is a folder.")
     return opener(files[0], options)
 
 
@@ -236,7 +236,7 @@ def _open_object(source: Any, options: FileOptions) -> Source:
 
         return open_dask(source, options)
     raise DataError(
-        f"a source of type {type(source).__name__} is not known; give a path, an Arrow table, a pandas "
+        f"a source of type {type(source).__name__} is not supported; give a path, an Arrow table, a pandas "
         "or Dask data frame, "
         "a NumPy or Dask array, or a pair of arrays (X, y)."
     )
@@ -246,7 +246,7 @@ def _open_object(source: Any, options: FileOptions) -> Source:
 
 
 def kind_of(data_type: pa.DataType) -> Kind:
-    """What a column is to us, by its Arrow type."""
+    """The kind of a column, from its Arrow type."""
     types = pa.types
     if types.is_dictionary(data_type):
         return kind_of(data_type.value_type)
@@ -267,7 +267,7 @@ def check_names(name: str, columns: Sequence[str]) -> None:
     seen: set[str] = set()
     for column in columns:
         if column in seen:
-            raise DataError(f"{name}: two columns are called {column!r}; rename one of them.")
+            raise DataError(f"{name}: the column name {column!r} is used twice; rename one of them.")
         seen.add(column)
 
 
@@ -280,7 +280,7 @@ def _from_pandas(frame: Any) -> pa.Table:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"pandas data frame: a column mixes kinds of values ({'; '.join(map(str, error.args))})."
+            f"pandas data frame: a column mixes types of values ({'; '.join(map(str, error.args))})."
         ) from error
 
 
@@ -298,7 +298,7 @@ def _arrow_source(table: pa.Table, name: str, options: FileOptions) -> TableSour
 
 
 def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) -> TableSource:
-    """Parquet files, one after the other; `key=value` folders below `root` become text columns."""
+    """Parquet files, one after another; `key=value` folders below `root` become text columns."""
     schema, rows = None, 0
     begins: dict[Path, int] = {}
     sizes: dict[Path, int] = {}
@@ -314,7 +314,7 @@ def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) ->
             schema = found
         for field in schema:
             if field.name not in found.names:
-                raise DataError(f"{file}: the column {field.name!r} is missing, it is there in {files[0]}.")
+                raise DataError(f"{file}: the column {field.name!r} of {files[0]} is missing.")
             if kind_of(found.field(field.name).type) != kind_of(field.type):
                 raise DataError(
                     f"{file}: the column {field.name!r} holds {found.field(field.name).type}, in {files[0]} "
@@ -358,7 +358,7 @@ def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) ->
 
 
 def _groups_within(file: Path, low: int, high: int) -> tuple[list[int], int]:
-    """The row groups of a file that hold some of its rows [low, high), and the row the first of them begins at."""
+    """The row groups of a file that contain rows [low, high), and the first row of the first of them."""
     metadata = pq.read_metadata(file)
     edges = np.cumsum([0] + [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
     groups = [i for i in range(metadata.num_row_groups) if edges[i] < high and edges[i + 1] > low]

@@ -1,14 +1,14 @@
-"""The rows of a split as a task is told of them: one small record that reads the same rows on any worker.
+"""RowsRef, the rows of a split as sent to a task: a small record that reads the same rows on any worker.
 
     rows = RowsRef.of(data, split="train", scaling=scaling, dtype="float32")
     X, y = rows.read(0, 2048)            # scaled rows and labels
-    rows.part(0, 2048)                   # a record of these rows alone, for one task
-    rows.sample(1000, seed=0)            # random rows, read in few pieces
-    rows.blocks(4096), rows.chunks()     # spans to make tasks of
+    rows.part(0, 2048)                   # a record of these rows only, for one task
+    rows.sample(1000, seed=0)            # random rows, in few reads
+    rows.blocks(4096), rows.chunks()     # row ranges for tasks
 
-Rows are counted within the split, from 0 to `rows.count`, whatever lies between its ranges. Of a data set only the
-address travels, and a process opens it once; rows in memory travel themselves, or as files that all workers map (see
-`kme_dist.data.arrays`).
+Rows are numbered within the split, from 0 to `rows.count`, even if its ranges have gaps. Of a data set only the address
+is pickled, and a process opens it once; rows in memory are pickled themselves, or as files that all workers memory-map
+(see `kme_dist.data.arrays`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
-_SAMPLED_CHUNKS = 64  # of rows that are neither in random order nor few enough for the cache
+_SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class RowsRef:
-    """Rows of a source: which of them, which columns, and how they are scaled."""
+    """Rows of a source: their ranges, columns and scaling."""
 
-    token: str  # tells a worker whether it has met these rows before
+    token: str  # identifies these rows in the caches of a worker
     source: RowSource
     ranges: tuple[Span, ...]
-    scale: Scaling | None = None  # None: as they are
+    scale: Scaling | None = None  # None: not scaled
     dtype: str = ""  # empty: that of the source
-    n_classes: int = 0  # 0: whatever labels there are, they are no classes
-    columns: tuple[int, ...] = ()  # of the source that count as features; none named: all of them
-    split: str | None = None  # whose ranges these are
+    n_classes: int = 0  # 0: the labels, if any, are not classes
+    columns: tuple[int, ...] = ()  # columns of the source used as features; empty: all
+    split: str | None = None  # the split of these ranges
 
     def __hash__(self) -> int:
         return hash(self.token)
@@ -72,9 +72,9 @@ class RowsRef:
         columns: Sequence[int] = (),
         classes: bool = False,
     ) -> Self:
-        """`split` "auto" is "train" where there is one, None all rows; `classes` says that labels must be classes."""
+        """`split` "auto" is "train" if it exists, None all rows; with `classes` the labels must be classes."""
         if classes and source.classes is None:
-            raise DataError(f"{source.path} has no class labels; ingest it again with the column named by `label`")
+            raise DataError(f"{source.path} has no class labels; ingest it again with the label column as `label`")
         split = source.training_split(split)
         ranges = tuple(span for span in source.ranges(split) if span[0] < span[1])
         if not ranges:
@@ -97,11 +97,11 @@ class RowsRef:
 
     @property
     def id_field(self) -> tuple[str, str] | None:
-        """Name and type of what names a row outside; None where that is its number among all rows."""
+        """Name and type of the row ids; None if they are row numbers."""
         return self.source.id_field or (None if self.split is None else ("row", "int64"))
 
     def describe(self) -> dict[str, Any]:
-        """Where they are, in plain data: the same for the same place."""
+        """The location of the rows as plain data."""
         return {"kind": self.source.kind, **self.source.whereabouts(self.split)}
 
     @property
@@ -111,15 +111,15 @@ class RowsRef:
     # --- spans -------------------------------------------------------------------------------------
 
     def stored(self, start: int, stop: int) -> tuple[Span, ...]:
-        """Where rows [start, stop) of the split lie in the source."""
+        """The ranges in the source of rows [start, stop) of the split."""
         return spans_within(self.ranges, start, stop)
 
     def blocks(self, size: int) -> list[Span]:
-        """The split in pieces of `size` rows, the last one smaller."""
+        """The split in ranges of `size` rows; the last one may be smaller."""
         return [(start, min(start + size, self.count)) for start in range(0, self.count, size)]
 
     def chunks(self) -> list[Span]:
-        """The split cut where the source is cut, so that a span never reaches over two chunks."""
+        """The split cut at the chunk boundaries of the source, so that a range never spans two chunks."""
         size, spans, before = self.source.chunk_rows, [], 0
         for low, high in self.ranges:
             cuts = [low, *range((low // size + 1) * size, high, size), high]
@@ -128,12 +128,12 @@ class RowsRef:
         return spans
 
     def part(self, start: int, stop: int) -> RowsRef:
-        """Rows [start, stop) alone: of rows in memory no others travel along."""
+        """Rows [start, stop) only: of rows in memory no others are pickled."""
         source, ranges = self.source.narrowed(self.stored(start, stop))
         return replace(self, source=source, ranges=ranges, token=f"{self.token}-{start}-{stop}")
 
     def parts(self, size: int) -> list[RowsRef]:
-        """All rows in order, in parts of `size` rows and a last one of fewer."""
+        """All rows in order, in parts of `size` rows; the last one may be smaller."""
         return [self.part(*span) for span in self.blocks(size)]
 
     def in_precision(self, dtype: str) -> RowsRef:
@@ -149,11 +149,11 @@ class RowsRef:
         return self._scaled(joined([X for X, _ in parts])), _labels(y for _, y in parts)
 
     def read_labels(self, start: int, stop: int) -> Any:
-        """Labels alone, without the rows."""
+        """Labels without the rows."""
         return _labels(self.source.read_labels(*span) for span in self.stored(start, stop))
 
     def read_ids(self, start: int, stop: int) -> Any:
-        """What names rows [start, stop) outside: their place in the source, or a column of it."""
+        """The ids of rows [start, stop): their numbers in the source, or a column of it."""
         return joined([self.source.read_ids(*span) for span in self.stored(start, stop)])
 
     def take(self, numbers: np.ndarray) -> tuple[Any, Any]:
@@ -169,13 +169,13 @@ class RowsRef:
     ) -> BatchPlan:
         """Batches of these rows: a function of their number, the batch size and the seed.
 
-        `mode` "rows" gathers exact random rows, which is what "auto" takes where the cache of an open data set holds
-        all of them; beyond that it is about a hundred times slower to read than "contiguous", which rows that were
-        shuffled at ingest get. Others get "blocks": random rows from `blocks` random chunks a batch. "contiguous" on
-        rows that were not shuffled makes batches of neighbours, and has to be asked for by name.
+        `mode` "rows" draws exact random rows; "auto" selects it if the cache of an open data set holds all of them.
+        Otherwise it reads about a hundred times slower than "contiguous", which "auto" selects for rows that were
+        shuffled at ingest. For other rows it selects "blocks": random rows from `blocks` random chunks per batch.
+        "contiguous" on rows that were not shuffled gives batches of neighbours, and is never selected by "auto".
         """
         if mode == "auto":
-            # In double precision whatever the stored one is: the same rows make the same batches however they are kept.
+            # Counted in double precision for any stored type: the same rows give the same batches.
             cached = 8 * self.source.features * self.count <= CACHE_BYTES
             mode = "rows" if cached else "contiguous" if self.source.shuffled is not None else "blocks"
         size = min(batch_size, self.count)
@@ -185,9 +185,7 @@ class RowsRef:
         """Batch `number` of a plan for these rows, scaled."""
         ref = plan.batch(number)
         if any(stop > self.source.rows for _, stop in ref.spans):
-            raise ConfigError(
-                f"{self.path}: the plan reaches beyond its {self.source.rows} rows; it was made for other data."
-            )
+            raise ConfigError(f"{self.path}: the plan exceeds its {self.source.rows} rows; it was made for other data.")
         return self.read_drawn(ref)
 
     def batches(
@@ -198,11 +196,11 @@ class RowsRef:
         prefetch: int = 2,
         transfer: Callable[[np.ndarray], Any] | None = None,
     ) -> Prefetched[Batch]:
-        """The batches of these numbers, in order, up to `prefetch` of them ready before they are asked for.
+        """The batches of these numbers, in order, with up to `prefetch` of them read ahead.
 
-        `transfer` is applied to X and to y on the reading thread: the place to copy to a device through pinned memory,
-        so that the copy overlaps with the work on the batch before. The result counts `waited_s`, the time its consumer
-        stood idle.
+        `transfer` is applied to X and to y on the reading thread, e.g. to copy to a device through pinned memory, so
+        that the copy overlaps with the work on the previous batch. `waited_s` of the result is the time that its
+        consumer waited.
         """
 
         def produce() -> Iterator[Batch]:
@@ -215,21 +213,21 @@ class RowsRef:
         return Prefetched(produce, prefetch)
 
     def sample(self, size: int, seed: int) -> tuple[Any, Any]:
-        """About `size` random rows (all, where there are no more), read in few pieces; scaled, with labels.
+        """About `size` random rows (all, if there are fewer), in few reads; scaled, with labels.
 
-        Rows that were shuffled at ingest are one run of neighbours; others come from up to 64 chunks.
+        Rows that were shuffled at ingest are one contiguous range; others come from up to 64 chunks.
         """
         return self.read_drawn(self.draw(size, seed))
 
     def draw(self, size: int, seed: int) -> BatchRef:
-        """Which rows `sample` takes, for those who read the same ones of another source beside this one."""
+        """The rows that `sample` draws, to read the same rows of another source."""
         if size >= self.count:
             return BatchRef(0, self.ranges)
         drawn = self.plan(size, seed, order="sampling", blocks=_SAMPLED_CHUNKS).batch(0)
         return drawn if drawn.rows is None else BatchRef(0, (), np.sort(drawn.rows))
 
     def read_drawn(self, drawn: BatchRef) -> tuple[Any, Any]:
-        """Rows that `draw` has chosen, scaled, with labels."""
+        """The rows drawn by `draw`, scaled, with labels."""
         with metered("read"):
             if drawn.rows is not None:
                 X, y = self.source.take(drawn.rows)
@@ -244,14 +242,14 @@ class RowsRef:
             return self.scale.apply(X, self.dtype or "float64")
         return X.astype(self.dtype, copy=False) if self.dtype and hasattr(X, "dtype") else X
 
-    # --- what they are -----------------------------------------------------------------------------
+    # --- identity ----------------------------------------------------------------------------------
 
     def digest(self) -> str:
-        """Of the stored rows and labels, whatever split is taken of them."""
+        """Digest of the stored rows and labels, for any split."""
         return self.source.digest
 
     def identity(self, start: int, stop: int) -> str:
-        """Changes when rows [start, stop) do; without reading them."""
+        """Changes when rows [start, stop) change; without reading them."""
         return self.source.identity(self.stored(start, stop))
 
 
@@ -263,9 +261,9 @@ def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
 
 
 def rows_of(X: Any, dtype: str = "float64", split: str | None = "auto") -> RowsRef:
-    """The rows of a table (an array, a data frame, a list of anything) or of a source of rows, without labels.
+    """The rows of a table (an array, a data frame, a list) or of a source, without labels.
 
-    Numbers become `dtype`; what is no table of numbers stays as it is, for the kernel to check.
+    Numbers are converted to `dtype`; anything else is passed on for the kernel to check.
     """
     if isinstance(X, RowsRef):
         return X
@@ -275,5 +273,5 @@ def rows_of(X: Any, dtype: str = "float64", split: str | None = "auto") -> RowsR
         return RowsRef.of(X, split=split, dtype=dtype)
     source = ArrayRows(as_rows(X, dtype), None)
     if not source.rows:
-        raise DataError("the table has no rows; at least one is needed")
+        raise DataError("the table has no rows")
     return RowsRef.of(source, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Features brought to a common scale: x -> (x - shift) * factor."""
+"""Scaling of features: x -> (x - shift) * factor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Scaling:
 
     @classmethod
     def learn(cls, X: np.ndarray, kind: str | None) -> Scaling:
-        """From rows in memory."""
+        """Learned from rows in memory."""
         return cls.of(Statistics.of(X), kind)
 
     @classmethod
     def of(cls, found: Statistics, kind: str | None) -> Scaling:
-        """From the statistics of rows that need not be in memory: "unit" range, "standard" deviation, or none."""
+        """From the statistics of rows: "unit" range, "standard" deviation, or none."""
         if kind is None:
             return cls(np.zeros(found.mean.size), np.ones(found.mean.size))
         if kind not in ("unit", "standard"):
@@ -36,10 +36,10 @@ class Scaling:
         return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
 
     def weighted(self, weights: np.ndarray) -> Scaling:
-        """Followed by a factor for each of the columns that come out."""
+        """This scaling followed by a factor for each column."""
         return replace(self, factor=self.factor * weights)
 
     def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        # Row by row in memory however X lies there: products of another layout would round otherwise.
+        # C-ordered whatever the order of X: products in another memory order would round differently.
         scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype, order="C")
         return scaled

@@ -1,6 +1,6 @@
-"""What becomes of each column: plain data, decided once, stored with the data set.
+"""How each column is encoded: plain data, decided once, stored with the data set.
 
-`draft_schema` reads headers and options; `kme_dist.data.survey.plan_schema` completes it where the rows must be seen.
+`draft_schema` reads headers and options; `kme_dist.data.survey.plan_schema` completes it where rows must be read.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DTYPES = ("auto", "float32", "float64", "uint8")
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What to take from a source. Columns are named, or counted from 0 (from the end when negative)."""
+    """What to read from a source. Columns are given by name, or by position from 0 (negative: from the end)."""
 
     label: str | int | None = None
-    features: tuple[str | int, ...] | None = None  # None: all but the label and columns with another duty
+    features: tuple[str | int, ...] | None = None  # None: all except the label and reserved columns
     exclude: tuple[str | int, ...] = ()
     task: str = "auto"
     one_hot: tuple[str | int, ...] | Literal["auto"] = "auto"  # "auto": every text column not in `ordinal`
     ordinal: tuple[str | int, ...] = ()
-    missing: str | float = "error"  # "error", "drop", "mean", "median", or a number to put there
+    missing: str | float = "error"  # "error", "drop", "mean", "median", or a number to fill in
     dtype: str = "auto"  # the narrowest of uint8, float32 and float64 that holds every value of the source's type
     max_categories: int = 256
     max_classes: int = 10_000
@@ -38,11 +38,11 @@ class TableOptions:
 
     def __post_init__(self) -> None:
         if self.task not in ("auto", "classification", "regression"):
-            raise ConfigError(f"task is {self.task!r}; it may be auto, classification or regression.")
+            raise ConfigError(f"task is {self.task!r}; it must be auto, classification or regression.")
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; it may be {', '.join(DTYPES)}.")
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if isinstance(self.missing, str) and self.missing not in MISSING:
-            raise ConfigError(f"missing is {self.missing!r}; it may be {', '.join(MISSING)} or a number.")
+            raise ConfigError(f"missing is {self.missing!r}; it must be {', '.join(MISSING)} or a number.")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Column:
     kind: str  # number, one_hot, ordinal
     position: int = 0  # of a matrix
     categories: tuple[str, ...] = ()
-    fill: float | None = None  # what a missing number becomes; None: see Schema.missing
+    fill: float | None = None  # fill value of missing numbers; None: see Schema.missing
 
     @property
     def outputs(self) -> list[str]:
@@ -120,7 +120,7 @@ class Schema:
 
 
 def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
-    """All that headers and options decide; categories and fill values are still empty."""
+    """The part of the schema that headers and options determine; categories and fill values are still empty."""
     names, kinds = _names_and_kinds(source, options)
     find = finder(source.name, names)
     label = None if options.label is None else _label_name(source, options, find)
@@ -133,10 +133,10 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
         features = [find(name) for name in options.features]
         if label in features:
             raise ConfigError(
-                f"{source.name}: the label {label!r} is also listed among the features; leave it out of one."
+                f"{source.name}: the label {label!r} is also listed in features; remove it from one of them."
             )
     if not features:
-        raise DataError(f"{source.name}: no feature column is left; found columns {names}.")
+        raise DataError(f"{source.name}: no feature columns; found columns {names}.")
     schema = Schema(
         tuple(_column(source.name, name, names.index(name), kinds[name], options, find) for name in features),
         *_label_plan(source, options, label, names, kinds),
@@ -171,10 +171,10 @@ def finder(where: str, names: list[str]) -> Callable[[str | int], str]:
             import difflib
 
             near = difflib.get_close_matches(str(wanted), names, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(map(repr, names[:20]))}."
-            raise DataError(f"{where}: there is no column {wanted!r}.{hint}") from None
+            hint = f" Did you mean {near[0]!r}?" if near else f" Its columns: {', '.join(map(repr, names[:20]))}."
+            raise DataError(f"{where} has no column {wanted!r}.{hint}") from None
         if not -len(names) <= position < len(names):
-            raise DataError(f"{where}: there is no column number {position}; there are {len(names)}, counted from 0.")
+            raise DataError(f"{where} has no column {position}; it has {len(names)} columns, counted from 0.")
         return names[position]
 
     return find
@@ -182,7 +182,7 @@ def finder(where: str, names: list[str]) -> Callable[[str | int], str]:
 
 def _label_name(source: Source, options: TableOptions, find: Callable[[str | int], str]) -> str | None:
     if isinstance(source, MatrixSource) and source.target_dtype is not None:
-        return None  # the target beside the matrix is the label
+        return None  # the target of the matrix is the label
     return find(options.label)  # type: ignore[arg-type]
 
 
@@ -206,13 +206,13 @@ def _label_plan(
     else:
         kind = kinds[label]
     if kind in ("date", "other"):
-        raise DataError(f"{source.name}: the label {label!r} holds {kind} values; a class or a number is needed.")
+        raise DataError(f"{source.name}: the label {label!r} holds {kind} values; it must be a class or a number.")
     task: Task = "regression" if kind == "number" else "classification"
     if options.task != "auto":
         task = options.task  # type: ignore[assignment]
     if task == "regression":
         if kind == "text":
-            raise DataError(f"{source.name}: the label {label!r} holds text; regression needs numbers.")
+            raise DataError(f"{source.name}: the label {label!r} holds text; regression requires numbers.")
         kind = "number"
     return label, kind, position, task
 
@@ -226,12 +226,11 @@ def _column(
         return Column(name, "one_hot", position)
     if kind == "date":
         raise DataError(
-            f"{where}: the column {name!r} holds dates or times. Turn them into numbers that mean something "
-            "to the model "
-            f"(days since, hour of day), or leave it out with exclude=[{name!r}]."
+            f"{where}: the column {name!r} holds dates or times. Convert them to numbers (days since, "
+            f"hour of day), or exclude the column with exclude=[{name!r}]."
         )
     if kind == "other":
-        raise DataError(f"{where}: the column {name!r} holds neither numbers nor text; leave it out with exclude.")
+        raise DataError(f"{where}: the column {name!r} holds neither numbers nor text; exclude it with exclude.")
     if kind == "text":
         if options.one_hot != "auto":
             raise DataError(f"{where}: the column {name!r} holds text; list it in one_hot or ordinal, or exclude it.")
@@ -244,6 +243,6 @@ def _dtype(source: Source, options: TableOptions, features: list[str], kinds: di
         return options.dtype
     if isinstance(source, MatrixSource) and source.dtype in (np.dtype(np.uint8), np.dtype(bool)):
         return "uint8"
-    # No digit of the source is lost: single precision would make one value of neighbouring timestamps.
+    # Lossless: in single precision neighbouring timestamps would become equal.
     narrow = isinstance(source, MatrixSource) and np.can_cast(source.dtype, np.float32, "safe")
     return "float32" if narrow else "float64"

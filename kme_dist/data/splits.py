@@ -1,7 +1,7 @@
-"""Which rows belong to train, validation and test, and in which order rows are stored.
+"""Splits (train, validation, test) and the order in which rows are stored.
 
 Everything here is a function of a seed and of the row itself (its number, its key, its value in a column), never of
-block sizes or the number of workers, so that the same command gives the same data set anywhere.
+block sizes or the number of workers, so that the same command gives the same data set on any machine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Split:
-    """How rows are divided. One of:
+    """How rows are split. One of:
 
-    fractions alone          a random cut of exactly these shares (implies a shuffle); `stratify` keeps class shares
-    fractions and key        by a hash of the key column: rows with equal keys stay together, shares are approximate
+    fractions                random, of exactly these fractions (implies a shuffle); `stratify` keeps class proportions
+    fractions and key        by a hash of the key column: rows with equal keys stay together, fractions are approximate
     column                   by the value of a column, which names the split
     ranges                   by row numbers of the source, [start, stop)
     """
@@ -40,22 +40,18 @@ class Split:
     def __post_init__(self) -> None:
         ways = [bool(self.fractions), self.column is not None, bool(self.ranges)]
         if sum(ways) != 1:
-            raise ConfigError("a split is given by fractions, by a column, or by row ranges: exactly one of them.")
+            raise ConfigError("a split must be given by exactly one of fractions, a column, or row ranges.")
         if self.key is not None and not self.fractions:
-            raise ConfigError("a split by key needs fractions too, for example train=0.8,test=0.2.")
+            raise ConfigError("a split by key requires fractions, e.g. train=0.8,test=0.2.")
         if self.stratify and (self.key is not None or not self.fractions):
-            raise ConfigError(
-                "stratify goes with a split by fractions alone; a key or a column already decides the rows."
-            )
+            raise ConfigError("stratify requires a split by fractions without a key or column.")
         if self.fractions:
             total = sum(share for _, share in self.fractions)
             if any(not 0 < share <= 1 for _, share in self.fractions) or abs(total - 1) > 1e-6:
-                raise ConfigError(
-                    f"the fractions of a split must be positive and add up to 1, they add up to {total:g}."
-                )
+                raise ConfigError(f"the fractions of a split must be positive and sum to 1; their sum is {total:g}.")
         names = self.names
         if len(set(names)) != len(names):
-            raise ConfigError(f"a split names a part twice: {', '.join(names)}.")
+            raise ConfigError(f"the names of the splits must be unique: {', '.join(names)}.")
         spans = sorted((start, stop) for _, start, stop in self.ranges)
         if any(a >= b for a, b in spans) or any(b > c for (_, b), (c, _) in pairwise(spans)):
             raise ConfigError(f"the row ranges of a split must not be empty or overlap: {spans}.")
@@ -70,7 +66,7 @@ class Split:
 
     @property
     def by_rank(self) -> bool:
-        """Decided by the place in the shuffled order, once the number of rows is known."""
+        """Whether splits are assigned by position in the shuffled order, once the number of rows is known."""
         return bool(self.fractions) and self.key is None
 
     @classmethod
@@ -82,17 +78,15 @@ class Split:
             return given
         if given is None:
             if key is not None or stratify:
-                raise ConfigError("split_key and stratify need a split with fractions, for example train=0.8,test=0.2.")
+                raise ConfigError("split_key and stratify require a split with fractions, e.g. train=0.8,test=0.2.")
             return None if column is None else cls(column=column)
         if isinstance(given, str):
             pairs = [part.partition("=") for part in given.split(",") if part.strip()]
             if any(not separator for _, separator, _ in pairs):
-                raise ConfigError(
-                    f"split is {given!r}; write it like train=0.8,test=0.2 or train=0:60000,test=60000:70000."
-                )
+                raise ConfigError(f"split is {given!r}; use e.g. train=0.8,test=0.2 or train=0:60000,test=60000:70000.")
             given = {name.strip(): value.strip() for name, _, value in pairs}
         if not isinstance(given, Mapping):
-            raise ConfigError(f"split is of type {type(given).__name__}; give names with fractions or row ranges.")
+            raise ConfigError(f"split is of type {type(given).__name__}; it must map names to fractions or row ranges.")
         fractions, ranges = [], []
         for name, value in given.items():
             try:
@@ -105,7 +99,7 @@ class Split:
                     fractions.append((str(name), float(value)))
             except (ValueError, IndexError):
                 raise ConfigError(
-                    f"split: {name} is {value!r}; a fraction or a range like 0:60000 is needed."
+                    f"split: {name} is {value!r}; it must be a fraction or a row range such as 0:60000."
                 ) from None
         return cls(tuple(fractions), key, column, tuple(ranges), stratify, seed)
 
@@ -131,14 +125,14 @@ class Split:
         )
 
     def assign(self, rows: np.ndarray, extra: pa.Array | None, names: list[str], where: str) -> np.ndarray:
-        """The part of each row as an index into `names`, which grows when a column brings a new one."""
+        """The split of each row as an index into `names`; new values of a split column are appended to it."""
         if self.ranges:
             parts = np.full(len(rows), -1, np.int64)
             for i, (_, start, stop) in enumerate(self.ranges):
                 parts[(rows >= start) & (rows < stop)] = i
             if (parts < 0).any():
                 row = int(rows[np.argmax(parts < 0)])
-                raise DataError(f"{where}: row {row} (from 0) is in no range of the split; extend one of them.")
+                raise DataError(f"{where}: row {row} (from 0) is not in any range of the split; extend one of them.")
             return parts
         assert extra is not None
         encoded = extra.dictionary_encode()
@@ -164,7 +158,7 @@ class Split:
 
 
 def _share(value: str, seed: int) -> float:
-    """A number in [0, 1) from a key's text: the same in every format, run and version."""
+    """A hash in [0, 1) of a key's text: the same in every format, run and version."""
     raw = hashlib.blake2b(value.encode(), digest_size=8, key=seed.to_bytes(8, "little", signed=True)).digest()
     return int.from_bytes(raw, "little") / 2**64
 
@@ -180,6 +174,6 @@ def order_keys(seed: int, rows: np.ndarray) -> np.ndarray:
 
 
 def cut_points(fractions: tuple[tuple[str, float], ...], count: int) -> list[int]:
-    """Where to cut `count` rows into parts of these shares, each within one row of its share."""
+    """Boundaries that split `count` rows by these fractions, each to within one row."""
     edges = np.cumsum([share for _, share in fractions])
     return [0, *(round(float(edge) * count) for edge in edges[:-1]), count]

@@ -1,7 +1,7 @@
-"""Ranges and moments of columns in one pass: stable, mergeable, the same whatever the order of merging up to rounding.
+"""Ranges and moments of columns in one pass: stable, mergeable, independent of the order of merging up to rounding.
 
-Each piece is centred on its own mean in double precision before it is squared, and pieces are joined by the pairwise
-update of Chan, Golub and LeVeque, so a column around 1e9 with a spread of 1 keeps its variance.
+Each piece is centred on its own mean in double precision before it is squared, and pieces are merged by the pairwise
+update of Chan, Golub and LeVeque, so the variance of a column around 1e9 with a spread of 1 is accurate.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-_PIECE_BYTES = 1 << 20  # doubles that stay in the processor's cache while they are used three times
+_PIECE_BYTES = 1 << 20  # doubles that fit the processor's cache, since they are used three times
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Count, ranges and moments of each column; `+` joins two."""
+    """Count, ranges and moments of each column; `+` merges two."""
 
     count: int
     minimum: np.ndarray

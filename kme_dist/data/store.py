@@ -1,12 +1,12 @@
 """Zarr v3 groups and arrays: the only module that imports zarr.
 
-    create_array   a new array, cut along its first axis, sharded, every chunk with a checksum
-    save_arrays    a handful of arrays and JSON attributes as one group, visible whole or not at all
-    load_arrays    the way back, with every digest checked
-    foreign_array  a Zarr array that somebody else wrote, after the same allow-list
+    create_array   a new array, chunked along its first axis, sharded, every chunk with a checksum
+    save_arrays    a few arrays and JSON attributes as one group, published atomically
+    load_arrays    reads them, with every digest checked
+    foreign_array  a Zarr array of other software, checked against the same allow-list
 
-What we write is plain Zarr v3 that any Zarr library reads. Chunks that hold nothing but the fill value are stored
-too, so a missing chunk is damage and never data.
+The format is plain Zarr v3 that any Zarr library can read. Chunks of fill values are stored too, so a missing chunk
+always means damage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kme_dist.errors import ConfigError, CorruptError, DataError
 ARRAYS_FORMAT = "kme-dist/arrays"
 ARRAYS_VERSION = 1
 _BY_COLUMNS = "by_columns"
-CHUNK_BYTES = 32 << 20  # of the arrays of save_arrays; data sets choose their own
+CHUNK_BYTES = 32 << 20  # for save_arrays; data sets choose their own
 
 
 def zarr_store(place: Place, *, read_only: bool = False) -> Any:
@@ -82,11 +82,11 @@ def create_array(
 
 
 def foreign_array(place: Place, name: str = "") -> Any:
-    """A Zarr array of any layout on the allow-list, opened by zarr for reading by slices."""
+    """A Zarr array of any layout on the allow-list, opened by zarr to read slices."""
     try:
         layout = read_layout(place, name)
     except FileNotFoundError:
-        raise DataError(f"{place}/{name}: there is no Zarr array here.") from None
+        raise DataError(f"{place}/{name}: no Zarr array exists here.") from None
     stored = sum(size for key, size in place.sizes(name).items() if not key.endswith(METADATA_KEY))
     check_size(place, name, layout, stored)
     with store_errors(place):
@@ -94,7 +94,7 @@ def foreign_array(place: Place, name: str = "") -> Any:
 
 
 def publish(staging: Path, target: Path) -> None:
-    """Put a finished folder in its place in one step; a folder already there is swapped out, then removed."""
+    """Rename a finished folder to its target atomically; an existing folder is exchanged, then removed."""
     if not target.exists():
         os.rename(staging, target)
         return
@@ -108,7 +108,7 @@ def publish(staging: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names at once, where the kernel can: no moment without a folder under the name."""
+    """Exchange two names atomically, if the kernel can, so that a folder exists under the name at any time."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -117,13 +117,13 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def sweep(target: Path) -> None:
-    """Remove what writers that died left beside `target`. Call it with the lease held."""
+    """Remove leftovers of dead writers next to `target`. Call it with the lease held."""
     for litter in target.parent.glob(f".{target.name}.*.partial"):
         shutil.rmtree(litter, ignore_errors=True)
 
 
 def check_replaceable(place: Place, format_name: str) -> bool:
-    """True when something of the same format lies at `place`, False when nothing does; refuses anything else."""
+    """True if `place` holds the same format, False if nothing exists there; an error for anything else."""
     if place.is_local and not place.path.exists():
         return False
     if place.is_local and place.path.is_dir() and not any(place.path.iterdir()):
@@ -147,18 +147,18 @@ def check_replaceable(place: Place, format_name: str) -> bool:
 def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, Any]) -> None:
     """Write arrays and JSON attributes as one Zarr v3 group.
 
-    Locally it is written aside, synced and renamed into place, replacing an older group of the same
-    format; in an object store the object that makes it openable is written last. Names may have one
-    level ("part/0"). The format is `attributes["format"]`, "kme-dist/arrays" when not given.
+    Locally it is written to a temporary folder, synced and renamed, replacing an older group of the same format; in an
+    object store the object that makes it readable is written last. Names may have one level ("part/0"). The format is
+    `attributes["format"]`, by default "kme-dist/arrays".
 
-    Arrays lie on disk row by row. Which of them lay column by column in memory is noted among the attributes, and
-    `load_arrays` lays them so again: a matrix product reads its factors by another path in either order and rounds
-    otherwise, so a model gives the same bits after loading only if its arrays lie as they did.
+    Arrays are stored in C order. The attributes record which of them were Fortran-ordered in memory, and `load_arrays`
+    restores that: a matrix product rounds differently in either order, so a model gives the same bits after loading
+    only if its arrays have the same memory order.
     """
     place = Place.of(path)
     for reserved in ("digests", "attributes_digest", "format_version", _BY_COLUMNS):
         if reserved in attributes:
-            raise ConfigError(f"{place}: the attribute {reserved!r} is written by save_arrays itself; rename yours.")
+            raise ConfigError(f"{place}: the attribute {reserved!r} is reserved for save_arrays; rename yours.")
     ready = {name: _storable(place, name, array) for name, array in arrays.items()}
     complete = {
         "format": ARRAYS_FORMAT,
@@ -166,7 +166,7 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
         "format_version": ARRAYS_VERSION,
         "digests": {name: hashlib.sha256(array.data).hexdigest() for name, array in ready.items()},
     }
-    by_columns = [name for name, array in arrays.items() if _lies_by_columns(array)]
+    by_columns = [name for name, array in arrays.items() if _is_fortran_ordered(array)]
     if by_columns:
         complete[_BY_COLUMNS] = by_columns
     complete = sealed(place, complete)
@@ -190,18 +190,18 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
 
 
 def attributes_digest(place: Place, attributes: Mapping[str, Any]) -> str:
-    """SHA-256 of JSON attributes: a learned parameter among them is as precious as an array."""
+    """SHA-256 of JSON attributes, since they contain learned parameters like the arrays do."""
     as_read_back = json.loads(attributes_json(place, attributes))
     return hashlib.sha256(json.dumps(as_read_back, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(place: Place, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes with their own digest among them; `check_seal` is the other half."""
+    """Attributes with their digest added; `check_seal` verifies it."""
     return {**attributes, "attributes_digest": attributes_digest(place, attributes)}
 
 
 def check_seal(place: Place, attributes: dict[str, Any], *, required: bool) -> None:
-    """Take the digest out of the attributes and compare; without `required` it may be missing."""
+    """Remove the digest from the attributes and compare it; without `required` it may be missing."""
     expected = attributes.pop("attributes_digest", None)
     if (expected is not None or required) and attributes_digest(place, attributes) != expected:
         raise CorruptError(
@@ -215,17 +215,17 @@ def _storable(place: Place, name: str, array: np.ndarray) -> np.ndarray:
     if not 1 <= len(parts) <= 2 or not all(
         p and p not in (".", "..", "c", METADATA_KEY) and "\\" not in p for p in parts
     ):
-        raise ConfigError(f"{place}: {name!r} is no name for an array; use a word, or two joined by one '/'.")
+        raise ConfigError(f"{place}: invalid array name {name!r}: use a word, or two joined by one '/'.")
     array = np.asarray(array)
     if array.dtype.name not in DTYPES:
         raise ConfigError(
-            f"{place}: array {name!r} has type {array.dtype}; only numbers and booleans are stored. "
+            f"{place}: array {name!r} has type {array.dtype}; only numbers and booleans can be stored. "
             "Put texts in the attributes."
         )
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
-def _lies_by_columns(array: np.ndarray) -> bool:
+def _is_fortran_ordered(array: np.ndarray) -> bool:
     flags = np.asarray(array).flags
     return bool(flags.f_contiguous and not flags.c_contiguous)
 
@@ -256,13 +256,13 @@ def _sync_tree(root: Path) -> None:
 
 
 def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and attributes that `save_arrays` wrote, in the memory order they had. Nothing is executed; every
+    """The arrays and attributes that `save_arrays` wrote, in their original memory order. No code is executed; every
     digest is verified."""
     place = Place.of(path)
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
-        raise DataError(f"{place}: there is nothing to load here (looked for {place}/{METADATA_KEY}).") from None
+        raise DataError(f"{place}: nothing to load here (looked for {place}/{METADATA_KEY}).") from None
     found = attributes.get("format")
     if found == "kme-dist/dataset":
         raise DataError(f"{place}: this is a data set, not saved arrays; open it with open_dataset.")
@@ -277,11 +277,11 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
         )
     check_seal(place, attributes, required=True)
     del attributes["digests"], attributes["format_version"]
-    by_columns = attributes.pop(_BY_COLUMNS, [])  # older groups say nothing: all by rows
+    by_columns = attributes.pop(_BY_COLUMNS, [])  # not recorded in older groups: all in C order
     arrays: dict[str, np.ndarray] = {}
     for name, expected in digests.items():
         try:
-            _storable(place, name, np.zeros(0))  # a name that leads out of the group is refused
+            _storable(place, name, np.zeros(0))  # rejects a name that leads out of the group
         except ConfigError as error:
             raise CorruptError(str(error)) from None
         arrays[name] = _load_array(place, name)

@@ -1,4 +1,4 @@
-"""The first pass over a source, made only when it is needed: categories of text columns, means and medians."""
+"""The first pass over a source, only if it is needed: categories of text columns, means and medians."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kme_dist.errors import DataError
 
 
 def plan_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
-    """Decide columns, label, categories, fills and type; `reserved` columns (keys, splits) are no features."""
+    """Decide columns, label, categories, fill values and type; `reserved` columns (keys, splits) are not features."""
     return _survey(source, draft_schema(source, options, reserved), options)
 
 
 def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
-    """Stream the source for categories, and for means or medians, where they are asked for."""
+    """Stream the source for categories, and for means or medians if they are needed."""
     categorical = [c.name for c in schema.columns if c.kind != "number"]
     columns = {c.name: c for c in schema.columns}
     if categorical:
         for name, found in _find_categories(source, schema, categorical, options).items():
-            if options.one_hot == "auto" and columns[name].kind == "one_hot":  # nobody said these are categories
+            if options.one_hot == "auto" and columns[name].kind == "one_hot":  # not declared as categories
                 _refuse_mixed(source.name, name, found)
             columns[name] = replace(columns[name], categories=found)
     if not isinstance(options.missing, str):
@@ -66,18 +66,18 @@ def _find_categories(
                 raise DataError(
                     f"{source.name}: the text column {name!r} has more than {options.max_categories} different "
                     "values; it "
-                    "looks like free text or an identifier. Leave it out with exclude, or raise max_categories."
+                    "looks like free text or an identifier. Exclude it with exclude, or raise max_categories."
                 )
     return {name: tuple(_sorted_texts(values)) for name, values in found.items()}
 
 
 def _refuse_mixed(source: str, column: str, values: Sequence[str]) -> None:
-    """A column of categories is welcome; a column of numbers with a word in it is a mistake in the file."""
+    """Reject a column of numbers with a word in it, which is a mistake in the file, not a column of categories."""
     words = [value for value in values if not _is_number(value)]
     if words and 2 * len(words) <= len(values):
         raise DataError(
-            f"{source}: column {column!r}: {words[0][:60]!r} is text among numbers. Correct it in the file, leave the "
-            "column out, or list it in one_hot or ordinal if these are categories."
+            f"{source}: column {column!r}: {words[0][:60]!r} is text among numbers. Correct it in the file, exclude "
+            "the column, or list it in one_hot or ordinal if these are categories."
         )
 
 
@@ -90,7 +90,7 @@ def _is_number(text: str) -> bool:
 
 
 def _sorted_texts(values: set[str]) -> list[str]:
-    """Numbers by size, words by letter."""
+    """Numbers by value, words alphabetically."""
     try:
         return sorted(values, key=lambda text: (float(text), text))
     except ValueError:
@@ -98,7 +98,7 @@ def _sorted_texts(values: set[str]) -> list[str]:
 
 
 def _find_fills(source: Source, schema: Schema, columns: list[Column], how: str) -> list[float]:
-    """Mean, or exact median, of each column over the values that are there."""
+    """Mean, or exact median, of each column over the values that are not missing."""
     probe = Encoder(source, replace(schema, columns=tuple(columns), missing="fill", label=None, task="none"))
     width = len(columns)
     total, count = np.zeros(width), np.zeros(width, np.int64)
@@ -108,11 +108,11 @@ def _find_fills(source: Source, schema: Schema, columns: list[Column], how: str)
         total += np.where(there, X, 0).sum(axis=0, dtype=np.float64)
     if (count == 0).any():
         name = columns[int(np.argmin(count))].name
-        raise DataError(f"{source.name}: the column {name!r} has no value at all; leave it out with exclude.")
+        raise DataError(f"{source.name}: all values of the column {name!r} are missing; exclude it with exclude.")
     if how == "mean":
         return [float(v) for v in total / count]
-    # Float32 bits, made to sort like numbers, in two halves: 65,536 counters a column find the upper half of the
-    # median's bits, the second pass the lower one. Exact, and independent of the number of rows.
+    # Float32 bits, mapped to sort like numbers, in two halves: 65,536 counters per column find the upper half of the
+    # median's bits, a second pass the lower one. Exact, with memory independent of the number of rows.
     ranks = (count - 1) // 2
     high, below = _count_halves(probe, width, ranks, None)
     low, _ = _count_halves(probe, width, ranks - below, high)

@@ -1,11 +1,11 @@
-"""What callers pass in, checked once: rows, columns, labels.
+"""Validation of user input: rows, columns, labels.
 
-    rows = as_rows(X)                  numbers as a C-ordered matrix of floats; texts and the like as they are
+    rows = as_rows(X)                  numbers as a C-ordered matrix of floats; anything else as it is
     values = as_values(Y)              targets: numbers as an array, texts and labels as they are
-    check_columns(X)                   a column of dates is refused by its name, before anything else trips over it
-    check_labels(y)                    labels of mixed types, dates and missing ones are refused, by row
+    check_columns(X)                   an error for a column of dates, by name, before other checks fail
+    check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
 
-`check_columns` and `check_labels` return nothing and change nothing, so they can stand in front of scikit-learn's own
+`check_columns` and `check_labels` return nothing and change nothing, so they can be called before scikit-learn's
 `validate_data`.
 """
 
@@ -30,11 +30,11 @@ _LOOKED_AT = 1_000  # rows of a column of objects
 
 
 def as_rows(X: Any, dtype: str = "float64") -> Any:
-    """Rows as kernels take them.
+    """Rows as kernels accept them.
 
-    A table of numbers (an array, a data frame, a list of equally long rows) becomes a C-ordered matrix of `dtype`, so
-    that the same values give the same bits however they were laid out. Whatever is not a table of numbers (texts, ...)
-    stays as it is, for the kernel to check.
+    A table of numbers (an array, a data frame, a list of rows of equal length) becomes a C-ordered matrix of `dtype`,
+    so that the same values give the same bits in any memory order. Anything else (texts, ...) is returned as it is, for
+    the kernel to check.
     """
     check_columns(X)
     if hasattr(X, "to_numpy"):  # a data frame or one of its columns
@@ -51,12 +51,12 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
         return X.tolist()
     if X.ndim != 2:
         raise DataError(
-            f"rows need two axes, rows and features; got an array of shape {X.shape}. For a single feature pass "
+            f"expected an array of shape (rows, features), got {X.shape}. For a single feature pass "
             "X.reshape(-1, 1), for a single row X.reshape(1, -1)"
         )
     X = np.ascontiguousarray(X, dtype=dtype)
     if not np.isfinite(X).all():
-        raise DataError("rows hold NaN or infinity; remove or replace them first")
+        raise DataError("rows contain NaN or infinity; remove or replace them first")
     return X
 
 
@@ -71,14 +71,14 @@ def _from_frame(X: Any) -> np.ndarray:
         for row, value in enumerate(column):
             if not _is_number(value):
                 raise DataError(
-                    f"column {name!r} holds {_shown(value)} in row {row}, and a kernel of rows needs numbers; encode "
-                    f"the column as numbers first, or leave it out: X.drop(columns={name!r})"
+                    f"column {name!r} holds {_shown(value)} in row {row}, but kernels of rows require numbers; encode "
+                    f"the column as numbers first, or drop it: X.drop(columns={name!r})"
                 )
     return values
 
 
 def _from_list(X: Sequence[Any]) -> Any:
-    """A list of equally long rows of numbers as an array; any other list as it is."""
+    """A list of numeric rows of equal length as an array; any other list as it is."""
     if not len(X) or isinstance(X[0], str):
         return X
     try:
@@ -91,7 +91,7 @@ def _from_list(X: Sequence[Any]) -> Any:
 
 
 def _numbers_or_same(values: np.ndarray) -> np.ndarray:
-    """An array of objects as floats where all of them are numbers (None is a missing one)."""
+    """An array of objects as floats if all of them are numbers (None is missing)."""
     if any(not _is_number(value) for value in values.ravel()):
         return values
     found = [np.nan if _is_missing(value) else float(value) for value in values.ravel()]
@@ -109,7 +109,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def check_columns(X: Any) -> None:
-    """Refuse dates and durations, by the name (or number) of their column."""
+    """Raise an error for dates and durations that names their column."""
     if hasattr(X, "columns") and hasattr(X, "dtypes"):
         for name, dtype in zip(X.columns, X.dtypes, strict=True):
             if getattr(dtype, "kind", "") in _DATES or str(dtype).lower().startswith(("date", "time", "period")):
@@ -134,8 +134,8 @@ def _check_objects(rows: Any, names: Sequence[Any]) -> None:
 def _refuse_dates(column: str, kind: str, where: str) -> None:
     how = f"{where}.astype('datetime64[s]').astype('int64') / 86_400" if where else "seconds / 86_400"
     raise DataError(
-        f"column {column} holds dates or times ({kind}), and a kernel of rows needs numbers; make it numbers first "
-        f"(days since 1970: {how}), or leave it out"
+        f"column {column} holds dates or times ({kind}), but kernels of rows require numbers; convert it first "
+        f"(days since 1970: {how}), or drop it"
     )
 
 
@@ -148,7 +148,7 @@ def _shown(value: Any) -> str:
 
 
 def as_values(Y: Any) -> Any:
-    """Targets: numbers as an array of one or two axes, texts and labels as they are; dates are refused."""
+    """Targets: numbers as an array of one or two axes, texts and labels as they are; dates are an error."""
     check_columns(Y)
     if hasattr(Y, "to_numpy"):
         Y = np.asarray(Y.to_numpy())
@@ -158,9 +158,9 @@ def as_values(Y: Any) -> Any:
         flat = np.asarray(Y) if all(_is_number(value) for value in Y) else _from_list(Y)
         Y = _numbers_or_same(flat) if isinstance(flat, np.ndarray) and flat.dtype.kind == "O" else flat
     if isinstance(Y, np.ndarray) and Y.dtype.kind in _DATES:
-        raise DataError(f"targets are dates or times ({Y.dtype}); turn them into numbers first")
+        raise DataError(f"targets are dates or times ({Y.dtype}); convert them to numbers first")
     if isinstance(Y, np.ndarray) and Y.dtype.kind == "f" and not np.isfinite(Y).all():
-        raise DataError("targets hold NaN or infinity; remove those pairs first")
+        raise DataError("targets contain NaN or infinity; remove those pairs first")
     return Y
 
 
@@ -168,7 +168,7 @@ def as_values(Y: Any) -> Any:
 
 
 def check_labels(y: Any) -> None:
-    """Refuse labels that cannot be put in one order: texts among numbers, missing ones, dates."""
+    """Raise an error for labels that cannot be sorted: texts among numbers, missing labels, dates."""
     if y is None or hasattr(y, "dask"):
         return
     kind = getattr(getattr(y, "dtype", None), "kind", "O")

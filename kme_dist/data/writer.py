@@ -1,8 +1,8 @@
-"""Rows in, Zarr shards out: the part of ingest that touches the destination.
+"""Rows in, Zarr shards out: the part of ingest that writes the destination.
 
-A ShardWriter collects rows until a shard is full, then hashes, measures and stores it on a thread of its own while the
+A ShardWriter collects rows until a shard is full, then hashes, measures and stores it on a separate thread while the
 next one fills. Chunk rows are chosen by bytes, and a shard holds several chunks in one object. A Spool is the scratch
-space of shuffles and splits: rows go to one of many files by bucket and come back bucket by bucket.
+space of shuffles and splits: rows are written to one file per bucket and read back bucket by bucket.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPRESSIONS = ("auto", "zstd", "none")
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How rows are cut. `chunk_rows` is a power of two; a shard is a whole number of chunks."""
+    """Chunk and shard sizes. `chunk_rows` is a power of two; a shard is an integer number of chunks."""
 
     chunk_rows: int
     shard_rows: int
@@ -43,7 +43,7 @@ class ChunkLayout:
     @classmethod
     def choose(cls, row_bytes: int, chunk_bytes: int, shard_bytes: int, compression: str) -> ChunkLayout:
         if compression not in COMPRESSIONS:
-            raise ConfigError(f"compression is {compression!r}; it may be {', '.join(COMPRESSIONS)}.")
+            raise ConfigError(f"compression is {compression!r}; it must be one of {', '.join(COMPRESSIONS)}.")
         fitting = max(1, chunk_bytes // max(1, row_bytes))
         rows = min(MAX_CHUNK_ROWS, 1 << (fitting.bit_length() - 1))
         per_shard = max(1, shard_bytes // max(1, rows * row_bytes))
@@ -51,7 +51,7 @@ class ChunkLayout:
 
 
 def pays_off(chunk: np.ndarray) -> bool:
-    """Whether zstd halves a chunk: below that, the time to decompress costs more than the bytes it saves."""
+    """Whether zstd halves a chunk: with less, decompression costs more than the bytes it saves."""
     raw = np.ascontiguousarray(chunk)
     return raw.nbytes > 0 and len(pa.compress(raw.data.cast("B"), codec="zstd", asbytes=True)) < raw.nbytes // 2
 
@@ -63,7 +63,7 @@ def digest(array: np.ndarray) -> str:
 
 @dataclass
 class _Written:
-    """What one shard leaves behind."""
+    """The digests and statistics of one stored shard."""
 
     digests: dict[str, list[str]]
     statistics: dict[str, tuple[Statistics, Statistics | None, np.ndarray]]
@@ -79,7 +79,7 @@ class ShardWriter:
     target_dtype: np.dtype[Any] | None
     with_rows: bool
     layout: ChunkLayout
-    first_row: int = 0  # where writing starts, a shard boundary
+    first_row: int = 0  # first row to write, at a shard boundary
     settled: bool = False  # the layout is given by an existing data set
     total: int = 0
     segments: list[tuple[str | None, int]] = field(default_factory=list)  # (split, first row) in order
@@ -106,7 +106,7 @@ class ShardWriter:
         return buffers
 
     def begin(self, split: str | None) -> None:
-        """Rows added from here on belong to `split`; None: they were counted before and are not measured again."""
+        """Rows added from now on belong to `split`; None: they are already in the statistics."""
         if self.segments and self.segments[-1][1] == self.total:
             self.segments[-1] = (split, self.total)
         else:
@@ -128,11 +128,11 @@ class ShardWriter:
                 self._flush()
 
     def finish(self) -> None:
-        """Store what is left and wait until everything is stored."""
-        if not self.settled:  # everything fits one shard: small data get small chunks
+        """Store the remaining rows and wait until everything is stored."""
+        if not self.settled:  # everything fits in one shard: small data get small chunks
             needed = 1 << max(0, math.ceil(math.log2(max(1, self._filled))))
             rows = min(self.layout.chunk_rows, max(MIN_CHUNK_ROWS, needed))
-            # The index of a shard has an entry for each chunk: few, unless small chunks were asked for.
+            # The index of a shard has an entry per chunk: few, unless small chunks were requested.
             shard_rows = min(self.layout.shard_rows, rows * max(64, -(-self._filled // rows)))
             self.layout = ChunkLayout(rows, shard_rows, self.layout.compressed)
         if self._filled:
@@ -202,11 +202,11 @@ def joined(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def write_shard(place: Place, name: str, shard: int, buffer: np.ndarray, count: int, layout: ChunkLayout) -> list[str]:
-    """Store the first `count` rows of a shard's buffer (zeros behind them); returns a digest per chunk."""
+    """Store the first `count` rows of a shard's buffer (padded with zeros); returns a digest per chunk."""
     rows = layout.chunk_rows
     chunks = [buffer[i : i + rows] for i in range(0, count, rows)]
     tail = len(chunks[-1])
-    if tail < rows:  # only when the buffer is no whole number of chunks long
+    if tail < rows:  # only if the buffer is not a multiple of the chunk size
         padded = np.zeros((rows, *buffer.shape[1:]), buffer.dtype)
         padded[:tail] = chunks[-1]
         chunks[-1] = padded
@@ -217,7 +217,7 @@ def write_shard(place: Place, name: str, shard: int, buffer: np.ndarray, count: 
 
 
 def declare_arrays(place: Place, writer: ShardWriter, rows: int) -> None:
-    """Write the metadata of arrays whose shards are already there."""
+    """Write the metadata of arrays whose shards are already stored."""
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {"X": ((rows, writer.width), writer.dtype)}
     if writer.target_dtype is not None:
         shapes["y"] = ((rows,), writer.target_dtype)
@@ -247,7 +247,7 @@ class Spool:
         self._files: dict[str, Any] = {}
 
     def add(self, bucket_of: np.ndarray, names: list[str], records: np.ndarray) -> None:
-        """Put each record in the file of its bucket; `names[b]` is the file of bucket b."""
+        """Append each record to the file of its bucket; `names[b]` is the file of bucket b."""
         order = np.argsort(bucket_of, kind="stable")
         sorted_buckets = bucket_of[order]
         edges = np.flatnonzero(np.diff(sorted_buckets)) + 1
@@ -257,7 +257,7 @@ class Spool:
                 if len(part):
                     data = records[part[0] : part[-1] + 1].data.cast("B")
                     file = self._file(names[int(sorted_buckets[part[0]])])
-                    while len(data):  # an unbuffered file may take less than it is given
+                    while len(data):  # an unbuffered file may write fewer bytes than given
                         data = data[file.write(data) :]
 
     def _file(self, name: str) -> Any:
@@ -266,7 +266,7 @@ class Spool:
         return self._files[name]
 
     def close(self) -> None:
-        """Close the files; what they hold stays, and more can be added."""
+        """Close the files; they are kept, and records can still be added."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -289,7 +289,7 @@ class Spool:
                 yield np.fromfile(file, self.record, min(step, total - start))
 
     def sorted(self, name: str, max_bytes: int, bits_used: int) -> Iterator[np.ndarray]:
-        """The records of one file by key. Too large a file is split by the next bits of the key first."""
+        """The records of one file, sorted by key. A file that is too large is split by the next bits of the key."""
         path = self.folder / name
         if not path.exists():
             return

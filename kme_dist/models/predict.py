@@ -23,7 +23,7 @@ import numpy as np
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
-from kme_dist.core.calibration import expectation, led_by
+from kme_dist.core.calibration import expectation, with_argmax
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import short_digest
 from kme_dist.data.lazy import open_rows
@@ -244,7 +244,7 @@ class _Scorer:
     def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
         f = self.decision(X)
         p, label = self.model.probabilities(f), f.argmax(axis=1)
-        stored = led_by(p.astype(np.float32), label)  # rounding may create ties with the first class
+        stored = with_argmax(p.astype(np.float32), label)  # rounding may create ties with the first class
         arrays: dict[str, Any] = {"label": label, "probability": stored, "decision": f}
         if "entropy" in wanted.names:
             arrays["entropy"] = mce.rkhs_entropy(p)  # p is already normalised

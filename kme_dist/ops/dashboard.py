@@ -73,7 +73,7 @@ class TileMeter(WorkerPlugin):  # type: ignore[misc]
         self.counts = {"rows": 0, "calls": 0, "failed": 0, "seconds": 0.0}
         self._lock = threading.Lock()
         worker.metrics[NAME] = self._report  # sent with every heartbeat
-        meter.count_by(self)
+        meter.register(self)
 
     def teardown(self, worker: Any) -> None:
         meter.unregister(self)

@@ -198,7 +198,7 @@ def test_ingest_makes_a_data_set_and_inspect_describes_it(tmp_path, monkeypatch,
     assert facts["splits"]["test"]["rows"] == 4
     code, line = failure(capsys, "ingest", "good.csv", "good.zarr", "--label", "kind", "--quiet")
     assert code == 2
-    assert "already there" in line
+    assert "already exists" in line
     assert cli.execute(["ingest", "good.csv", "good.zarr", "--append", "--quiet"]) == 0
     assert "40 rows" in capsys.readouterr().out
     assert cli.execute(["inspect", "good.zarr", "--verify"]) == 0
@@ -257,7 +257,7 @@ def test_doctor_reports_a_folder_that_cannot_be_written(config, capsys, monkeypa
 
     monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
     assert cli.execute(["doctor", "--quiet"]) == 2
-    assert "cannot write in" in capsys.readouterr().err
+    assert "cannot write to" in capsys.readouterr().err
 
 
 def test_the_schema_is_printed_as_json(capsys):

@@ -14,7 +14,7 @@ from kme_dist.core.calibration import (
     class_probabilities,
     expectation,
     leave_one_out_decisions,
-    led_by,
+    with_argmax,
 )
 from kme_dist.core.kernels import Gaussian
 from kme_dist.core.metrics import Tally
@@ -115,7 +115,7 @@ def test_the_label_is_the_most_probable_class_in_every_row(kind, floor, m, dtype
     p = class_probabilities(f, floor, Calibration.fit(kind, q, codes, floor))
     assert p.dtype == dtype
     np.testing.assert_array_equal(p.argmax(axis=1), label)
-    np.testing.assert_array_equal(led_by(p.astype(np.float32), label).argmax(axis=1), label)
+    np.testing.assert_array_equal(with_argmax(p.astype(np.float32), label).argmax(axis=1), label)
     unit = np.finfo(dtype).eps
     np.testing.assert_allclose(p.sum(axis=1), 1, rtol=0, atol=4 * m * unit)
     assert p.min() >= 0

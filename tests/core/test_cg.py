@@ -185,7 +185,7 @@ def test_more_columns_than_rows(rng):
 
 def test_steps_are_bounded_and_what_is_not_a_number_is_not_a_solution(rng):
     A, B = with_spectrum(200, 1e8, rng), rng.normal(size=(200, 2))
-    found = block_cg(lambda S: A @ S, B, 1e-8, most_steps=7)
+    found = block_cg(lambda S: A @ S, B, 1e-8, max_steps=7)
     assert found.steps == 7
     assert found.residual == pytest.approx(residuals(A, found.solution, B).max(), rel=1e-6)
     assert found.residual <= 1, "never worse than nothing"

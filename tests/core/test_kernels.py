@@ -181,11 +181,11 @@ def test_own_kernel_of_the_module_guide_learns():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (5, "needs a name"),
-        ({"name": [1]}, "needs a `name`"),
-        ({"length_scale": 1.0}, "needs a `name`"),
-        ({"name": "sum", "parts": 5}, "needs a list of kernels"),
-        ({"name": "sum", "parts": "gaussian"}, "needs a list of kernels"),
+        (5, "must be a name"),
+        ({"name": [1]}, "`name` must be a text"),
+        ({"length_scale": 1.0}, "`name` must be a text"),
+        ({"name": "sum", "parts": 5}, "must be a list of kernels"),
+        ({"name": "sum", "parts": "gaussian"}, "must be a list of kernels"),
         ({"name": "gaussian", "ard": True, "length_scale": "abc"}, "must be a positive number"),
     ],
 )
@@ -293,12 +293,12 @@ def test_convex_combination_stays_convex(rng):
         (lambda: Gaussian(scale=math.nan), "scale=nan"),
         (lambda: Gaussian(scale=[1.0, 2.0]), r"scale=\[1.0, 2.0\].*a positive number"),
         (lambda: Polynomial(offset=[1.0, 2.0]), "offset"),
-        (lambda: Matern(nu=1.0), "nu is 0.5, 1.5 or 2.5"),
+        (lambda: Matern(nu=1.0), "nu must be 0.5, 1.5 or 2.5"),
         (lambda: Polynomial(degree=0), "degree=0"),
         (lambda: Polynomial(degree=1.5), "degree=1.5"),
         (lambda: Spectrum(p=0), "p=0"),
-        (lambda: kernels.convex_combination(Gaussian(), weights=[1, 2]), "as many weights"),
-        (lambda: kernels.Sum(()), "needs kernels as parts"),
+        (lambda: kernels.convex_combination(Gaussian(), weights=[1, 2]), "one entry per kernel"),
+        (lambda: kernels.Sum(()), "expects kernels as parts"),
         (lambda: Gaussian() * -2.0, "positive number, got -2.0"),
         (lambda: from_config("gausian"), "did you mean 'gaussian'"),
         (lambda: from_config({"name": "gaussian", "width": 1.0}), "no setting 'width'"),
@@ -313,8 +313,8 @@ def test_wrong_settings_are_refused_with_a_reason(build, message):
     ("X", "message"),
     [
         (np.zeros((4, 3)), "2 length scales, the data have 3 features"),
-        (np.zeros(4), r"needs a matrix of rows and features.*\(4,\)"),
-        ([[1.0, 2.0]], "needs a matrix of rows and features, got list"),
+        (np.zeros(4), r"expects a matrix of rows and features.*\(4,\)"),
+        ([[1.0, 2.0]], "expects a matrix of rows and features, got list"),
         (np.zeros((4, 2), dtype=np.int64), "float32 or float64, got int64"),
         (np.zeros((4, 2), dtype=np.float16), "float32 or float64, got float16"),
         (np.array([["a", "b"]]), "float32 or float64"),
@@ -327,9 +327,9 @@ def test_unfit_rows_are_refused_with_a_reason(X, message):
 
 
 def test_strings_and_numbers_are_not_confused():
-    with pytest.raises(errors.DataError, match="Spectrum needs strings, got float"):
+    with pytest.raises(errors.DataError, match="Spectrum expects strings, got float"):
         Spectrum().gram([1.0, 2.0])
-    with pytest.raises(errors.DataError, match="needs a matrix"):
+    with pytest.raises(errors.DataError, match="expects a matrix"):
         Gaussian().gram(["abc"])
 
 

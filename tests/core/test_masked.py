@@ -101,11 +101,11 @@ def test_wrong_input_is_refused(views):
     Z1, Z2, y = views
     with pytest.raises(DataError, match="two views"):
         masked_objective(Z1, Z2[:5], y, regularization=1.0, n_classes=CLASSES)
-    with pytest.raises(DataError, match="40 rows came with 39"):
+    with pytest.raises(DataError, match="got 40 rows but 39"):
         masked_objective(Z1, Z2, y[1:], regularization=1.0, n_classes=CLASSES)
     with pytest.raises(DataError, match="two views"):
         masked_objective(Z1, Z2[:5, :4], y, y[:5], regularization=1.0, n_classes=CLASSES)
-    with pytest.raises(DataError, match="5 rows came with 4"):
+    with pytest.raises(DataError, match="got 5 rows but 4"):
         masked_objective(Z1, Z2[:5], y, y[:4], regularization=1.0, n_classes=CLASSES)
     with pytest.raises(ConfigError, match="loss='hinge' is unknown"):
         masked_objective(Z1, Z2, y, regularization=1.0, n_classes=CLASSES, loss="hinge")

@@ -287,15 +287,15 @@ def test_missing_value_among_features_is_named():
         ({"complexity_weight": -1.0}, errors.ConfigError, "complexity_weight=-1.0"),
         ({"complexity_weight": None}, errors.ConfigError, "complexity_weight=None"),
         ({"loss_floor": 0.0}, errors.ConfigError, "loss_floor=0.0"),
-        ({"n_classes": 2}, errors.DataError, r"labels must lie in 0..1, saw 0..2"),
+        ({"n_classes": 2}, errors.DataError, r"labels must be in 0..1, got 0..2"),
         ({"n_classes": 0}, errors.ConfigError, "n_classes=0"),
         ({"n_classes": 2.5}, errors.ConfigError, "n_classes=2.5"),
-        ({"y": labels(9)}, errors.DataError, "10 rows came with 9 labels"),
-        ({"y": labels(10) - 1}, errors.DataError, "saw -1"),
+        ({"y": labels(9)}, errors.DataError, "got 10 rows but 9 labels"),
+        ({"y": labels(10) - 1}, errors.DataError, "got -1"),
         ({"y": labels(10) / 2}, errors.DataError, "integers"),
         ({"y": np.eye(10, dtype=int)}, errors.DataError, "integers"),
         ({"X": vectors(10)[:0], "y": labels(0)}, errors.DataError, "no rows"),
-        ({"X": vectors(10)[0]}, errors.DataError, "needs a matrix"),
+        ({"X": vectors(10)[0]}, errors.DataError, "expects a matrix"),
     ],
 )
 @pytest.mark.parametrize("function", [rcb_objective, loo_objective])
@@ -451,5 +451,5 @@ def test_kernel_that_forgets_a_gradient_is_told():
         def pullback(self, X, X2, K, K_bar):
             return {"scale": K_bar.sum()}
 
-    with pytest.raises(errors.ConfigError, match=r"gave no gradient for \['length_scale'\]"):
+    with pytest.raises(errors.ConfigError, match=r"returned no gradient for \['length_scale'\]"):
         call(rcb_objective, Forgetful(), vectors(10), labels(10))

@@ -19,7 +19,7 @@ from kme_dist.core.embedding import (
 from kme_dist.core.kernels import Gaussian, Laplace, Linear, Matern
 from kme_dist.core.masked import masked_objective
 from kme_dist.core.objective import feature_objective, loo_objective, rcb_objective, validation_objective
-from kme_dist.core.precision import Need, carries, gram_norm, need_of_features, need_of_solve, smallest_shift
+from kme_dist.core.precision import Need, gram_norm, is_sufficient, need_of_features, need_of_solve, smallest_shift
 from kme_dist.core.regularization import retune_regularization
 
 M = 3
@@ -41,11 +41,11 @@ def fit(kernel, X, y, lam):
 
 def test_three_digits_are_what_is_asked_of_a_precision():
     for dtype, unit in (("float32", 2.0**-24), ("float64", 2.0**-53)):
-        assert carries(dtype, norm=0.0, shift=1.0)
-        assert not carries(dtype, norm=1.0, shift=0.0)
+        assert is_sufficient(dtype, norm=0.0, shift=1.0)
+        assert not is_sufficient(dtype, norm=1.0, shift=0.0)
         least = smallest_shift(dtype, 50.0)
-        assert carries(dtype, 50.0, least * 1.001)
-        assert not carries(dtype, 50.0, least * 0.999)
+        assert is_sufficient(dtype, 50.0, least * 1.001)
+        assert not is_sufficient(dtype, 50.0, least * 0.999)
         assert least == pytest.approx(50 * 10 * unit / 1e-3, rel=1e-2)
 
 
@@ -202,7 +202,7 @@ def test_a_regularisation_below_double_precision_is_raised_with_a_warning(dtype)
     ) as seen:
         fitted = fit(Gaussian(length_scale=3.0), X, y, 1e-18)
     message = str(seen[0].message)
-    for fact in ("150 rows", "1.5e-16", "The fit is that of regularization"):
+    for fact in ("150 rows", "1.5e-16", "The fit uses regularization"):
         assert fact in message
     right = np.mean(fitted.decision(X).argmax(axis=1) == y)
     assert right > 0.97  # not chance

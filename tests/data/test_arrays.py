@@ -61,7 +61,7 @@ def test_lists_are_rows_too_and_labels_are_counted():
     texts = ArrayRows(["a", "bb", "ccc"], np.array([0, 1, 0]))
     assert texts.take(np.array([2, 0]))[0] == ["ccc", "a"]
     assert texts.features == 0
-    with pytest.raises(DataError, match="3 rows came with 2 labels"):
+    with pytest.raises(DataError, match="got 3 rows but 2 labels"):
         ArrayRows(["a", "bb", "ccc"], np.array([0, 1]))
 
 

@@ -145,7 +145,7 @@ def test_the_mode_follows_from_the_size_of_the_rows_and_their_order(data, tmp_pa
     for kept in (ordered, ArrayRows(X, None)):
         assert RowsRef.of(kept).plan(100).mode == "blocks"
     assert RowsRef.of(ordered).plan(100) == RowsRef.of(ordered).plan(100, mode="blocks")
-    with pytest.raises(ConfigError, match="no split 'dev'; there are train, test"):
+    with pytest.raises(ConfigError, match="no split 'dev'; its splits: train, test"):
         RowsRef.of(data, split="dev")
 
 

@@ -44,7 +44,7 @@ def test_dask_arrays_are_sources(tmp_path, rows):
     data = ingest((da.from_array(X, chunks=(7000, 3)), da.from_array(codes, chunks=9000)), tmp_path / "d.zarr")
     np.testing.assert_array_equal(data.read()[0], X)
     np.testing.assert_array_equal(data.read()[1], codes)
-    with pytest.raises(DataError, match="30000 rows of features but 10 labels"):
+    with pytest.raises(DataError, match="got 30000 rows but 10 labels"):
         ingest((da.from_array(X), da.from_array(codes[:10])), tmp_path / "e.zarr")
 
 

@@ -41,7 +41,7 @@ def test_rows_are_read_by_range_and_by_number(stored):
     np.testing.assert_array_equal(data.take(rows)[0], X[order[rows]])
     with pytest.raises(DataError, match="20000"):
         data.read_rows(0, 20_001)
-    with pytest.raises(DataError, match="outside"):
+    with pytest.raises(DataError, match="must be from 0 to"):
         data.take(np.array([-1]))
 
 
@@ -67,7 +67,7 @@ def test_every_kind_of_damage_names_the_chunk(stored):
     open_dataset(data.path).read_rows(0, 17_000)  # the rest is still there
 
     shard.write_bytes(good[:-100])
-    with pytest.raises(CorruptError, match="cut short"):
+    with pytest.raises(CorruptError, match="truncated"):
         open_dataset(data.path).read_rows(17_500, 17_501)
     shard.unlink()
     with pytest.raises(CorruptError, match=r"chunk 16 of X .*is missing"):
@@ -119,9 +119,9 @@ def edit(data, change) -> None:
     ("change", "error", "message"),
     [
         (lambda a: a.update(format_version=2), DataError, "version 2; this kme-dist reads versions 1 to 1"),
-        (lambda a: a.update(format="else"), DataError, "a data set is needed"),
+        (lambda a: a.update(format="else"), DataError, "is not a data set"),
         (lambda a: a.pop("rows"), CorruptError, "incomplete"),
-        (lambda a: a.update(rows=10**9), CorruptError, "promise"),
+        (lambda a: a.update(rows=10**9), CorruptError, "declare"),
         (lambda a: a["digests"]["X"].pop(), CorruptError, "19 digests for 20 chunks"),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_changed_attribute_is_noticed_when_the_data_set_is_opened(stored):
 
 
 def test_nothing_there_says_so(tmp_path):
-    with pytest.raises(DataError, match="no data set here"):
+    with pytest.raises(DataError, match="no data set exists here"):
         open_dataset(tmp_path / "none.zarr")
 
 
@@ -194,13 +194,13 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
     ingest(table, tmp_path / "d.zarr", label="y")
     before = open_dataset(tmp_path / "d.zarr").attributes
     bad_class = pa.table({"a": [4.0, 5.0], "c": ["u", "v"], "y": ["p", "new"]})
-    with pytest.raises(DataError, match="row 2, column 'y': the class 'new' was not there before"):
+    with pytest.raises(DataError, match="row 2, column 'y': the class 'new' is unknown"):
         append(tmp_path / "d.zarr", bad_class)
     with pytest.raises(DataError, match="row 1, column 'c': the category 'w'"):
         append(tmp_path / "d.zarr", pa.table({"a": [4.0], "c": ["w"], "y": ["p"]}))
     with pytest.raises(DataError, match="'c' is missing"):
         append(tmp_path / "d.zarr", pa.table({"a": [4.0], "y": ["p"]}))
-    with pytest.raises(ConfigError, match="label cannot be chosen"):
+    with pytest.raises(ConfigError, match="label cannot be set"):
         append(tmp_path / "d.zarr", table, label="c")
     data = open_dataset(tmp_path / "d.zarr")
     assert data.attributes == before
@@ -288,7 +288,7 @@ class TestObjectStore:
         with pytest.raises(DataError, match="row 5000"):
             ingest(X, f"{bucket}/d.zarr", chunk_bytes="8KiB", shard_bytes="16KiB", block_bytes=1000)
         assert Place.of(bucket).sizes() == {}
-        with pytest.raises(DataError, match="no data set here"):
+        with pytest.raises(DataError, match="no data set exists here"):
             open_dataset(f"{bucket}/d.zarr")
 
     def test_refused_credentials_are_a_clear_line(self, bucket, monkeypatch):
@@ -296,7 +296,7 @@ class TestObjectStore:
         with monkeypatch.context() as patch:
             # From the first request on the server verifies signatures, and knows no user "testing".
             patch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)
-            with pytest.raises(ConfigError, match=r"refused the credentials.*AWS_ACCESS_KEY_ID") as caught:
+            with pytest.raises(ConfigError, match=r"rejected the credentials.*AWS_ACCESS_KEY_ID") as caught:
                 open_dataset(f"{bucket}/d.zarr")
         assert "\n" not in str(caught.value)
         open_dataset(f"{bucket}/d.zarr").verify()

@@ -40,7 +40,7 @@ def test_the_script_prints_one_line_and_returns_the_exit_code(table, tmp_path, c
     assert ingest_module.main([str(table), str(tmp_path / "e.zarr"), "--label", "nothing"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 2
-    assert "there is no column 'nothing'" in error
+    assert "has no column 'nothing'" in error
 
 
 def test_progress_is_a_line_now_and_then_off_a_terminal(table, tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_a_table_of_numbers_is_one_however_it_comes():
     for other in (["ab", "ba"], [[1, 2], [1, 2, 3]], [1, 2, 3]):  # for the kernel to judge
         assert as_rows(other) is other
     assert as_rows(pd.Series(["ab", "ba"])) == ["ab", "ba"]
-    with pytest.raises(DataError, match=r"two axes.*reshape"):
+    with pytest.raises(DataError, match=r"shape \(rows, features\).*reshape"):
         as_rows(np.zeros(3))
     with pytest.raises(DataError, match="NaN"):
         as_rows(pd.DataFrame({"a": [1, None], "b": [1, 2]}, dtype="Int64"))
@@ -189,7 +189,7 @@ DATES = pd.DataFrame({"size": X[:, 0], "when": pd.date_range("2024-01-01", perio
 @pytest.mark.parametrize("name", MODELS)
 def test_a_column_of_dates_is_named(name):
     make, targets, ask = MODELS[name]
-    with pytest.raises(DataError, match=r"column 'when' holds dates.*make it numbers first"):
+    with pytest.raises(DataError, match=r"column 'when' holds dates.*convert it first"):
         make().fit(DATES, targets)
     with pytest.raises(DataError, match="column 'when' holds dates"):
         getattr(make().fit(DATES.assign(when=X[:, 1]), targets), ask)(DATES)

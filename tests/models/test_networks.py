@@ -328,7 +328,7 @@ def test_expectations_and_entropies(iris):
         ({"head": "gausian"}, "did you mean 'gaussian'"),
         ({"head": "gaussian", "dropout": 0.5}, "require head='linear'"),
         ({"network": "fourrier"}, "is unknown"),
-        ({"hidden": ()}, "needs the sizes"),
+        ({"hidden": ()}, "must be the sizes"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(options, message, iris):

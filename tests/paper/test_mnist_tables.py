@@ -1,4 +1,4 @@
-"""MNIST in Hsu, Nock and Ramos: an ARD Gaussian embedding learned from 5000 images, judged on the 10 000 test images.
+"""MNIST in Hsu, Nock and Ramos: an ARD Gaussian embedding of 5000 images, accuracy on the 10 000 test images.
 
 Published: 96.05 %, by full gradients from length scales of 1. Here learning starts at the best common length scale and
 goes by batches of 1000; the objective is chosen by leave-one-out on the training images. Convolutional networks take

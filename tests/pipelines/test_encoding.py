@@ -76,7 +76,7 @@ def test_new_rows_are_predicted_as_they_come(finished, capsys):
 def test_a_category_that_training_rows_did_not_have_is_named(finished):
     strange = pd.DataFrame({"height": [0.1, 0.2], "colour": ["red", "pink"]})
     strange.to_csv(finished / "strange.csv", index=False)
-    with pytest.raises(DataError, match=r"row 2, column 'colour': the category 'pink' was not there before"):
+    with pytest.raises(DataError, match=r"row 2, column 'colour': the category 'pink' is unknown"):
         ingest_pipeline.run(
             finished / "strange.csv", finished / "s.zarr", like=str(finished / "run" / "data.zarr"), quiet=True
         )

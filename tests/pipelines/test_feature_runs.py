@@ -45,7 +45,7 @@ def test_the_shipped_config_goes_from_the_table_to_the_report(tmp_path):
     model = kme_dist.load(summary["model"])
     assert [part.weight.shape[1] for part in model.features_.parts] == [64, 32]
     page = Path(summary["report"]).read_text(encoding="utf-8")
-    for title in ("Learning curves", "Accuracy by epoch", "under a softmax layer", "Confusion matrix", "Mistakes"):
+    for title in ("Learning curves", "Accuracy by epoch", "with a softmax layer", "Confusion matrix", "Mistakes"):
         assert title in page
     assert len(model.softmax_curve_) == len(model.curve_) == 20
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -131,12 +131,12 @@ def test_what_does_not_go_together_is_refused_before_anything_is_written(kind, o
 
 def test_a_network_is_fitted_after_it_was_learned(tmp_path):
     config = parse_config(tree(tmp_path / "run", "cen", {"hidden": [8]}, learn={"steps": 5}))
-    with pytest.raises(ConfigError, match=r"holds nothing learned with .* 'cen'; run `kme-dist learn`"):
+    with pytest.raises(ConfigError, match=r"has no learned model of .* 'cen'; run `kme-dist learn`"):
         fit.run(config, name="iris")
     assert learn.run(config, name="iris")["steps"] == 5
     assert fit.run(config, name="iris")["solver"] == "features"
     assert kme_dist.load(tmp_path / "run" / "model.zarr").feature_names_in_[0] == "sepal length (cm)"
-    with pytest.raises(ConfigError, match="counts the batches of mce"):
+    with pytest.raises(ConfigError, match="supports only mce"):
         plan.run(config)
 
 

@@ -100,7 +100,7 @@ def test_what_cannot_fit_is_refused_with_a_batch_that_would(config):
     tight = ["cluster.kind=local", "cluster.workers=1", f"cluster.memory={needed - 1_000_000}B"]
     with pytest.raises(ConfigError, match=r"learn\.batch_size 800 needs") as caught:
         plan.run(load_config(config, ["learn.batch_size=800", *tight]))
-    fits = int(re.search(r"batches of (\d+) rows", str(caught.value)).group(1))
+    fits = int(re.search(r"batches of at most (\d+) rows", str(caught.value)).group(1))
     plan.run(load_config(config, [f"learn.batch_size={fits}", *tight]), calibrate=False)
     with pytest.raises(ConfigError):
         plan.run(load_config(config, [f"learn.batch_size={fits + 1}", *tight]), calibrate=False)
@@ -109,7 +109,7 @@ def test_what_cannot_fit_is_refused_with_a_batch_that_would(config):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("data.source=sklearn:iris", "is not a data set; make one first: kme-dist ingest"),
+        ("data.source=sklearn:iris", "is not a data set; create one first: kme-dist ingest"),
         ("data.source=absent.zarr", "is not a data set"),
         ("model.objective=cv", "model.objective is 'cv'"),
         ("cluster.kind=addres", "cluster.kind"),
@@ -172,10 +172,10 @@ def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path)
     ("changes", "line"),
     [
         (["learn.mode=full"], r"model\.features is missing"),
-        (["model.features=identity"], "explicit features are learned with full"),
-        (["learn.mode=full", "model.features=identity"], "have no parameters"),
+        (["model.features=identity"], "explicit features require learn.mode full"),
+        (["learn.mode=full", "model.features=identity"], "has no parameters to learn"),
         (["learn.mode=full", "model.features=fourrier"], "feature map 'fourrier' is unknown"),
-        (["learn.mode=full", "model.objective=validation"], "full gradients are of rcb and erm"),
+        (["learn.mode=full", "model.objective=validation"], "model.objective must be rcb or erm"),
         (["learn.mode=local", "learn.local_steps=2"], r"learn\.steps is 5, which is not a multiple"),
         (["learn.feature_cache=lots"], r"learn\.feature_cache is 'lots'"),
         (["model.backend=cupy"], "no usable CUDA device"),

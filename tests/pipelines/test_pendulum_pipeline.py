@@ -102,7 +102,7 @@ def test_the_shipped_config_keeps_its_promises(tmp_path):
         ("pendulum.sample=3", "pendulum.sample.*known: samples"),
         ("pendulum.samples=3", "pendulum.samples"),
         ("output.place=x", "output.place"),
-        ("samples=3", "need pendulum.key=value"),
+        ("samples=3", "must be pendulum.key=value"),
     ],
 )
 def test_mistakes_are_one_line(change, message, tmp_path):

@@ -150,7 +150,7 @@ def test_a_table_of_ones_own_is_read_by_its_label(tmp_path):
         ([*GOOD, "inf,3,a"], ["row 21", "'height'", "infinite"]),
         ([*GOOD, "tall,3,a"], ["'height'", "'tall'", "text among numbers"]),
         ([*GOOD, "1,3"], ["row 21", "fields"]),
-        ([line[:-1] + "a" for line in GOOD], ["one class only (a)", "data.label"]),
+        ([line[:-1] + "a" for line in GOOD], ["only one class (a)", "data.label"]),
         ([*GOOD, "1,2,c"], ["class c has one row", "data.stratify"]),
         ([f"1,2,{i}.5" for i in range(20)], ["'kind'", "20 different values in 20 rows"]),
         ([], ["no rows"]),
@@ -172,7 +172,7 @@ def test_bad_tables_are_refused_with_the_place_of_the_fault(tmp_path, lines, wor
         ({"features": [4]}, ["no column 4", "4 features"]),
         ({"image_shape": (2, 3)}, ["data.image_shape", "6 pixels", "4 features"]),
         ({"label": "kind"}, ["data.label", "its own labels"]),
-        ({"source": "absent.csv", "label": "a"}, ["absent.csv", "no such file"]),
+        ({"source": "absent.csv", "label": "a"}, ["absent.csv", "does not exist"]),
         ({"test_fraction": 0.001}, ["data.test_fraction", "150 rows"]),
     ],
 )

@@ -84,7 +84,7 @@ def test_mistakes_are_one_line_and_code_two(run_folder, capsys):
         (["predict", "iris.yaml", "--expectation", "x"], "NAME=FILE"),
         (["predict", "iris.yaml", "--expectation", "x=none.yaml"], "none.yaml"),
         (["predict", "iris.yaml", "--model", "gone.zarr"], "gone.zarr"),
-        (["evaluate", "iris.yaml"], "no predictions here"),
+        (["evaluate", "iris.yaml"], "no predictions exist here"),
         (["evaluate", "--data", "runs/iris/data.zarr"], "--predictions and --data"),
     ]
     for arguments, words in cases:

@@ -97,7 +97,7 @@ def test_a_model_that_guesses_is_reported(answer):
 @pytest.mark.parametrize("value", [np.nan, 0.5])
 def test_numbers_that_are_no_probabilities_are_reported(answer, value):
     answer(lambda rows: np.full((rows, 3), value))
-    with pytest.raises(NumericalError, match="add up to 1"):
+    with pytest.raises(NumericalError, match="sum to 1"):
         smoke.run(HERE)
 
 

@@ -172,7 +172,7 @@ def test_single_precision_is_left_where_lambda_is_too_small_for_it(fit):
 def test_conjugate_gradients_keep_their_word_or_say_so(fit, monkeypatch):
     for tolerance in (1e-2, 1e-8):
         assert fit("pcg", tolerance=tolerance).residual <= tolerance
-    monkeypatch.setattr(pcg, "MOST_STEPS", 3)
+    monkeypatch.setattr(pcg, "MAX_STEPS", 3)
     with pytest.raises(errors.NumericalError, match=r"at regularization .*, above the tolerance of"):
         fit("pcg", regularization=1e-6, tolerance=1e-12)
 

@@ -146,7 +146,7 @@ def test_mistakes_are_named(X):
         rows_of(X[:0])
     with pytest.raises(DataError, match="NaN"):
         rows_of(np.array([[np.nan]]))
-    with pytest.raises(DataError, match="two axes"):
+    with pytest.raises(DataError, match="expected an array of shape"):
         rows_of(np.zeros(3))
     with pytest.raises(ConfigError, match="no random features"):
         spectrum_sample(kme.kernels.Linear(), 3, 10, 0)

@@ -10,9 +10,9 @@ A kernel is a small frozen record: its fields are the parameters θ, its methods
 >>> sorted(k.parameters)
 ['0.length_scale', '0.scale', '1.0.scale', '1.scale']
 
-What every kernel offers:
+Interface of every kernel:
 
-    gram(X, X2=None)        K_ij = k(x_i, x2_j); with X2 left out, symmetric with an exact diagonal
+    gram(X, X2=None)        K_ij = k(x_i, x2_j); without X2 symmetric with an exact diagonal
     diag(X)                 k(x_i, x_i)
     alpha(X)                sqrt(sup_x k(x, x)); over the rows of X where the kernel is unbounded
     vjp(X, X2, K_bar)       sum_ij K_bar_ij dK_ij/d log θ, by parameter name
@@ -136,19 +136,19 @@ def from_config(
 ) -> Kernel:
     """Build a kernel from its name or from plain data such as `to_config` returns.
 
-    "gaussian" alone, or {"name": "gaussian", "ard": True}, gives one length scale per feature when `n_features` is
-    known. `own` adds the user's own classes by class name; nothing else can be named, so a config never runs code.
+    "gaussian", or {"name": "gaussian", "ard": True}, gives one length scale per feature when `n_features` is known.
+    `own` adds the user's classes by class name; nothing else can be named, so a config never runs code.
     """
     if isinstance(config, Kernel):
         return config
     if isinstance(config, str):
         config = {"name": config, "ard": True}
     if not isinstance(config, Mapping):
-        raise ConfigError(f"kernel {config!r}: needs a name, a mapping with a name, or a kernel")
+        raise ConfigError(f"kernel {config!r}: must be a name, a mapping with a name, or a kernel")
     settings = dict(config)
     name = settings.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"kernel {dict(config)!r}: needs a `name`, e.g. {{name: gaussian}}; saw {name!r}")
+        raise ConfigError(f"kernel {dict(config)!r}: `name` must be a text, e.g. {{name: gaussian}}; got {name!r}")
     known: dict[str, type[Kernel]] = {kind.name: kind for kind in _BUILT_IN}
     known.update(own or {})
     if name not in known:
@@ -158,7 +158,7 @@ def from_config(
     ard = settings.pop("ard", False)
     if "parts" in settings:
         if not isinstance(settings["parts"], list | tuple):
-            raise ConfigError(f"kernel {name!r}: `parts` needs a list of kernels, saw {settings['parts']!r}")
+            raise ConfigError(f"kernel {name!r}: `parts` must be a list of kernels, got {settings['parts']!r}")
         settings["parts"] = tuple(from_config(part, n_features, own) for part in settings["parts"])
     kind = known[name]
     names = {field.name for field in dataclasses.fields(kind) if field.init}
@@ -168,6 +168,6 @@ def from_config(
     if ard and n_features is not None and {"length_scale", "frequency"} & names:
         vector = "length_scale" if "length_scale" in names else "frequency"
         value = settings.get(vector, 1.0)
-        # Anything but a number goes on as it is, for the kernel itself to judge.
+        # Anything but a number is passed on for the kernel to check.
         settings[vector] = np.full(n_features, float(value)) if isinstance(value, int | float) else value
     return kind(**settings)

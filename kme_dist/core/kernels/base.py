@@ -27,8 +27,8 @@ from kme_dist.meter import metered
 Gradients = dict[str, Array]
 
 _SINGLE_NUMBERS = ("scale", "offset", "shape")  # parameters that are never one per feature
-_ORIGIN_ROWS = 33  # rows that say where a set of rows lies
-_NEAR_ORIGIN = 4  # times the spread of a feature: no farther from 0 than this, rows are counted from 0
+_ORIGIN_ROWS = 33  # rows that the origin of a set of rows is estimated from
+_NEAR_ORIGIN = 4  # times the spread of a feature: up to this distance from 0 the origin is 0
 
 
 def row_blocks(n: int, block: int) -> Iterator[slice]:
@@ -61,7 +61,7 @@ def add_gradients(total: Gradients, part: Gradients) -> Gradients:
 
 
 class FeatureMap(Protocol):
-    """Explicit features φ_θ(x) that a kernel can stand on; see `OnFeatures`."""
+    """Explicit features φ_θ(x) as the input of a kernel; see `OnFeatures`."""
 
     @property
     def parameters(self) -> Mapping[str, np.ndarray]: ...
@@ -81,26 +81,26 @@ def _metered(evaluate: Callable[..., Array]) -> Callable[..., Array]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kernel:
-    """Base of all kernels. A subclass gives `evaluate`, `diag` and, to be learned, `pullback`."""
+    """Base of all kernels. A subclass defines `evaluate`, `diag` and, to be learned, `pullback`."""
 
     name: ClassVar[str] = ""
-    """What configs call a built-in kernel; your own goes by its class name."""
+    """Name of a built-in kernel in configs; other kernels are named by their class."""
     learned: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that are positive parameters."""
     bounded: ClassVar[bool] = True
     """Whether sup_x k(x, x) is finite and the same for every data set."""
 
-    # --- what a subclass writes ------------------------------------------------------------------
+    # --- defined by subclasses -------------------------------------------------------------------
 
     def prepare(self, X: Any) -> Any:
-        """Whatever is worth computing once per row before tiles are evaluated (default: nothing)."""
+        """Everything that is computed once per row before tiles are evaluated (default: nothing)."""
         return X
 
     def prepare_beside(self, X: Any, prepared: Any) -> Any:
-        """`prepare(X)` for rows that will meet `prepared` ones in `evaluate(X, prepared)`.
+        """`prepare(X)` for rows that are used with `prepared` ones in `evaluate(X, prepared)`.
 
-        Kernels of differences count both from one origin (see `Differences`). The tile is the same without this, but
-        the rows are then prepared twice.
+        Kernels of differences use one origin for both (see `Differences`). The tile is the same without this, but the
+        rows are then prepared twice.
         """
         return self.prepare(X)
 
@@ -115,7 +115,7 @@ class Kernel:
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
         """sum_ij K_bar_ij dK_ij/d log θ for a tile of prepared rows.
 
-        K is the tile itself, or None where the caller does not have it. K_bar belongs to the callee.
+        K is the tile itself, or None where the caller does not have it. K_bar may be overwritten.
         """
         raise ConfigError(
             f"{type(self).__name__} has no gradient: define pullback(X, X2, K, K_bar), "
@@ -123,20 +123,20 @@ class Kernel:
         )
 
     def collect(self, gradients: Gradients) -> Gradients:
-        """The gradients, once the pullbacks of all tiles are added up: what is cheaper done once is done here."""
+        """Final gradients from the summed pullbacks of all tiles: for work that is cheaper done once."""
         return gradients
 
     def input_pullback(self, X: Any, X2: Any, K_bar: Array) -> tuple[Array, Array]:
         """Cotangents of the raw rows of X and X2; only kernels of vectors have them."""
         raise ConfigError(f"{type(self).__name__} is not differentiable in its inputs")
 
-    # --- what everybody calls --------------------------------------------------------------------
+    # --- called by users -------------------------------------------------------------------------
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "evaluate" in vars(cls):  # also of kernels that others write: every solver's tiles are counted here
+        if "evaluate" in vars(cls):  # also for user-defined kernels: the tiles of every solver are counted here
             cls.evaluate = _metered(cls.evaluate)  # type: ignore[method-assign]
-        if "prepare" in vars(cls) and "prepare_beside" not in vars(cls):  # no way around a subclass's own `prepare`
+        if "prepare" in vars(cls) and "prepare_beside" not in vars(cls):  # never bypasses a subclass's `prepare`
             cls.prepare_beside = Kernel.prepare_beside  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
@@ -173,10 +173,10 @@ class Kernel:
         return dataclasses.replace(self, **changes)
 
     def gram(self, X: Any, X2: Any = None, out: Array = None, prepared: Any = None) -> Array:
-        """The Gram matrix. Without X2 (or with X2 the same object) it is symmetric, its diagonal exact.
+        """The Gram matrix. Without X2 (or with X2 the same object) it is symmetric with an exact diagonal.
 
-        `out` takes the result where the kernel can write in place; `prepared` saves a symmetric Gram matrix the work
-        of `prepare(X)` where the caller has done it.
+        `out` receives the result where the kernel can write in place; `prepared` is `prepare(X)`, if the caller has it
+        already (symmetric Gram matrices only).
         """
         if X2 is None or X2 is X:
             return self._symmetric_gram(X, out, prepared)
@@ -196,7 +196,7 @@ class Kernel:
             if value is not tile:
                 K[rows, columns] = value
             K[columns, columns.stop : n] = K[columns.stop : n, columns].T
-        # The square blocks on the diagonal were computed whole; rounding may have left them a hair asymmetric.
+        # The square blocks on the diagonal were computed in full; rounding may have left them slightly asymmetric.
         for block in row_blocks(n, tile_rows(diagonal)):
             lower = namespace_of(K).tril(K[block, block], k=-1)
             K[block, block] = lower + lower.T
@@ -204,7 +204,7 @@ class Kernel:
         return K
 
     def vjp(self, X: Any, X2: Any, K_bar: Array) -> Gradients:
-        """sum_ij K_bar_ij dK_ij/d log θ; X2=None stands for the symmetric Gram matrix of X."""
+        """sum_ij K_bar_ij dK_ij/d log θ; X2=None means the symmetric Gram matrix of X."""
         columns = self.prepare(X if X2 is None else X2)
         return self.collect(self.pullback(self.prepare_beside(X, columns), columns, None, K_bar + 0))
 
@@ -213,9 +213,9 @@ class Kernel:
         return math.sqrt(max(float(self.diag_supremum(X)[0]), 0.0))
 
     def diag_supremum(self, X: Any) -> tuple[Array, int]:
-        """The largest k(x, x) among the rows of X and the row where it is reached."""
+        """The largest k(x, x) among the rows of X and the row where it is attained."""
         if X is None:
-            raise ConfigError(f"{self!r} is unbounded: alpha(X) needs rows to take the supremum over")
+            raise ConfigError(f"{self!r} is unbounded: alpha(X) requires rows")
         values = self.diag(X)
         if self.bounded:
             return values[0], 0  # constant: no search, no synchronisation
@@ -267,20 +267,20 @@ class Kernel:
         return f"{type(self).__name__}({shown})"
 
 
-# --- where rows are counted from -------------------------------------------------------------------
+# --- origin of the rows ----------------------------------------------------------------------------
 
 
 class Frame:
-    """The origin that prepared rows are counted from, and how far they reach from it; travels beside the rows.
+    """The origin subtracted from prepared rows, and their largest distance from it; stored with the rows.
 
-    |z|² + |z'|² - 2 z·z' loses the digits of a distance when |z| >> |z - z'|, and so does x / length_scale alone. So
-    one vector is subtracted from the rows of both sides first. Cutting rows out of a frame leaves the frame.
+    |z|² + |z'|² - 2 z·z' loses the digits of a distance when |z| >> |z - z'|, and so does x / length_scale. So one
+    vector is subtracted from the rows of both sides first. Slicing rows leaves the frame unchanged.
     """
 
-    ndim = 1  # what `take` and its like index as they do arrays
+    ndim = 1  # so that `take` indexes it like an array
 
     def __init__(self, origin: np.ndarray | None = None, reach: float = 0.0) -> None:
-        self.origin = None if origin is None or not origin.any() else origin  # None stands for 0
+        self.origin = None if origin is None or not origin.any() else origin  # None means 0
         self.reach = reach  # the largest |z|² among the rows
 
     def __getitem__(self, rows: Any) -> Frame:
@@ -292,7 +292,7 @@ class Frame:
         return self.origin is not None and other.origin is not None and np.array_equal(self.origin, other.origin)
 
     def subtract(self, X: Array) -> Array:
-        """X - origin; in double where the origin is no number of X's precision, since both sides must have the same."""
+        """X - origin; in double where X's precision cannot represent the origin, since both sides must share it."""
         if self.origin is None:
             return X
         if precision(X) == "float32" and (self.origin.astype(np.float32) != self.origin).any():
@@ -301,11 +301,11 @@ class Frame:
 
 
 def origin_of(X: Array) -> np.ndarray | None:
-    """A point amid the rows to count them from, by feature; None where that is 0 for all of them.
+    """A central point of the rows, by feature; None where that is 0 for all of them.
 
-    The median of at most 33 evenly spaced rows, where it lies farther from 0 than four times their spread (the distance
-    of the quartiles). It is rounded to a power of two below the spread: a number of so few digits that x - origin is
-    exact for the rows around it. A function of the rows alone, whatever came before.
+    The median of at most 33 evenly spaced rows, where it is farther from 0 than four times their spread (the
+    interquartile range). It is rounded to a multiple of a power of two below the spread, so that x - origin is exact
+    for the rows around it. A function of the rows only.
     """
     step = max(1, -(-X.shape[0] // _ORIGIN_ROWS))
     sample = np.sort(np.asarray(to_host(X[::step, :]), dtype=np.float64), axis=0)
@@ -325,22 +325,22 @@ def origin_of(X: Array) -> np.ndarray | None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Differences(Kernel):
-    """A kernel of x - x': rows are counted from an origin that both sides share before anything is computed.
+    """A kernel of x - x': a common origin is subtracted from both sides before anything is computed.
 
-    Prepared rows are a tuple that ends with the rows as given and their `Frame`. Rows that were prepared apart from one
-    another have origins of their own; then those of the first side are prepared again, by the frame of the second. So
-    a tile depends on its rows and on the second side, never on who prepared what.
+    Prepared rows are a tuple that ends with the rows as given and their `Frame`. Rows that were prepared separately
+    have different origins; then those of the first side are prepared again with the frame of the second. So a tile
+    depends on its rows and on the second side, never on the history of `prepare` calls.
     """
 
     shift_invariant: ClassVar[bool] = True
-    """Whether `prepared(X - c, ...)` on both sides is as good as X itself, for any vector c."""
+    """Whether subtracting any vector c from the rows of both sides leaves the kernel unchanged."""
 
     def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
-        """The prepared rows, counted from the origin of `frame`; ends with X and a frame of that origin."""
+        """The prepared rows relative to the origin of `frame`; ends with X and a frame of that origin."""
         raise ConfigError(f"{type(self).__name__} must define prepared(X, frame)")
 
     def check(self, X: Any) -> Array:
-        """X, where it fits the kernel's parameters."""
+        """X, checked against the kernel's parameters."""
         return check_vectors(X, self, None)
 
     def prepare(self, X: Array) -> Any:
@@ -351,7 +351,7 @@ class Differences(Kernel):
         return self.prepare(X) if frame is None else self.prepared(self.check(X), frame)
 
     def aligned(self, X: Any, X2: Any) -> Any:
-        """X counted from the origin of X2."""
+        """X relative to the origin of X2."""
         rows, frame = _given_rows(X)
         _, wanted = _given_rows(X2)
         if frame is None or wanted is None or frame.same_origin(wanted):
@@ -360,7 +360,7 @@ class Differences(Kernel):
 
 
 def _given_rows(prepared: Any) -> tuple[Any, Frame | None]:
-    """The rows as given and their frame, wherever a subclass may have added to the tuple."""
+    """The rows as given and their frame: the end of the tuple, whatever a subclass puts before."""
     for i in range(len(prepared) - 1, 0, -1):
         if isinstance(prepared[i], Frame):
             return prepared[i - 1], prepared[i]
@@ -385,12 +385,14 @@ def check_vectors(X: Any, kernel: Kernel, length_scale: np.ndarray | None) -> Ar
     """Check that X is a matrix of floats that fits the length scales (or periods, or frequencies)."""
     if getattr(X, "ndim", None) != 2:
         raise DataError(
-            f"{type(kernel).__name__} needs a matrix of rows and features, got {type(X).__name__} "
+            f"{type(kernel).__name__} expects a matrix of rows and features, got {type(X).__name__} "
             f"of shape {getattr(X, 'shape', None)}"
         )
     xp = namespace_of(X)
     if X.dtype not in (xp.float32, xp.float64):
-        raise DataError(f"{type(kernel).__name__} needs rows of float32 or float64, got {X.dtype}; convert them first")
+        raise DataError(
+            f"{type(kernel).__name__} expects rows of float32 or float64, got {X.dtype}; convert them first"
+        )
     if length_scale is not None and length_scale.ndim == 1 and length_scale.size != X.shape[1]:
         raise DataError(
             f"{type(kernel).__name__} has {length_scale.size} length scales, the data have {X.shape[1]} features"
@@ -404,7 +406,7 @@ def by_shape(per_feature: Array, parameter: np.ndarray) -> Array:
 
 
 def median_length_scale(X: np.ndarray, seed: int, pairs: int = 10_000) -> float:
-    """The median distance between rows, over random pairs: the heuristic for one common length scale."""
+    """The median distance between random pairs of rows: the heuristic for one common length scale."""
     rng = np.random.default_rng(seed)
     i, j = rng.integers(0, len(X), size=(2, pairs))
     distances = np.sqrt(np.sum((X[i[i != j]] - X[j[i != j]]).astype(np.float64) ** 2, axis=1))

@@ -32,12 +32,12 @@ class Composite(Kernel):
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         if not self.parts or not all(isinstance(part, Kernel) for part in self.parts):
-            raise ConfigError(f"{type(self).__name__} needs kernels as parts, got {self.parts!r}")
+            raise ConfigError(f"{type(self).__name__} expects kernels as parts, got {self.parts!r}")
         super().__post_init__()
 
     @classmethod
     def flatten(cls, kernel: Kernel) -> tuple[Kernel, ...]:
-        """The parts of a kernel of this very kind, else the kernel itself: (a + b) + c has three parts."""
+        """The parts of a kernel of the same class, else the kernel itself: (a + b) + c has three parts."""
         return kernel.parts if type(kernel) is cls else (kernel,)
 
     @property
@@ -143,7 +143,7 @@ class Product(Composite):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scaled(Composite):
-    """scale² k, with one part: what `c * k` makes, with c = scale²."""
+    """scale² k, with one part: the result of `c * k`, with c = scale²."""
 
     name = "scaled"
     scale: Any = 1.0
@@ -171,7 +171,7 @@ class Scaled(Composite):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ConvexCombination(Composite):
-    """k = Σ_i w_i k_i / Σ_j w_j: weights that always add up to one, whatever the parameters."""
+    """k = Σ_i w_i k_i / Σ_j w_j: weights that sum to one for any parameters."""
 
     name = "convex_combination"
     weights: Any = None
@@ -183,7 +183,8 @@ class ConvexCombination(Composite):
         super().__post_init__()
         if self.weights.shape != (len(self.parts),):
             raise ConfigError(
-                f"ConvexCombination of {len(self.parts)} kernels needs as many weights, got {self.weights.shape}"
+                f"ConvexCombination of {len(self.parts)} kernels: weights must have one entry per kernel, got shape "
+                f"{self.weights.shape}"
             )
 
     @property
@@ -214,7 +215,7 @@ def convex_combination(*kernels: Kernel, weights: Sequence[float] | None = None)
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some consecutive rows, and the whole that they are cut from."""
+    """A slice of rows, and the array it was taken from."""
 
     whole: Any
     start: int
@@ -226,7 +227,7 @@ class _Rows:
 
 
 class _Cotangents:
-    """Cotangents of features, added up over tiles; a sum is gathered in its first term, which nobody else keeps."""
+    """Cotangents of features, summed over tiles; a sum is accumulated in its first term, which is not shared."""
 
     def __init__(self, *pieces: tuple[_Rows, Array]) -> None:
         self._held: dict[int, tuple[Any, Array]] = {}
@@ -253,9 +254,9 @@ class _Cotangents:
 class OnFeatures(Kernel):
     """k(φ(x), φ(x')): any kernel of vectors on top of a feature map, both learned together.
 
-    `features` needs `forward(X)`, `vjp(X, Z_bar)`, `parameters` and `replace`; its parameters carry the prefix
-    "features." and are taken as they are (a network's weights are not positive, so they are no logarithms). However
-    many tiles a Gram matrix has, the derivative goes through φ once.
+    `features` must have `forward(X)`, `vjp(X, Z_bar)`, `parameters` and `replace`; its parameters have the prefix
+    "features." and are not learned as logarithms (a network's weights may be negative). The derivative passes through φ
+    once, however many tiles a Gram matrix has.
     """
 
     name = "on_features"

@@ -107,7 +107,7 @@ class Spectrum(Kernel):
     """The p-spectrum kernel of strings: how many substrings of length p two strings share.
 
     k(s, t) = scale² <c(s), c(t)>, c counting every substring of length p; with `normalize` each count vector has
-    length one, so that k(s, s) = scale² (a string shorter than p, which has no substring, resembles its equals only).
+    length one, so that k(s, s) = scale² (a string shorter than p has no substrings and only resembles equal strings).
     """
 
     name = "spectrum"
@@ -129,7 +129,7 @@ class Spectrum(Kernel):
         counts = []
         for text in X:
             if not isinstance(text, str):
-                raise DataError(f"Spectrum needs strings, got {type(text).__name__}")
+                raise DataError(f"Spectrum expects strings, got {type(text).__name__}")
             count = Counter(text[i : i + self.p] for i in range(len(text) - self.p + 1))
             if self.normalize and not count:
                 count[text] = 1

@@ -29,8 +29,8 @@ from kme_dist.core.kernels.base import (
 )
 from kme_dist.errors import ConfigError
 
-# |z|² + |z'|² - 2 z·z' is off by the unit roundoff times |z|² + |z'|². Where rows reach so far from their origin that
-# this is no longer small beside 1, distances below this share of |z|² + |z'|² are computed from differences instead.
+# |z|² + |z'|² - 2 z·z' is off by the unit roundoff times |z|² + |z'|². Where rows are so far from their origin that
+# this is not small compared with 1, distances below this fraction of |z|² + |z'|² are computed from differences.
 _NEAR = 2.0**-7
 _FAR_REACH = {"float32": 2.0**12, "float64": 2.0**41}  # 2^-12 / unit roundoff
 
@@ -38,8 +38,8 @@ _FAR_REACH = {"float32": 2.0**12, "float64": 2.0**41}  # 2^-12 / unit roundoff
 def clamp_max(A: Array, bound: float, X: Any, X2: Any) -> Array:
     """min(A, bound), over A itself where possible; A is a tile of prepared rows."""
     if isinstance(A, np.ndarray):
-        # Where rows meet themselves, as at the head of a column of tiles, some entries are above the bound by rounding;
-        # elsewhere hardly any, and the largest entry is the cheapest thing to know about a tile.
+        # In tiles on the diagonal some entries exceed the bound by rounding; elsewhere hardly any do, and the largest
+        # entry is the cheapest test.
         head = min(A.shape) if np.may_share_memory(X[1], X2[1]) else 0
         if head:
             _lower(A[:head, :head], bound)
@@ -53,13 +53,13 @@ def clamp_max(A: Array, bound: float, X: Any, X2: Any) -> Array:
 
 
 def _lower(A: np.ndarray, bound: float) -> None:
-    # Against a vector along the memory: NumPy takes twice to five times as long for a single number.
+    # Against a contiguous vector: with a scalar NumPy takes two to five times as long.
     along = (A.shape[0], 1) if A.strides[0] < A.strides[1] else (1, A.shape[1])
     np.minimum(A, np.full(along, bound, A.dtype), out=A)
 
 
 def exact_where_near(s: Array, X: Any, X2: Any) -> Array:
-    """Squared distances of prepared rows, with those that are small beside |z|² + |z'|² from differences."""
+    """Squared distances of prepared rows; those much smaller than |z|² + |z'|² are computed from differences."""
     xp, near = namespace_of(s), _near(s, X, X2)
     differences = _near_differences(near, X, X2)
     if xp is not np:
@@ -75,7 +75,7 @@ def _near(s: Array, X: Any, X2: Any) -> Array:
 
 
 def _near_differences(near: Array, X: Any, X2: Any) -> Iterator[Array]:
-    """z_d - z'_d for one feature after the other; on the host of the near pairs alone, which are few as a rule."""
+    """z_d - z'_d for one feature after the other; on the host only for near pairs, which are usually few."""
     d = X[1].shape[1] - 2
     if isinstance(near, np.ndarray):
         rows, columns = np.nonzero(near)
@@ -114,8 +114,8 @@ def _expanded(Z: Array, Z2: Array) -> Array:
 class Stationary(Differences):
     """k(x, x') = scale² f(s),  s = Σ_d (x_d - x'_d)² / length_scale_d².
 
-    A vector of length scales is automatic relevance determination (ARD): one per feature. A subclass with an `embed` of
-    its own says `shift_invariant = True` where its distances do not change with a vector added to all rows.
+    A vector of length scales is automatic relevance determination (ARD): one per feature. A subclass that defines
+    `embed` sets `shift_invariant = True` if adding a vector to all rows does not change its distances.
     """
 
     length_scale: Any = 1.0
@@ -124,7 +124,7 @@ class Stationary(Differences):
 
     @property
     def steep(self) -> bool:
-        """Whether f'(s) has a pole at 0: then neighbours need their distances to the last digit."""
+        """Whether f'(s) has a pole at 0: then small distances must be computed to the last digit."""
         return False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -155,7 +155,7 @@ class Stationary(Differences):
         return left, right, X, Frame(frame.origin, _largest(squares))
 
     def _centred(self, X: Array, frame: Frame) -> tuple[Array, Array]:
-        """z and |z|². Subtract first, divide by length scales then: the quotient alone has lost the digits."""
+        """z and |z|². Subtracts before dividing by length scales: the quotient would lose the digits."""
         Z = self.embed(frame.subtract(X))
         return Z, namespace_of(Z).sum(Z * Z, axis=1, keepdims=True)
 
@@ -207,7 +207,7 @@ def _largest(squares: Array) -> float:
 
 
 def _reach_far(tile: Array, X: Any, X2: Any) -> bool:
-    """Whether the expanded squares of prepared rows leave too few digits of distances in the tile's precision."""
+    """Whether expanded squares of prepared rows lose too many digits of the distances in the tile's precision."""
     if not isinstance(X[-1], Frame) or not isinstance(X2[-1], Frame):
         return False
     return max(X[-1].reach, X2[-1].reach) > _FAR_REACH[precision(tile)]
@@ -233,7 +233,7 @@ class Gaussian(Stationary):
         if _reach_far(exponent, X, X2):
             top = 2 * math.log(float(self.scale))
             exponent[...] = top - 0.5 * exact_where_near(2 * (top - exponent), X, X2)
-        # Rounding may leave near-duplicates a hair above scale², which no entry exceeds.
+        # Rounding may leave near-duplicates slightly above scale², which is the maximum.
         return clamp_max(inplace("exp", exponent), float(self.scale) ** 2, X, X2)
 
     def slope_tile(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> tuple[Array, Array]:
@@ -244,7 +244,7 @@ class Gaussian(Stationary):
         return N, total
 
     def pullback(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> Gradients:
-        # As in the base class, without the passes over the tile that the most used kernel can do without.
+        # As in the base class, with fewer passes over the tile, since this is the most used kernel.
         X, N = self.aligned(X, X2), K_bar
         N *= self.evaluate(X, X2) if K is None else K
         spread, total = weighted_spread(N, X, X2)
@@ -264,7 +264,7 @@ class Matern(Stationary):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nu not in (0.5, 1.5, 2.5):
-            raise ConfigError(f"Matern(nu={self.nu!r}): nu is 0.5, 1.5 or 2.5")
+            raise ConfigError(f"Matern(nu={self.nu!r}): nu must be 0.5, 1.5 or 2.5")
 
     @property
     def steep(self) -> bool:
@@ -321,7 +321,7 @@ class RationalQuadratic(Stationary):
 class Periodic(Gaussian):
     """k(x, x') = scale² exp(-2 Σ_d sin²(π (x_d - x'_d) / period_d) / length_scale_d²).
 
-    The same thing as a Gaussian kernel on the circle (cos, sin)(2π x / period) / length_scale, and computed as such.
+    Computed as a Gaussian kernel on the circle (cos, sin)(2π x / period) / length_scale, which is equal.
     """
 
     name = "periodic"
@@ -334,7 +334,7 @@ class Periodic(Gaussian):
         return super().check(X)
 
     def embed(self, X: Array) -> Array:
-        # In double precision: many periods from the origin an angle has no digits to spare.
+        # In double precision: many periods from the origin an angle has few digits left.
         xp, ell = namespace_of(X), like(self.length_scale, X)
         angle = self._angle(X)
         return xp.concat([astype(part, precision(X)) / ell for part in (xp.cos(angle), xp.sin(angle))], axis=1)
@@ -453,7 +453,7 @@ class Cosine(Differences):
 
     def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
         xp, centred = namespace_of(X), frame.subtract(X)
-        wide = astype(centred, "float64")  # many turns from the origin an angle has no digits to spare
+        wide = astype(centred, "float64")  # many turns from the origin an angle has few digits left
         angle = xp.sum(wide * like(self.frequency, wide), axis=1)[:, None]
         circle = astype(xp.concat([xp.cos(angle), xp.sin(angle)], axis=1), precision(centred))
         return circle, centred, X, Frame(frame.origin)

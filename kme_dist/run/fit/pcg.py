@@ -18,7 +18,7 @@ import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core import cg
-from kme_dist.core.cg import MOST_STEPS, Product, block_cg
+from kme_dist.core.cg import MAX_STEPS, Product, block_cg
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.pivots import accept, block_size, columns, propose
 from kme_dist.core.precision import warn_of_padding
@@ -100,7 +100,7 @@ class ConjugateGradients(Exact):
             everything = tuple(range(len(panels.blocks)))
             Y = labels(panels, everything)
             V, steps, residual = solve_blocks(
-                panels, problem, everything, Y, solved, problem.tolerance, F, most_steps=MOST_STEPS
+                panels, problem, everything, Y, solved, problem.tolerance, F, max_steps=MAX_STEPS
             )
             stored = panels.scratch.bytes()
         finally:
@@ -136,7 +136,7 @@ def solve_blocks(
     tolerance: float,
     factor: Preconditioner | None,
     start: np.ndarray | None = None,
-    most_steps: int = MOST_STEPS,
+    max_steps: int = MAX_STEPS,
 ) -> cg.Solved:
     """(K + nλI)⁻¹ Y over some blocks of rows; not preconditioned without `factor`."""
     shift = len(Y) * lam
@@ -149,7 +149,7 @@ def solve_blocks(
 
     precondition = factor.at(shift, blocks, problem) if factor is not None else None
     with blas_threads(1):
-        return block_cg(product, Y, tolerance, precondition, start, most_steps)
+        return block_cg(product, Y, tolerance, precondition, start, max_steps)
 
 
 # --- the preconditioner -----------------------------------------------------------------------------
