@@ -72,7 +72,7 @@ def test_the_same_command_again_finds_nothing_to_do_and_a_longer_run_goes_on(con
 def test_other_settings_are_refused_until_asked_to_start_over(config):
     learn.run(load_config(config), name="small")
     other = load_config(config, ["learn.batch_size=90"])
-    with pytest.raises(ConfigError, match=r"learn\.batch_size was 80, is now 90.*--fresh"):
+    with pytest.raises(ConfigError, match=r"learn\.batch_size was 80, now it is 90.*--fresh"):
         learn.run(other, name="small")
     assert learn.run(other, name="small", fresh=True)["steps_now"] == 5
 

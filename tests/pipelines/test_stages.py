@@ -202,7 +202,7 @@ def test_results_of_other_settings_are_replaced_by_a_run_and_kept_by_learn(tmp_p
 
     data = csv(tmp_path)
     learn.run(config(0.1), name="x")
-    with pytest.raises(ConfigError, match=r"learn\.learning_rate was 0\.1, is now 0\.2.*--fresh"):
+    with pytest.raises(ConfigError, match=r"learn\.learning_rate was 0\.1, now it is 0\.2.*--fresh"):
         learn.run(config(0.2), name="x")
     with pytest.raises(ConfigError, match=r"output\.overwrite is false"):
         run.run(config(0.2, overwrite=False), name="x")
