@@ -29,7 +29,7 @@ import numpy as np
 
 from kme_dist import CENClassifier, MCEClassifier, load
 from kme_dist.config import Config
-from kme_dist.core.sums import Centres, Features
+from kme_dist.core.sums import Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError
@@ -37,7 +37,7 @@ from kme_dist.pipelines import ingest, learn, recipes, tables
 from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
-from kme_dist.run.fit import Fit, Statistics, add_rows, fit_on_dataset, refit, remove_rows
+from kme_dist.run.fit import Fit, FitStatistics, add_rows, fit_on_dataset, refit, remove_rows
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates
 
@@ -204,7 +204,7 @@ def _update_stage(remove: str | None, merge: str | None) -> Stage:
 
 def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
     path, data = run.folder.path, run.data
-    model, statistics = load(path / MODEL), Statistics.load(path / STATISTICS)
+    model, statistics = load(path / MODEL), FitStatistics.load(path / STATISTICS)
     recipe, basis = _recipe(run, run.starts[0].settings), statistics.basis
     dtype = str(basis.points.dtype) if isinstance(basis, Centres) else recipe.dtype
     scratch = Scratch.at(path / SCRATCH)
@@ -232,7 +232,7 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
         retune=recipe.refit_regularization,
         floor=recipe.floor(statistics.rows, data.n_classes),
     )
-    if isinstance(basis, Features):
+    if isinstance(basis, FeatureBasis):
         updated = CENClassifier(regularization=model.regularization, dtype=recipe.dtype)
         updated.adopt(data, basis.features, fit, recipe.floor(fit.rows, data.n_classes))
     else:
@@ -256,9 +256,9 @@ def _check_update(run: Run, remove: str | None) -> None:
             )
 
 
-def _statistics_at(path: str) -> Statistics:
+def _statistics_at(path: str) -> FitStatistics:
     place = Path(path) / STATISTICS
-    return Statistics.load(place if place.exists() else path)
+    return FitStatistics.load(place if place.exists() else path)
 
 
 def run(

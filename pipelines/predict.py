@@ -30,7 +30,7 @@ from kme_dist.pipelines.folder import Listener, folder_of
 from kme_dist.pipelines.ingest import DATA
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.executors import Executor, SerialExecutor
-from kme_dist.run.predict import Outcome
+from kme_dist.run.predict import PredictionOutcome
 
 T = TypeVar("T")
 EXIT_QUARANTINED = 65
@@ -194,7 +194,7 @@ def _inputs(run: Run) -> dict[str, Any]:
 STAGE = Stage("predict", _work, _inputs, lambda run: [out for _, out in models_of(run)])
 
 
-def _summary(outcome: Outcome, request: PredictRequest) -> dict[str, Any]:
+def _summary(outcome: PredictionOutcome, request: PredictRequest) -> dict[str, Any]:
     facts = dataclasses.asdict(outcome)
     return {
         "status": "incomplete" if outcome.quarantined else "succeeded",

@@ -112,9 +112,10 @@ def stored(
 
 def sample(data: Dataset, limit: int) -> Tables:
     """The first rows of either split, at most `limit`, for plots."""
-    train = "train" if "train" in data.splits else None
     X_test, y_test = _first_rows(data, data.splits.get("test", ()), limit)
-    return Tables(*_first_rows(data, data.ranges(train), limit), X_test, y_test, list(data.feature_names))
+    return Tables(
+        *_first_rows(data, data.ranges(data.training_split()), limit), X_test, y_test, list(data.feature_names)
+    )
 
 
 def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) -> tuple[np.ndarray, np.ndarray]:

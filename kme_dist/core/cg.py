@@ -44,7 +44,7 @@ _MIN_GAIN = 0.01  # a step or run counts as progress when it adds this fraction 
 Product = Callable[[np.ndarray], np.ndarray]
 
 
-class Solved(NamedTuple):
+class CGResult(NamedTuple):
     """Result of block conjugate gradients."""
 
     solution: np.ndarray
@@ -59,7 +59,7 @@ def block_cg(
     precondition: Product | None = None,
     start: np.ndarray | None = None,
     max_steps: int = MAX_STEPS,
-) -> Solved:
+) -> CGResult:
     """Solve A X = B, A symmetric and positive definite, to a relative residual of `tolerance` in every column.
 
     Columns may be linearly dependent, zero, or of very different norms. `start` is a first guess; columns for which it
@@ -93,7 +93,7 @@ def block_cg(
         X[:, better], R[:, better], left[better] = tried[:, better], true[:, better], now[fallen > 0]
         if not gained.any():
             break
-    return Solved(nearest, steps, float(np.max(least / np.where(size > 0, size, 1.0), initial=0.0)))
+    return CGResult(nearest, steps, float(np.max(least / np.where(size > 0, size, 1.0), initial=0.0)))
 
 
 def _one_run(

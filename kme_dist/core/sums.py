@@ -103,7 +103,7 @@ class Centres:
 
 
 @dataclass(frozen=True)
-class Features:
+class FeatureBasis:
     """z(x) = φ(x)."""
 
     features: FeatureMap
@@ -111,7 +111,7 @@ class Features:
     leading: None = None
 
     @property
-    def wide(self) -> Features:
+    def wide(self) -> FeatureBasis:
         return self
 
     def rows(self, X: Any, out: Array = None) -> Array:

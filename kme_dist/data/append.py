@@ -19,7 +19,7 @@ import numpy as np
 from kme_dist.data.chunks import read_metadata, write_attributes
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.encode import Encoder
-from kme_dist.data.ingest import DEFAULT_MEMORY, Job, Progress, parse_bytes, silent, sort_options, split_entry
+from kme_dist.data.ingest import DEFAULT_MEMORY, IngestPlan, Progress, parse_bytes, silent, sort_options, split_entry
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import MatrixSource, open_source
@@ -78,7 +78,7 @@ def append(
             raise ConfigError(f"{place} has no split {split!r}; its splits: {', '.join(data.splits) or 'none'}.")
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         seed = data.shuffled if data.shuffled is not None else division.seed if division and division.by_rank else None
-        job = Job(
+        job = IngestPlan(
             opened,
             Encoder(opened, data.schema, extras, first_row=int(data.attributes["source"]["rows"])),
             data.schema,
@@ -127,7 +127,7 @@ def _grow(place: Place, name: str, rows: int) -> None:
     place.write(f"{name}/{METADATA_KEY}", json.dumps(metadata).encode())
 
 
-def _merged(data: Dataset, writer: ShardWriter, job: Job) -> dict[str, Any]:
+def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, Any]:
     """The old attributes, updated with the new rows."""
     new = dict(data.attributes)
     kept = writer.first_row // data.chunk_rows

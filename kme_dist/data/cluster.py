@@ -34,7 +34,7 @@ from kme_dist.data.writer import ChunkLayout, ShardWriter, joined, pays_off
 from kme_dist.errors import DataError
 
 if TYPE_CHECKING:
-    from kme_dist.data.ingest import Job
+    from kme_dist.data.ingest import IngestPlan
 
 
 # ----------------------------------------------------------------------------------------- collections
@@ -104,7 +104,7 @@ def _open_frame(frame: Any) -> TableSource:
 # ------------------------------------------------------------------------------------ ingest by workers
 
 
-def write_in_parallel(client: Any, job: Job, writer: ShardWriter) -> bool:
+def write_in_parallel(client: Any, job: IngestPlan, writer: ShardWriter) -> bool:
     """Encode and store with the workers of `client`. Returns False, with nothing done, if the source must be streamed.
 
     Possible for files that can be read from any row (Parquet, npy, IDX, Zarr), in their original order, with every row

@@ -227,7 +227,7 @@ def ingest(
             schema = _schema_like(like if isinstance(like, Dataset) else open_dataset(like), opened, table)
         if division is not None and division.stratify and schema.task != "classification":
             raise ConfigError("stratify requires classes; this data set has none.")
-        job = Job(
+        job = IngestPlan(
             opened,
             Encoder(opened, schema, extras, table.max_classes),
             schema,
@@ -253,7 +253,7 @@ def silent(stage: str, done: int, total: int | None) -> None:
     """Reports no progress."""
 
 
-def _in_parallel(client: Any, job: Job, writer: ShardWriter) -> bool:
+def _in_parallel(client: Any, job: IngestPlan, writer: ShardWriter) -> bool:
     """Ingest with the workers of a Dask cluster; False if the source does not allow it."""
     from kme_dist.data.cluster import write_in_parallel
 
@@ -297,7 +297,7 @@ class _staging:
 
 
 @dataclass
-class Job:
+class IngestPlan:
     """One ingest, from source to writer."""
 
     source: Source
@@ -489,7 +489,7 @@ def _permute_counts(writer: ShardWriter, places: np.ndarray, count: int) -> None
         writer.statistics[split] = (features, target, counts)
 
 
-def dataset_attributes(job: Job, writer: ShardWriter, classes: Sequence[Any] | None) -> dict[str, Any]:
+def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[Any] | None) -> dict[str, Any]:
     """The attributes of a data set, as JSON."""
     from importlib.metadata import PackageNotFoundError, version
 

@@ -72,7 +72,7 @@ class Receipt:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OutputLayout:
     """Where and how chunks are stored; small, sent to every worker."""
 
     address: str
@@ -203,7 +203,7 @@ def read_receipt(place: Place, chunk: int) -> Receipt | None:
     return found[0] if found else None
 
 
-def read_receipts(place: Place, job: str, sizes: Mapping[str, int], layout: Layout) -> dict[int, Receipt]:
+def read_receipts(place: Place, job: str, sizes: Mapping[str, int], layout: OutputLayout) -> dict[int, Receipt]:
     """Every finished chunk of `job` whose objects all exist, in full length."""
     found: dict[int, Receipt] = {}
     if MANIFEST in sizes:
@@ -252,7 +252,7 @@ class Predictions:
         try:
             self.rows, self.status, self.job = int(state["rows"]), str(state["status"]), str(state["job"])
             fields = tuple(Field(f["name"], f["dtype"], tuple(f["row_shape"])) for f in state["fields"])
-            self.layout = Layout(
+            self.layout = OutputLayout(
                 place.address, state["layout"], int(state["chunk_rows"]), fields, tuple(state["classes"])
             )
             self.quarantined: list[dict[str, Any]] = list(state["quarantined"])

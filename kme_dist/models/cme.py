@@ -39,7 +39,7 @@ from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select, take
 from kme_dist.core.pivots import choose_centres
-from kme_dist.core.sums import Basis, Centres, Features
+from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import rows_of
 from kme_dist.data.scaling import Scaling
@@ -324,7 +324,7 @@ class ConditionalMeanEmbedding(Estimator):
         X, _ = pairs.sample(_CHOICE_ROWS, self.random_state)
         basis: Basis
         if features is not None:
-            basis = Features(features, int(features.forward(X[:1]).shape[1]))
+            basis = FeatureBasis(features, int(features.forward(X[:1]).shape[1]))
         else:
             count = min(self.centres or _CENTRES, row_count(X))
             chosen = choose_centres(self.kernel_, X, count, self.centre_choice, self.random_state)

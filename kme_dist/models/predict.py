@@ -28,13 +28,13 @@ from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import short_digest
 from kme_dist.data.lazy import open_rows
 from kme_dist.data.places import Place
-from kme_dist.data.predictions import Field, Layout, Receipt
+from kme_dist.data.predictions import Field, OutputLayout, Receipt
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import load
 from kme_dist.models.expressions import class_values
 from kme_dist.run.predict import (
-    Outcome,
+    PredictionOutcome,
     Progress,
     Watch,
     recorded_chunk,
@@ -102,7 +102,7 @@ class PredictionPlan:
     model: str
     digest: str
     dtype: str
-    layout: Layout
+    layout: OutputLayout
     wanted: Outputs
 
 
@@ -125,7 +125,7 @@ def predict(
     from_scratch: bool = False,
     progress: Progress | None = None,
     watch: Watch | None = None,
-) -> Outcome:
+) -> PredictionOutcome:
     """Predict every row of `data` and store the result at `out`, chunk by chunk, each exactly once.
 
     Parameters
@@ -148,7 +148,7 @@ def predict(
 
     Returns
     -------
-    Outcome : counts, seconds, and the chunks that could not be computed (`quarantined`), which have no outputs
+    PredictionOutcome : counts, seconds, and chunks that could not be computed (`quarantined`), which have no outputs
     """
     place = Place.of(out)
     address, digest, fitted = _locate(model, place)
@@ -169,7 +169,7 @@ def predict(
     working = _precision(fitted, dtype)
     fields = wanted.fields(len(fitted.classes_), source.id_field)
     classes = fitted.classes_.tolist()
-    layout = Layout(place.address, format, source.source.output_rows, fields, tuple(classes))
+    layout = OutputLayout(place.address, format, source.source.output_rows, fields, tuple(classes))
     computed_from = {
         "model": digest,
         "outputs": [[field.name, field.dtype, list(field.row_shape)] for field in fields],

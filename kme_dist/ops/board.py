@@ -77,7 +77,7 @@ class Scales:
         return Scales(unpack_scales(packed), bool(packed["image"]), int(packed["features"]))
 
 
-class Run:
+class BoardRun:
     """One stage of one run, as reported so far."""
 
     def __init__(self, message: Mapping[str, Any], number: int) -> None:
@@ -193,7 +193,7 @@ class RunBoard:
     """The latest runs of a cluster, each in bounded memory."""
 
     def __init__(self) -> None:
-        self.runs: dict[tuple[str, str], Run] = {}
+        self.runs: dict[tuple[str, str], BoardRun] = {}
         self.last_start: dict[tuple[str, str], float] = {}
         self.last_success: dict[tuple[str, str], float] = {}
         self.last_duration: dict[tuple[str, str], float] = {}
@@ -204,7 +204,7 @@ class RunBoard:
         key = (str(message["run"])[:120], str(message["stage"])[:40])
         found = self.runs.get(key)
         if found is None or float(message["began"]) > found.began:  # the same run, restarted
-            found = Run(message, self._number if found is None else found.number)
+            found = BoardRun(message, self._number if found is None else found.number)
             self._number += 1
             self.runs.pop(key, None)
             self.runs[key] = found
@@ -214,7 +214,7 @@ class RunBoard:
         found.receive(message)
         self._remember(found)
 
-    def _remember(self, run: Run) -> None:
+    def _remember(self, run: BoardRun) -> None:
         """What alerts use is kept longer than the runs themselves."""
         what = (run.pipeline, run.stage)
         self.last_start[what] = max(run.began, self.last_start.get(what, 0.0))
@@ -235,7 +235,7 @@ class RunBoard:
             if run.status == "running" and run.client == client:
                 run.status, run.ended = "lost", time.time()
 
-    def latest(self, most: int, name: str | None = None) -> list[Run]:
+    def latest(self, most: int, name: str | None = None) -> list[BoardRun]:
         """Running ones first, then those with the latest messages."""
         wanted = [run for run in self.runs.values() if name in (None, run.run)]
         wanted.sort(key=lambda run: (run.status != "running", -run.last_message))

@@ -32,7 +32,7 @@ from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, Curve, Run, RunBoard
+from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, BoardRun, Curve, RunBoard
 
 PATH = "/kme"
 MILLISECONDS = 1000
@@ -216,10 +216,10 @@ class Drawing:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.source: Any = ColumnDataSource(_empty(*names, "run"))
         self.lines: list[Any] = []
-        self._run: Run | None = None
+        self._run: BoardRun | None = None
         self._drawn = (-1, 0)
 
-    def follow(self, run: Run | None, curve: Curve | None) -> None:
+    def follow(self, run: BoardRun | None, curve: Curve | None) -> None:
         if run is None or curve is None:
             if self._run is not None:
                 self.source.data = _empty(*self.source.data)
@@ -261,7 +261,7 @@ class ScalesPlot:
         self.figure.grid.visible = False
         self._bar, self._seen = bar, (0.0, 0)
 
-    def follow(self, run: Run | None) -> None:
+    def follow(self, run: BoardRun | None) -> None:
         self.figure.visible = run is not None
         if run is None or run.scales is None or self._seen == (run.began, run.scales_seen):
             return
@@ -287,7 +287,7 @@ class ScalesPlot:
 # --- pieces -----------------------------------------------------------------------------------------
 
 
-def tone(run: Run) -> str:
+def tone(run: BoardRun) -> str:
     return TONES[run.number % len(TONES)]
 
 
@@ -353,11 +353,11 @@ def _show(div: Div, text: str) -> None:
         div.text = text
 
 
-def _padded(runs: list[Run], count: int) -> list[Run | None]:
+def _padded(runs: list[BoardRun], count: int) -> list[BoardRun | None]:
     return [*runs, *[None] * (count - len(runs))]
 
 
-def cards(runs: list[Run], wanted: str | None = None) -> str:
+def cards(runs: list[BoardRun], wanted: str | None = None) -> str:
     """All runs as cards; text from messages is escaped."""
     if runs:
         return f"<div class=runs>{''.join(_card(run) for run in runs)}</div>"
@@ -369,7 +369,7 @@ def cards(runs: list[Run], wanted: str | None = None) -> str:
     )
 
 
-def _card(run: Run) -> str:
+def _card(run: BoardRun) -> str:
     numbers = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _numbers(run))
     failed = run.chunks.get("failed", 0) / run.total if run.total else 0.0
     bar = f"<i style='width:{100 * (run.share - failed):.1f}%'></i><i class=bad style='width:{100 * failed:.1f}%'></i>"
@@ -381,7 +381,7 @@ def _card(run: Run) -> str:
     )
 
 
-def _progress(run: Run) -> str:
+def _progress(run: BoardRun) -> str:
     if run.chunks:
         failed = run.chunks["failed"]
         bad = f", <span class=bad>{failed} failed</span>" if failed else ", 0 failed"
@@ -391,14 +391,14 @@ def _progress(run: Run) -> str:
     return f"step {run.done:,.0f} of {run.total:,.0f} {html.escape(run.phase)}" if run.total else "starting"
 
 
-def _times(run: Run) -> str:
+def _times(run: BoardRun) -> str:
     if run.status != "running":
         return f"took {_duration(run.seconds)}"
     left = "" if run.seconds_left is None else f", {_duration(run.seconds_left)} left"
     return f"{_duration(run.seconds)}{left}"
 
 
-def _numbers(run: Run) -> list[tuple[str, str]]:
+def _numbers(run: BoardRun) -> list[tuple[str, str]]:
     latest = run.latest
     accuracy = latest.get("validation_accuracy", latest.get("accuracy"))
     shown = [
@@ -415,7 +415,7 @@ def _numbers(run: Run) -> list[tuple[str, str]]:
     return [(name, value) for name, value in shown if value is not None]
 
 
-def _note(run: Run) -> str:
+def _note(run: BoardRun) -> str:
     if run.status in ("failed", "lost", "interrupted"):
         said = run.facts.get("message") or run.facts.get("error") or "its process disappeared without a message"
         return f"<div class='note bad'>{html.escape(str(said)[:200])}</div>"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kme_dist.ops.board import Run, RunBoard
+from kme_dist.ops.board import BoardRun, RunBoard
 from kme_dist.ops.telemetry import STATUSES
 
 RUN = ("run_id", "pipeline", "phase")
@@ -67,11 +67,11 @@ def show_board(board: RunBoard) -> None:
     _collector().board = board
 
 
-def _labels(run: Run) -> tuple[str, str, str]:
+def _labels(run: BoardRun) -> tuple[str, str, str]:
     return run.run, run.pipeline, run.stage
 
 
-def _states(runs: list[Run]) -> Iterator[Metric]:
+def _states(runs: list[BoardRun]) -> Iterator[Metric]:
     info = GaugeMetricFamily("kme_run_info", "A run and its version", labels=[*RUN, "version"])
     status = GaugeMetricFamily("kme_run_status", "1 for the current status of a run", labels=[*RUN, "status"])
     duration = GaugeMetricFamily("kme_run_duration_seconds", "Time since the stage began, or its duration", labels=RUN)
@@ -87,7 +87,7 @@ def _states(runs: list[Run]) -> Iterator[Metric]:
     yield from (info, status, duration, progressed)
 
 
-def _training(runs: list[Run]) -> Iterator[Metric]:
+def _training(runs: list[BoardRun]) -> Iterator[Metric]:
     for name, text, field in TRAIN:
         family = GaugeMetricFamily(name, text, labels=RUN)
         for run in runs:
@@ -101,7 +101,7 @@ def _training(runs: list[Run]) -> Iterator[Metric]:
     yield age
 
 
-def _progress(runs: list[Run]) -> Iterator[Metric]:
+def _progress(runs: list[BoardRun]) -> Iterator[Metric]:
     share = GaugeMetricFamily("kme_run_progress_ratio", "Fraction of the steps or chunks that is done", labels=RUN)
     left = GaugeMetricFamily("kme_run_remaining_seconds", "Estimated time until the stage ends", labels=RUN)
     rows = CounterMetricFamily("kme_run_rows", "Rows processed by a run", labels=RUN)

@@ -66,7 +66,7 @@ from kme_dist.core.kernels.base import (
 )
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
-from kme_dist.core.sums import Basis, Features, Sums, TargetCentres, sum_rows
+from kme_dist.core.sums import Basis, FeatureBasis, Sums, TargetCentres, sum_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
@@ -242,7 +242,7 @@ def fit_sums(
             L = np.asarray(target_kernel.gram(target_centres), dtype=np.float64)
             weights = padded_solve(L, padded_solve(A, B).T)
             base = _base(L, total.sums.totals / n, target_centres, total.targets / n, target_kernel)
-        features = basis.features if isinstance(basis, Features) else None
+        features = basis.features if isinstance(basis, FeatureBasis) else None
         centres = None if features is not None else basis.points  # type: ignore[attr-defined]
         found = ConditionalEmbedding(
             kernel, target_kernel, centres, targets, Explicit(np.ascontiguousarray(weights)), regularization, features,

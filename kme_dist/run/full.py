@@ -34,7 +34,7 @@ from kme_dist.core import optim
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
-from kme_dist.core.sums import Features, OneHot, Sums, sum_rows
+from kme_dist.core.sums import FeatureBasis, OneHot, Sums, sum_rows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
@@ -109,7 +109,7 @@ def _chunk(chunks: _Chunks, number: int, version: _Version) -> tuple[np.ndarray,
 
 def _moments(chunks: _Chunks, number: int, version: _Version) -> Sums:
     _, y, Z = _chunk(chunks, number, version)
-    return sum_rows(Features(Identity(), Z.shape[1]), Z, y, OneHot(chunks.rows.n_classes))
+    return sum_rows(FeatureBasis(Identity(), Z.shape[1]), Z, y, OneHot(chunks.rows.n_classes))
 
 
 def _losses(chunks: _Chunks, number: int, version: _Version, W: np.ndarray, floor: float) -> Parts:

@@ -52,7 +52,7 @@ from kme_dist.run.learners import (
     short_digest,
 )
 from kme_dist.run.settings import LearnSettings, Record, without_schedule
-from kme_dist.run.trainer import Callback, LengthScalePrior, Outcome, Round, RoundFn, Stepper, Trainer
+from kme_dist.run.trainer import Callback, LengthScalePrior, Round, RoundFn, Stepper, Trainer, TrainingOutcome
 
 BATCH_ROWS = 1000  # default batch size
 KEPT_BYTES = 64 << 20  # limit for keeping rows between steps when every batch has all of them
@@ -229,7 +229,7 @@ def learn(
     average: float = 0.0,
     phase: str | None = None,
     keep_history: bool = True,
-) -> Outcome:
+) -> TrainingOutcome:
     """Learn by steps: batches are evaluated by the executor, gradients averaged in order, updates made here.
 
     Parameters

@@ -24,7 +24,7 @@ from kme_dist.data.plan import Span
 from kme_dist.data.predictions import (
     PREDICTIONS_FORMAT,
     PREDICTIONS_VERSION,
-    Layout,
+    OutputLayout,
     Receipt,
     gather_receipts,
     read_receipt,
@@ -53,7 +53,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PredictionOutcome:
     """How a job ended."""
 
     path: str
@@ -72,7 +72,7 @@ Compute = Callable[..., Receipt]
 
 def run_chunks(
     state: Mapping[str, Any],
-    layout: Layout,
+    layout: OutputLayout,
     source: RowsRef,
     compute: Compute,
     arguments: tuple[Any, ...],
@@ -82,7 +82,7 @@ def run_chunks(
     from_scratch: bool = False,
     progress: Progress | None = None,
     watch: Watch | None = None,
-) -> Outcome:
+) -> PredictionOutcome:
     """Bring the predictions at `layout.place` up to date with `source`: calls `compute(*arguments, chunk, identity,
     rows)` for every missing chunk. `state["job"]` identifies what is computed: model, outputs, precision."""
     place, began = layout.place, time.monotonic()
@@ -92,14 +92,14 @@ def run_chunks(
         record |= {"status": "running", "quarantined": [], "started": _now()}
         write_state(place, record)
         layout.declare(source.count)
-        job = _Progress(layout, source, compute, arguments, executor, progress, watch, done)
+        job = _ChunkProgress(layout, source, compute, arguments, executor, progress, watch, done)
         skipped = len(done)
         failed = job.run()
         return _finish(job, record, failed, skipped, began, still_held)
 
 
 def _done_before(
-    place: Place, state: Mapping[str, Any], layout: Layout, source: RowsRef, overwrite: bool, from_scratch: bool
+    place: Place, state: Mapping[str, Any], layout: OutputLayout, source: RowsRef, overwrite: bool, from_scratch: bool
 ) -> dict[int, Receipt]:
     """The chunks that are up to date; ConfigError if the predictions there belong to another job."""
     earlier = read_state(place)
@@ -139,17 +139,17 @@ def _done_before(
     return done
 
 
-def span_of(source: RowsRef, layout: Layout, chunk: int) -> Span:
+def span_of(source: RowsRef, layout: OutputLayout, chunk: int) -> Span:
     """The rows of one chunk."""
     return chunk * layout.chunk_rows, min(source.count, (chunk + 1) * layout.chunk_rows)
 
 
-class _Progress:
+class _ChunkProgress:
     """Chunks in flight, and their results."""
 
     def __init__(
         self,
-        layout: Layout,
+        layout: OutputLayout,
         source: RowsRef,
         compute: Compute,
         arguments: tuple[Any, ...],
@@ -216,8 +216,13 @@ class _Progress:
 
 
 def _finish(
-    job: _Progress, record: dict[str, Any], failed: dict[int, Exception], skipped: int, began: float, still_held: Check
-) -> Outcome:
+    job: _ChunkProgress,
+    record: dict[str, Any],
+    failed: dict[int, Exception],
+    skipped: int,
+    began: float,
+    still_held: Check,
+) -> PredictionOutcome:
     place, layout = job.layout.place, job.layout
     for chunk in failed:
         layout.write_nothing(chunk, job.rows_of(chunk))
@@ -231,7 +236,7 @@ def _finish(
         for chunk, error in sorted(failed.items())
     ]
     seconds = time.monotonic() - began
-    outcome = Outcome(
+    outcome = PredictionOutcome(
         path=place.address,
         rows=job.source.count,
         chunks=job.chunks,
@@ -254,14 +259,16 @@ def _finish(
     return outcome
 
 
-def recorded_chunk(layout: Layout, job: str, chunk: int, identity: str) -> Receipt | None:
+def recorded_chunk(layout: OutputLayout, job: str, chunk: int, identity: str) -> Receipt | None:
     """On a worker: the receipt, if the chunk is done already. A worker may die between storing a chunk and returning
     its receipt; the call is then repeated, but not the work."""
     found = read_receipt(layout.place, chunk)
     return found if found is not None and (found.job, found.input) == (job, identity) else None
 
 
-def store_chunk(layout: Layout, job: str, chunk: int, identity: str, arrays: Mapping[str, Any], rows: int) -> Receipt:
+def store_chunk(
+    layout: OutputLayout, job: str, chunk: int, identity: str, arrays: Mapping[str, Any], rows: int
+) -> Receipt:
     """On a worker: store the chunk, then its receipt. RetryError if another job has replaced this one meanwhile."""
     place = layout.place
     state = read_state(place)

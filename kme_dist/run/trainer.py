@@ -153,7 +153,7 @@ Callback = Callable[[Record, optim.Named], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """The result of learning: the last iterate, or the best one if a stopping rule is set."""
 
     parameters: optim.Named
@@ -207,7 +207,7 @@ class Trainer:
         identity: dict[str, Any],
         checkpoints: Checkpoints | None = None,
         callback: Callback | None = None,
-    ) -> Outcome:
+    ) -> TrainingOutcome:
         """Run all remaining rounds, resuming from the last checkpoint if there is one."""
         if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
             self.restore(found)
@@ -224,7 +224,7 @@ class Trainer:
                     self._snapshot = self._make_snapshot()
                 if checkpoints is not None:
                     checkpoints.offer(self._snapshot, identity)
-        return Outcome(self.result(), list(self.history), self.stopped)
+        return TrainingOutcome(self.result(), list(self.history), self.stopped)
 
     def result(self) -> optim.Named:
         return self._shown if self.settings.patience is None else self.watch.best_parameters(self._shown)

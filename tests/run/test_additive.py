@@ -8,12 +8,12 @@ import pytest
 from kme_dist import errors, open_dataset
 from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian
-from kme_dist.core.sums import Centres, Features
+from kme_dist.core.sums import Centres, FeatureBasis
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.run.executors import SerialExecutor
-from kme_dist.run.fit import Statistics, add_rows, additive, gather, refit, remove_rows
+from kme_dist.run.fit import FitStatistics, add_rows, additive, gather, refit, remove_rows
 from kme_dist.run.scratch import Scratch
 
 M, KERNEL = 3, Gaussian(length_scale=np.full(3, 0.5))
@@ -165,12 +165,12 @@ def test_merged_models_equal_one_fit(basis, tools, tmp_path):
 def test_statistics_come_back_from_disk(explicit, basis, tools, tmp_path):
     if explicit:
         features = from_config({"name": "random_fourier", "features": 20}, n_features=3, seed=0)
-        basis = Features(features, features.forward(np.zeros((1, 3))).shape[1])
+        basis = FeatureBasis(features, features.forward(np.zeros((1, 3))).shape[1])
     data = stored(tmp_path / "a.zarr", 300, 1)
     statistics = gather(rows(data), basis, **tools)
     add_rows(statistics, rows(stored(tmp_path / "b.zarr", 50, 2)), **tools)
     statistics.save(tmp_path / "s.zarr")
-    back = Statistics.load(tmp_path / "s.zarr")
+    back = FitStatistics.load(tmp_path / "s.zarr")
     np.testing.assert_array_equal(weights(back, tools), weights(statistics, tools))
     assert back.ledger == statistics.ledger
     assert add_rows(back, rows(data), **tools) == 0

@@ -478,7 +478,7 @@ def test_infrastructure_failures_stop_the_job(model, data, tmp_path, monkeypatch
         raise RetryError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored.Layout, "write", full)
+        patch.setattr(stored.OutputLayout, "write", full)
         with pytest.raises(RetryError, match="no space"):
             kme.predict(model.path, data, tmp_path / "out.zarr")
     assert kme.predict(model.path, data, tmp_path / "out.zarr").computed == 5
@@ -509,7 +509,7 @@ def die_at(module, name, after):
 
 where, _, when = point.partition(":")
 if where == "chunk":
-    die_at(stored.Layout, "write", when == "after")
+    die_at(stored.OutputLayout, "write", when == "after")
 elif where == "receipt":
     die_at(predicting, "write_receipt", when == "after")
 elif where == "manifest":

@@ -14,7 +14,7 @@ For n rows, m classes, p centres or features, tiles of t rows, a preconditioner 
 
 λ is retuned by the leave-one-out log loss of at most 4,000 rows. `auto` takes the exact solver if it finishes within a
 minute, else centres, and gives the reason (`choose`, which reads the costs). The result depends on data and settings,
-never on the number of workers. Additive models (nystrom, features) keep their `Statistics`: chunks can be added and
+never on the number of workers. Additive models (nystrom, features) keep their `FitStatistics`: chunks can be added and
 removed, and `refit` solves again without reading old rows.
 
 Control flow: `driver.fit_on_dataset` makes a `Problem` of the rows, `choose.choose` picks the solver, whose `prepare`
@@ -29,7 +29,7 @@ Adding a solver:
 5. add it to the tables of tests/run/test_solver_agreement.py and tests/run/test_fit.py: same result, same bits.
 """
 
-from kme_dist.run.fit.additive import Statistics, add_rows, gather, remove_rows
+from kme_dist.run.fit.additive import FitStatistics, add_rows, gather, remove_rows
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose
 from kme_dist.run.fit.driver import fit_on_dataset, refit
 from kme_dist.run.fit.problem import Cost, Fit, Prepared, Problem, Size, Solved, Solver
@@ -39,12 +39,12 @@ __all__ = [
     "Choice",
     "Cost",
     "Fit",
+    "FitStatistics",
     "Prepared",
     "Problem",
     "Size",
     "Solved",
     "Solver",
-    "Statistics",
     "add_rows",
     "choose",
     "fit_on_dataset",

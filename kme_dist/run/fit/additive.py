@@ -4,7 +4,7 @@
     add_rows(statistics, newer, executor=executor, scratch=scratch)       # skips chunks that are already in
     remove_rows(statistics, older, executor=executor, scratch=scratch)    # reads only those chunks
     statistics.merge(other)
-    statistics.save("statistics.zarr"); Statistics.load("statistics.zarr")
+    statistics.save("statistics.zarr"); FitStatistics.load("statistics.zarr")
 
 `Statistics` holds the sums in a few parts (one for the fit, one for each update), the digest of every chunk included,
 so that no chunk is counted twice, and a sample of rows for leave-one-out. In whatever order chunks were added and
@@ -28,7 +28,7 @@ from kme_dist.backend import resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.nystrom import Sample
-from kme_dist.core.sums import Accumulator, Basis, Centres, Features, OneHot, Sums, packed, unpacked
+from kme_dist.core.sums import Accumulator, Basis, Centres, FeatureBasis, OneHot, Sums, packed, unpacked
 from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
@@ -69,7 +69,7 @@ def _basis(ref: BasisRef) -> tuple[Basis, str]:
     """The basis on this worker, and the device it computes on."""
     device = resolve(ref.backend)
     if ref.features is not None:
-        return Features(ref.features, ref.size), device
+        return FeatureBasis(ref.features, ref.size), device
     assert ref.kernel is not None
     centres = np.array(ref.scratch.load(f"centres-{ref.token}"))
     return Centres(ref.kernel, to_device(centres, device)), device
@@ -81,7 +81,7 @@ def publish(basis: Basis, scratch: Scratch, backend: str = "auto") -> BasisRef:
     if isinstance(basis, Centres):
         scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
         return BasisRef(token, scratch, basis.kernel, None, basis.size, backend)
-    assert isinstance(basis, Features)
+    assert isinstance(basis, FeatureBasis)
     return BasisRef(token, scratch, None, basis.features, basis.size, backend)
 
 
@@ -142,7 +142,7 @@ class Part:
 
 
 @dataclass
-class Statistics:
+class FitStatistics:
     """All that is needed to solve an additive model again, with other rows or another λ."""
 
     basis: Basis
@@ -174,7 +174,7 @@ class Statistics:
             first.sums += second.sums
             self.parts[:2] = [Part(first.sums, first.ledger + second.ledger)]
 
-    def merge(self, other: Statistics) -> int:
+    def merge(self, other: FitStatistics) -> int:
         """Add the rows of another model with the same basis; returns how many, 0 if all are included already.
 
         Chunks in both models are refused: it is not clear which of the two should count.
@@ -199,7 +199,7 @@ class Statistics:
             arrays[f"part{i}/counts"] = part.sums.totals
         if isinstance(self.basis, Centres):
             arrays["centres"] = np.asarray(to_host(self.basis.points))
-        elif isinstance(self.basis, Features):
+        elif isinstance(self.basis, FeatureBasis):
             held: Any = self.basis.features
             arrays |= {f"features/{name}": value for name, value in held.arrays.items()}
         if self.sample is not None:
@@ -209,7 +209,7 @@ class Statistics:
         save_arrays(path, arrays, {"format": STATISTICS_FORMAT, **attributes})
 
     @classmethod
-    def load(cls, path: Any) -> Statistics:
+    def load(cls, path: Any) -> FitStatistics:
         arrays, found = load_arrays(path)
         if found.get("format") != STATISTICS_FORMAT:
             raise DataError(f"{path} is {found.get('format')!r}, not the statistics of a model")
@@ -230,7 +230,7 @@ class Statistics:
 def _describe(basis: Basis) -> dict[str, Any]:
     if isinstance(basis, Centres):
         return {"kernel": basis.kernel.to_config(), "size": basis.size}
-    assert isinstance(basis, Features)
+    assert isinstance(basis, FeatureBasis)
     to_config: Any = getattr(basis.features, "to_config", None)
     if to_config is None:
         raise ConfigError(f"{type(basis.features).__name__} has no to_config(), so its model cannot be stored")
@@ -243,7 +243,7 @@ def _restored(described: dict[str, Any], arrays: dict[str, np.ndarray]) -> Basis
     from kme_dist.core import features
 
     held = {name.removeprefix("features/"): array for name, array in arrays.items() if name.startswith("features/")}
-    return Features(features.from_config(described["features"], arrays=held), int(described["size"]))
+    return FeatureBasis(features.from_config(described["features"], arrays=held), int(described["size"]))
 
 
 def _same_points(one: Basis, other: Basis) -> bool:
@@ -255,14 +255,16 @@ def _same_points(one: Basis, other: Basis) -> bool:
 # --- over an executor -------------------------------------------------------------------------------
 
 
-def gather(rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch, backend: str = "auto") -> Statistics:
+def gather(
+    rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch, backend: str = "auto"
+) -> FitStatistics:
     """The statistics of all rows, summed on `backend` ("auto": as each worker has it)."""
-    statistics = Statistics(basis)
+    statistics = FitStatistics(basis)
     statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend))
     return statistics
 
 
-def add_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
+def add_rows(statistics: FitStatistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
     """Add the chunks that are not included yet; returns the number of rows added.
 
     A chunk that was not full when added and has grown since is removed as it was and added as it is now, so that
@@ -276,7 +278,7 @@ def add_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scrat
     return statistics.rows - before
 
 
-def remove_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
+def remove_rows(statistics: FitStatistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
     """Remove those chunks of `rows` that are included; returns the number of rows removed."""
     held, spans = statistics.ledger, []
     for span in rows.chunks():
@@ -290,7 +292,7 @@ def remove_rows(statistics: Statistics, rows: RowsRef, *, executor: Executor, sc
 
 
 def _subtract(
-    statistics: Statistics, rows: RowsRef, spans: Sequence[Span], executor: Executor, scratch: Scratch
+    statistics: FitStatistics, rows: RowsRef, spans: Sequence[Span], executor: Executor, scratch: Scratch
 ) -> None:
     out, _ = _sum(rows, statistics.basis, spans, executor, scratch)
     removed = Counter(key for key, _ in out.ledger)
@@ -310,7 +312,7 @@ def _subtract(
         statistics.sample = statistics.sample.without([key for key, _ in out.ledger])
 
 
-def _new_chunks(rows: RowsRef, statistics: Statistics) -> tuple[list[Span], list[Span]]:
+def _new_chunks(rows: RowsRef, statistics: FitStatistics) -> tuple[list[Span], list[Span]]:
     """Chunks that are not in the ledger; and the leading rows of those that are in it with fewer rows."""
     held = statistics.ledger
     spans: list[Span] = []

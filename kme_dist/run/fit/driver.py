@@ -16,7 +16,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit.additive import Statistics
+from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose
 from kme_dist.run.fit.equations import Equations
 from kme_dist.run.fit.problem import Fit, Prepared, Problem, silent
@@ -83,7 +83,7 @@ def fit_on_dataset(
 
 
 def refit(
-    statistics: Statistics,
+    statistics: FitStatistics,
     regularization: float,
     *,
     executor: Executor,

@@ -13,9 +13,9 @@ from kme_dist.backend import blas_threads
 from kme_dist.core.embedding import Embedding, FeatureEmbedding
 from kme_dist.core.nystrom import System, evaluated_rows
 from kme_dist.core.objective import one_hot
-from kme_dist.core.sums import TILE_ROWS, Centres, Features
+from kme_dist.core.sums import TILE_ROWS, Centres, FeatureBasis
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit.additive import TASKS, Statistics
+from kme_dist.run.fit.additive import TASKS, FitStatistics
 from kme_dist.run.fit.problem import Cost, Size, Solved
 from kme_dist.run.scratch import Scratch
 
@@ -31,7 +31,7 @@ def cost(size: Size) -> Cost:
 class Equations:
     """(G + nλM) V = B, prepared: sums are computed; arrays for leave-one-out are shared with workers on first use."""
 
-    statistics: Statistics
+    statistics: FitStatistics
     floor: float
     executor: Executor
     scratch: Scratch
@@ -76,7 +76,7 @@ class Equations:
         if isinstance(basis, Centres):
             embedding = Embedding(basis.kernel, basis.points, V, lam)
         else:
-            assert isinstance(basis, Features)
+            assert isinstance(basis, FeatureBasis)
             embedding = FeatureEmbedding(basis.features, V, regularization=lam)
         return Solved(V, embedding, 1, 8 * basis.size**2, facts)
 

@@ -13,7 +13,7 @@ from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
 from kme_dist.data.rows import RowsRef
-from kme_dist.run.fit.additive import Statistics
+from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual
 from kme_dist.run.fit.problem import Problem, Solved
 
@@ -26,7 +26,7 @@ class Exact:
 
     problem: Problem
     facts: dict[str, Any] = field(default_factory=dict)
-    statistics: Statistics | None = None
+    statistics: FitStatistics | None = None
 
     @property
     def evaluated_rows(self) -> int:

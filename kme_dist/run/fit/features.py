@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kme_dist.core.sums import Features
+from kme_dist.core.sums import FeatureBasis
 from kme_dist.run.fit import equations
 from kme_dist.run.fit.additive import gather
 from kme_dist.run.fit.problem import Cost, Problem, Size
@@ -16,7 +16,7 @@ def prepare(problem: Problem) -> equations.Equations:
     """Sum over the rows."""
     assert problem.features is not None
     few, _ = problem.rows.read(0, 1)
-    basis = Features(problem.features, int(problem.features.forward(few).shape[1]))
+    basis = FeatureBasis(problem.features, int(problem.features.forward(few).shape[1]))
     statistics = gather(
         problem.rows, basis, executor=problem.executor, scratch=problem.scratch, backend=problem.backend
     )

@@ -137,7 +137,7 @@ def solve_blocks(
     factor: Preconditioner | None,
     start: np.ndarray | None = None,
     max_steps: int = MAX_STEPS,
-) -> cg.Solved:
+) -> cg.CGResult:
     """(K + nλI)⁻¹ Y over some blocks of rows; not preconditioned without `factor`."""
     shift = len(Y) * lam
     run = problem.executor.map

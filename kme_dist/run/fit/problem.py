@@ -17,7 +17,7 @@ from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit.additive import Statistics
+from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.scratch import Scratch
 
 CENTRES = 2_000  # default number of centres
@@ -93,7 +93,7 @@ class Prepared(Protocol):
     @property
     def facts(self) -> dict[str, Any]: ...
     @property
-    def statistics(self) -> Statistics | None: ...
+    def statistics(self) -> FitStatistics | None: ...
     def leave_one_out(self, lams: list[float]) -> list[float]: ...  # log losses
     def solve(self, lam: float) -> Solved: ...
     def residual(self, solved: Solved, lam: float) -> float: ...  # |A V - Y| / |Y|
@@ -124,4 +124,4 @@ class Fit:
     rows: int
     scaling: Scaling
     facts: dict[str, Any] = field(default_factory=dict)  # further diagnostics
-    statistics: Statistics | None = None  # only for solvers that sum over rows
+    statistics: FitStatistics | None = None  # only for solvers that sum over rows
