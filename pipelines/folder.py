@@ -276,7 +276,7 @@ def _known(folder: Path) -> dict[str, Any]:
     except ValueError:
         known = None
     if not isinstance(known, dict) or known.get("format") != RUN_FORMAT:
-        raise ConfigError(f"{folder / 'run.json'} was written by another kind of run; choose another output.folder")
+        raise ConfigError(f"{folder / 'run.json'} was not written by this kind of run; choose another output.folder")
     return known
 
 
