@@ -58,6 +58,11 @@ def _work(run: Run) -> dict[str, Any]:
 def _fit_kernels(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     """Fit the best candidate of every starting point; keep the one with the lowest objective."""
     fitted: list[tuple[Any, Trained]] = []
+    if learned is None and run.resolved["learn"]["steps"]:
+        run.say(
+            f"fit: {run.folder.path} holds no {learn.LEARNED}, so the kernel and the regularisation of the config are "
+            "fitted as they are; run `kme-dist learn` first to learn them"
+        )
     for number, start in enumerate(run.starts):
         given = _given(_recipe(run, start.settings))
         found = [given] if learned is None else learned.starts[number]
@@ -92,7 +97,8 @@ def _given(recipe: Recipe) -> Candidate:
 
 def final_objective(model: Any) -> float:
     """The objective at the end of learning; of several starting points the lowest is kept."""
-    return float(model.history_[-1]["objective"]) if model.history_ else math.inf
+    own = [record for record in model.history_ if record.get("phase") in (None, getattr(model, "objective_", None))]
+    return float((own or model.history_)[-1]["objective"]) if model.history_ else math.inf
 
 
 def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
@@ -285,6 +291,8 @@ def run(
     with Run.open(
         config, name=name, fresh=again, listener=listener, command=command, performance=performance
     ) as current:
+        if not fresh and not update and (current.folder.path / MODEL).exists():
+            ingest.check_source(config, current.folder.path)  # before the rows are replaced
         current.do(ingest.STAGE)
         if update:
             _check_update(current, remove)

@@ -242,6 +242,16 @@ def folder_of(config: Config, name: str) -> Path:
     return Path(config.output.folder or f"runs/{name}")
 
 
+def recorded_stages(folder: Path) -> dict[str, Any]:
+    """The finished stages of a run folder; empty where there is no run."""
+    try:
+        known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    found: dict[str, Any] = known.get("stages", {}) if isinstance(known, dict) else {}
+    return found
+
+
 def describe_run(folder: Path) -> dict[str, Any]:
     """The description of a run folder for `kme-dist inspect`."""
     try:

@@ -17,11 +17,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from kme_dist.config import Config
 from kme_dist.data.append import append
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
-from kme_dist.errors import KMEError
+from kme_dist.errors import ConfigError, KMEError
 from kme_dist.pipelines import tables
+from kme_dist.pipelines.folder import digest, recorded_stages
 from kme_dist.pipelines.stages import Run, Stage
 
 LINE_EVERY_S = 5.0
@@ -134,6 +136,23 @@ def _outputs(run: Run) -> list[str]:
 
 
 STAGE = Stage("ingest", _work, _inputs, _outputs, over_workers=False)
+
+
+def check_source(config: Config, folder: Path) -> None:
+    """ConfigError if the rows stored in a run folder come from another source than the one that the config names.
+
+    A data set that is used in place may grow: it is not copied, and results of its rows know which they are of.
+    """
+    known = recorded_stages(folder).get(STAGE.name)
+    if known is None or not (folder / DATA).exists():
+        return
+    inputs = {"data": tables.fingerprint(config.data)}
+    if known["inputs"] not in (digest(inputs), digest({**inputs, "whole": True})):
+        raise ConfigError(
+            f"{folder} was made from other rows: data.source {config.data.source}, its content, or another setting "
+            "of the section data has changed since; restore them, choose another output.folder, or run "
+            "`kme-dist run`, which replaces the results"
+        )
 
 
 class ShownProgress:

@@ -169,7 +169,8 @@ def _work(run: Run) -> dict[str, Any]:
     (run.folder.path / METRICS).touch()
     _save(run, learned, steps)
     saved.close()
-    last = history[-1] if history else {}
+    shown = [r for r in history if not learned.starts or r.get("phase") == learned.starts[0][0].name]
+    last = shown[-1] if shown else {}
     wanted = ("objective", "risk", "complexity", "accuracy", "rows_per_second", "waiting_share", "workers")
     return {
         "status": "succeeded",
@@ -361,6 +362,8 @@ def run(
         config, name=name, fresh=again, listener=listener, command=command, performance=performance
     ) as current:
         rehearse(current)
+        if not fresh and (current.folder.path / LEARNED).exists():
+            ingest.check_source(config, current.folder.path)  # before the rows are replaced
         current.do(ingest.STAGE)
         if not fresh:
             CheckpointFolder.of(current).refuse_others()  # hours of learning must not be lost by mistake

@@ -113,7 +113,9 @@ def objective_of(model: Any) -> str:
 
 
 def _origin(model: Any) -> str:
-    return "learned" if hasattr(model, "regularization_") else "of the weights, as given"
+    if not hasattr(model, "regularization_"):
+        return "of the weights, as given"
+    return "retuned on all rows" if getattr(model, "refit_regularization", False) else "learned"
 
 
 def _flat(shape: tuple[int, ...] | None) -> tuple[int, int] | None:

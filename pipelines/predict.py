@@ -24,7 +24,7 @@ from kme_dist.data.dataset import Dataset
 from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
-from kme_dist.pipelines import tables
+from kme_dist.pipelines import ingest, tables
 from kme_dist.pipelines.fit import MODEL
 from kme_dist.pipelines.folder import Listener, folder_of
 from kme_dist.pipelines.ingest import DATA
@@ -54,6 +54,7 @@ class PredictRequest:
 def request_of(config: Config, name: str) -> PredictRequest:
     """The request of a config, with absent keys filled from the run folder."""
     settings, folder = config.predict, folder_of(config, name)
+    ingest.check_source(config, folder)
     own = _rows_of_run(config, folder)
     data, split = settings.data, settings.split
     if data is None:

@@ -156,7 +156,8 @@ class Run:
     @cached_property
     def data(self) -> Dataset:
         """The rows, after the stage `ingest`."""
-        return open_dataset(self.result("ingest")["path"])
+        own = self.folder.path / "data.zarr"  # also where the folder was copied or moved since
+        return open_dataset(own if own.exists() else self.result("ingest")["path"])
 
     @cached_property
     def starts(self) -> list[recipes.StartingPoint]:

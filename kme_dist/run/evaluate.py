@@ -48,11 +48,29 @@ def tally_predictions(
         )
     if not rows:
         return Tally.empty(len(known))
+    _check_same_rows(predictions, source)
     codes = tuple(known.get(str(name), -1) for name in data.classes)
     step = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE
     calls = [(predictions.path, source.part(start, stop), codes, start, stop) for start, stop in source.blocks(step)]
     total: Tally = executor.map_reduce(tally_rows, calls, operator.add, name="evaluate-chunk")
     return total
+
+
+def _check_same_rows(predictions: Predictions, source: RowsRef) -> None:
+    """Refuse to compare predictions with a data set whose rows have changed since they were predicted.
+
+    Of rows that were predicted from somewhere else (Parquet, or a data set without labels) only the number is known.
+    """
+    predicted, size = predictions.state["computed_from"]["data"], predictions.layout.chunk_rows
+    if (predicted.get("path"), predicted.get("split")) != (source.path, source.split):
+        return
+    for chunk, receipt in predictions.receipts().items():
+        start = chunk * size
+        if receipt.input != source.identity(start, min(start + size, source.count)):
+            raise DataError(
+                f"{source.path} has changed since {predictions.path} was predicted from it (rows from {start}); "
+                "predict it again"
+            )
 
 
 def tally_rows(predictions: str, rows: RowsRef, codes: tuple[int, ...], start: int, stop: int) -> Tally:

@@ -12,7 +12,7 @@ from kme_dist.core.nystrom import System
 from kme_dist.core.sums import (
     Accumulator,
     Centres,
-    Features,
+    FeatureBasis,
     OneHot,
     Ones,
     Sums,
@@ -59,7 +59,7 @@ def test_target_features_on_the_right_side(table, basis):
 
 def test_ones_on_the_right_side_give_the_sum_of_the_rows(table):
     X, _ = table
-    found = sum_rows(Features(Identity(), 2), X, X, Ones())
+    found = sum_rows(FeatureBasis(Identity(), 2), X, X, Ones())
     np.testing.assert_allclose(found.B[:, 0], X.sum(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.symmetric(), X.T @ X, rtol=1e-12)
     assert (found.totals, found.rows) == (300, 300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from kme_dist.cli.app import execute
 from kme_dist.config import parse_config
 from kme_dist.data.ingest import ingest
 from kme_dist.data.store import load_arrays
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.pipelines import evaluate, fit, learn, predict, run
 from kme_dist.pipelines.folder import Listener
 
@@ -236,3 +237,77 @@ def test_the_modules_are_programs(name):
     done = subprocess.run([sys.executable, str(script), "absent.yaml"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "config file absent.yaml does not exist" in done.stderr
+
+
+# --- what a run folder holds is not mixed up ------------------------------------------------------------------
+
+
+def other_table(folder):
+    """The same columns and classes, other rows."""
+    (folder / "other").mkdir()
+    data = csv(folder / "other")
+    path = Path(data["source"])
+    head, *rows = path.read_text().splitlines()
+    path.write_text("\n".join([head, *reversed(rows)]).replace("0.", "1.") + "\n")
+    return data
+
+
+def digests(folder):
+    return {path.name: load_digest(path) for path in sorted(folder.glob("*.zarr"))}, (folder / "run.json").read_text()
+
+
+def load_digest(path):
+    return json.loads((path / "zarr.json").read_text())["attributes"].get("attributes_digest")
+
+
+@pytest.mark.parametrize("command", ["learn", "fit", "predict", "evaluate"])
+def test_a_command_with_other_rows_is_refused_and_changes_nothing(tmp_path, command):
+    place = tmp_path / "run"
+    run.run(parse_config(config_of(place, csv(tmp_path), {"objective": "rcb"}, {"steps": 3})), name="mine")
+    before = digests(place)
+    other = parse_config(config_of(place, other_table(tmp_path), {"objective": "rcb"}, {"steps": 3}))
+    module = {"learn": learn, "fit": fit, "predict": predict, "evaluate": evaluate}[command]
+    with pytest.raises(ConfigError, match="other rows"):
+        module.run(other, name="mine")
+    assert digests(place) == before
+
+
+def test_a_fit_without_learning_says_so(tmp_path):
+    said = []
+    config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {"objective": "rcb"}, {"steps": 3}))
+    fit.run(config, name="mine", listener=Listener(say=said.append))
+    assert any("run `kme-dist learn` first" in line for line in said)
+
+
+def test_the_figures_of_learn_are_those_of_the_candidate_it_names(tmp_path):
+    config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {}, {"steps": 5}))
+    found = learn.run(config, name="mine")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["phase"] for line in lines} == {"rcb", "validation"}
+    first = load_arrays(tmp_path / "run" / "learned.zarr")[1]["starts"][0]["candidates"][0]
+    assert found["regularization"] == first["regularization"]
+    own = [line for line in lines if line["phase"] == first["name"]]
+    assert found["objective"] == own[-1]["objective"]
+
+
+def test_a_copied_run_folder_uses_its_own_rows(tmp_path):
+    place, copy = tmp_path / "run", tmp_path / "copy"
+    run.run(parse_config(config_of(place, csv(tmp_path), {"objective": "rcb"}, {"steps": 3})), name="mine")
+    shutil.copytree(place, copy)
+    shutil.rmtree(place)
+    data = {"source": str(tmp_path / "table.csv"), "label": "kind"}
+    again = parse_config(config_of(copy, data, {"objective": "rcb"}, {"steps": 3}))
+    assert fit.run(again, name="mine", fresh=True)["rows"] == 72
+
+
+def test_predictions_are_not_compared_with_rows_that_have_changed_since(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    data, same = kme_dist.open_dataset(stored(tmp_path)["source"]), stored(tmp_path / "elsewhere")["source"]
+    model = kme_dist.MCEClassifier(steps=0, regularization=1e-3).fit(data)
+    kme_dist.predict(model, data, tmp_path / "p.zarr", split="test")
+    assert evaluate.evaluate(tmp_path / "p.zarr", same, split="test")["rows"] == 45, "the same rows, stored elsewhere"
+    X, y = data.read()
+    options = {"split": "train=0.7,test=0.3", "chunk_bytes": 600, "shard_bytes": 2400, "overwrite": True}
+    ingest((X[::-1].copy(), y[::-1].copy()), data.path, **options)
+    with pytest.raises(DataError, match="has changed since"):
+        evaluate.evaluate(tmp_path / "p.zarr", data.path, split="test")
