@@ -26,6 +26,7 @@ from kme_dist import backend as devices
 from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, generated_names
+from kme_dist.data.places import Place
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import check_columns, check_labels
 from kme_dist.errors import CorruptError, DataError, KMEError
@@ -38,6 +39,7 @@ Facts = dict[str, Any]
 Own = Mapping[str, Any]  # user-defined classes by name: kernels and torch networks
 
 FORMAT = 1
+_RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
 # What `load` opens: each class, and its module, imported on demand.
@@ -225,13 +227,24 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             del self.n_features_in_
 
 
+def model_place(path: str | Path | Place) -> Place:
+    """Where a model is stored: the path itself, or model.zarr of a run folder."""
+    place = Place.of(path)
+    if place.exists() or not place.exists(_RUN_RECORD):
+        return place
+    model = place.child(_RUN_MODEL)
+    if not model.exists():
+        raise DataError(f"the run folder {place} has no {_RUN_MODEL} yet; finish the run first (`kme-dist run`)")
+    return model
+
+
 def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: Mapping[str, Any] | None = None) -> Any:
-    """Load a saved model. Arrays and JSON only: nothing in the folder is ever run.
+    """Load a saved model, or that of a run folder. Arrays and JSON only: nothing in the folder is ever run.
 
     For a model with your own kernel or torch network pass its class: `kernels={"Tanimoto": Tanimoto}`,
     `networks={"MyNet": MyNet}`.
     """
-    arrays, found = store.load_arrays(path)
+    arrays, found = store.load_arrays(model_place(path).address)
     name = found.get("model")
     if not isinstance(name, str) or name not in _MODULES:
         raise DataError(f"{path} is {name or found.get('format')!r}, not a kme-dist model")

@@ -31,7 +31,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, OutputLayout, Receipt
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import load
+from kme_dist.models.base import load, model_place
 from kme_dist.models.expressions import class_values
 from kme_dist.run.predict import (
     PredictionOutcome,
@@ -130,7 +130,7 @@ def predict(
 
     Parameters
     ----------
-    model : path of a saved model, or a fitted one (which is saved beside `out`, for the workers)
+    model : path of a saved model or of a run folder, or a fitted model (which is saved beside `out`, for the workers)
     data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
@@ -270,7 +270,7 @@ def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
 def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
     """Address, digest and the model; a model in memory is saved beside the output first."""
     if isinstance(model, str | Path):
-        place = Place.of(model)
+        place = model_place(model)
     else:
         if not hasattr(model, "save") or not hasattr(model, "embedding_"):
             raise ConfigError(f"model: must be a fitted model or the path of a saved one, got {type(model).__name__}")

@@ -228,6 +228,18 @@ def test_a_model_in_memory_is_saved_beside_the_output(model, tmp_path):
     assert kme.load(tmp_path / "out.zarr.model").classes_.tolist() == ["ash", "birch", "cedar"]
 
 
+def test_a_run_folder_is_taken_for_its_model(model, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(DataError, match=r"run has no model\.zarr yet; finish the run"):
+        kme.predict(folder, rows(10), tmp_path / "out.zarr")
+    model.save(folder / "model.zarr")
+    assert kme.load(folder).classes_.tolist() == ["ash", "birch", "cedar"]
+    kme.predict(folder, rows(10), tmp_path / "out.zarr")
+    assert kme.predict(folder / "model.zarr", rows(10), tmp_path / "out.zarr").computed == 0, "the same job"
+
+
 def test_calibrated_models_give_calibrated_probabilities(model, tmp_path):
     X = rows(120, seed=5)
     other = kme.load(model.path).calibrate(X, model.predict(X))
