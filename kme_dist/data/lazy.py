@@ -103,6 +103,12 @@ def _parquet_schema(
     source: TableSource, names: Sequence[str] | None, features: int, like: Dataset | None, id_column: str | None
 ) -> Schema:
     if like is not None:
+        absent = [column.name for column in like.schema.columns if column.name not in source.kinds]
+        if absent:
+            raise DataError(
+                f"{source.name}: the column {absent[0]!r} of {like.path} is missing; found "
+                f"{', '.join(source.kinds)}. Add it, or rename the column that holds it"
+            )
         missing = "error" if like.schema.missing == "drop" else like.schema.missing
         return replace(like.schema, label=None, label_kind="none", task="none", classes=None, missing=missing)
     wanted = list(names) if names else [c for c, kind in source.kinds.items() if c != id_column and kind != "text"]

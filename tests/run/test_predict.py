@@ -289,6 +289,15 @@ def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
+def test_a_missing_parquet_column_is_refused_before_computing(model, tmp_path):
+    names = ["height", "width", "depth"]
+    data = ingest(pa.table({name: rows(50)[:, j] for j, name in enumerate(names)}), tmp_path / "rows.zarr")
+    pq.write_table(pa.table({name: rows(50)[:, j] for j, name in enumerate(names[:2])}), tmp_path / "new.parquet")
+    with pytest.raises(DataError, match=r"new\.parquet: the column 'depth' of .* is missing; found height, width"):
+        kme.predict(model.path, tmp_path / "new.parquet", tmp_path / "out.zarr", like=data)
+    assert not (tmp_path / "out.zarr").exists()
+
+
 def test_two_writers_do_not_meet(model, data, tmp_path):
     from kme_dist.data.leases import writer_lease
 
