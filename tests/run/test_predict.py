@@ -298,6 +298,28 @@ def test_a_missing_parquet_column_is_refused_before_computing(model, tmp_path):
     assert not (tmp_path / "out.zarr").exists()
 
 
+def test_a_model_without_batch_inference_is_told_its_own_method(tmp_path):
+    X = rows(20)
+    y = (X[:, 0] > 0).astype(int)
+    fitted = [
+        (kme.ConditionalMeanEmbedding().fit(X, y.astype(float)), "predict"),
+        (kme.ParzenClassifier().fit(X, y), "predict"),
+        (kme.KernelMean().fit(X), "evaluate"),
+    ]
+    for model, own in fitted:
+        kind = type(model).__name__
+        words = rf"takes MCEClassifier, CENClassifier, ASKLClassifier, not {kind}; use its own {own}: model\.{own}\(X\)"
+        model.save(tmp_path / f"{kind}.zarr")
+        for given in (model, tmp_path / f"{kind}.zarr"):
+            with pytest.raises(ConfigError, match=words):
+                kme.predict(given, X, tmp_path / "out.zarr")
+    with pytest.raises(ConfigError, match="this MCEClassifier is not fitted; call fit first"):
+        kme.predict(kme.MCEClassifier(), X, tmp_path / "out.zarr")
+    with pytest.raises(ConfigError, match="got int"):
+        kme.predict(3, X, tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr.model").exists()
+
+
 def test_two_writers_do_not_meet(model, data, tmp_path):
     from kme_dist.data.leases import writer_lease
 
