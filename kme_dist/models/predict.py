@@ -286,7 +286,7 @@ def _check_model(model: Any) -> None:
     kind = type(model).__name__
     if not isinstance(model, Estimator):
         raise ConfigError(f"model: must be a fitted model or the path of a saved one, got {kind}")
-    if not any(parent.__name__ in MODELS for parent in type(model).__mro__):
+    if not model._BATCHED:
         own = next((name for name in ("predict", "evaluate") if hasattr(model, name)), None)
         instead = f"; use its own {own}: model.{own}(X)" if own else ""
         raise ConfigError(f"model: batch inference takes {', '.join(MODELS)}, not {kind}{instead}")
