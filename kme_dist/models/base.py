@@ -134,7 +134,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _check_columns(self, X: Any, rows: Any) -> None:
         """At prediction: check names as scikit-learn does (the order matters) and the number of features."""
         if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-            validate_data(self, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
+            with self._explained(X):
+                validate_data(self, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
         wanted = getattr(self, "n_features_in_", None)
         if wanted is None:
             return
@@ -159,7 +160,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_columns(X)
         check_labels(y)
         self.fitted_to_dataset_ = False
-        with self._texts_refused(X):
+        with self._explained(X):
             found: tuple[np.ndarray, np.ndarray] = validate_data(
                 self, X, y, ensure_min_samples=2, dtype=_NUMBERS, **settings
             )
@@ -180,7 +181,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 + ("; or predict it chunk by chunk: kme_dist.predict(model, data, out)" if self._BATCHED else "")
             )
         check_columns(X)
-        with self._texts_refused(X):
+        with self._explained(X):
             if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
                 rows = validate_data(self, X, reset=False, dtype=_NUMBERS)
             else:
@@ -189,11 +190,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return devices.to_device(self.scaling_.apply(np.asarray(rows), "float64"), self._device())
 
     @contextlib.contextmanager
-    def _texts_refused(self, X: Any) -> Iterator[None]:
-        """Says which text is not a number, where scikit-learn says only that a conversion failed."""
+    def _explained(self, X: Any) -> Iterator[None]:
+        """Adds to the errors of scikit-learn: which text is not a number, and how to put columns into order."""
         try:
             yield
         except ValueError as error:
+            if "must be in the same order" in str(error):
+                raise DataError(f"{error}Pass the columns in that order: X[model.feature_names_in_]") from None
             if "could not convert" not in str(error) or (found := text_among(X)) is None:
                 raise
             hint = TEXT_ESTIMATORS if found.whole else "encode that column as numbers, or drop it"

@@ -152,7 +152,8 @@ def classes_of(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_classes(classes: Any) -> None:
     if len(classes) < 2:
-        raise DataError(f"y has only one class ({classes[0]!r}); a classifier requires at least two")
+        only = np.asarray(classes).tolist()[0]
+        raise DataError(f"y has only one class ({only!r}); a classifier requires at least two")
 
 
 def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ def test_names_travel_with_every_model(name, tmp_path):
         assert list(each.feature_names_in_) == ["width", "height", "age"]
         assert each.n_features_in_ == 3
         np.testing.assert_allclose(getattr(each, ask)(FRAME[:5]), getattr(model, ask)(FRAME[:5]), rtol=1e-9)
-        with pytest.raises(ValueError, match="same order"):
+        with pytest.raises(DataError, match=r"(?s)same order.*X\[model\.feature_names_in_\]"):
             getattr(each, ask)(FRAME[["age", "height", "width"]])
         with pytest.raises(ValueError, match="unseen at fit time"):
             getattr(each, ask)(FRAME.rename(columns={"age": "years"}))
@@ -292,3 +292,10 @@ def test_a_text_in_a_table_is_named_by_row_and_column():
         kme.MCEClassifier().fit(mixed, Y)
     with pytest.raises(DataError, match="the text 'old' in row 4, column 2"):
         kme.ParzenClassifier().fit(X, Y).predict(mixed.to_numpy())
+
+
+def test_the_only_class_is_shown_as_a_plain_value():
+    with pytest.raises(DataError, match=r"only one class \(0\.0\)"):
+        kme.MCEClassifier().fit(X, np.zeros(len(X)))
+    with pytest.raises(DataError, match=r"only one class \('a'\)"):
+        kme.ParzenClassifier().fit(X, ["a"] * len(X))

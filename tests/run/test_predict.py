@@ -320,6 +320,24 @@ def test_a_model_without_batch_inference_is_told_its_own_method(tmp_path):
     assert not (tmp_path / "out.zarr.model").exists()
 
 
+def test_columns_in_another_order_are_told_the_way_out(tmp_path):
+    import pandas as pd
+
+    frame = pd.DataFrame(rows(60), columns=["height", "width", "depth"])
+    data = ingest(frame, tmp_path / "fit.zarr")
+    model = kme.MCEClassifier(steps=0).fit(frame, (frame["height"] > 0).to_numpy())
+    other, out = frame[["width", "height", "depth"]], tmp_path / "out.zarr"
+    with pytest.raises(DataError, match=r"feature 0 is 'width'.*'height' there; .*X\[model\.feature_names_in_\]"):
+        kme.predict(model, other, out)
+    kme.predict(model, other[model.feature_names_in_], out)
+    with pytest.raises(DataError, match=r"'height' there; ingest its source again with `like`"):
+        kme.predict(model, ingest(other, tmp_path / "other.zarr"), out)
+    again = ingest(other, tmp_path / "again.zarr", like=data)
+    kme.predict(model, again, tmp_path / "again-out.zarr")
+    with pytest.raises(DataError, match="the rows in memory: 1 feature, the model was fitted with 3"):
+        kme.predict(model, rows(5)[:, :1], out)
+
+
 def test_two_writers_do_not_meet(model, data, tmp_path):
     from kme_dist.data.leases import writer_lease
 
