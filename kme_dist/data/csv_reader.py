@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv as pc
 
-from kme_dist.data.readers import Block, FileOptions, Kind, TableSource, check_names, kind_of, open_bytes
+from kme_dist.data.readers import LEAVE_OUT, Block, FileOptions, Kind, TableSource, check_names, kind_of, open_bytes
 from kme_dist.errors import ConfigError, DataError
 
 _DELIMITERS = ",;\t|"
@@ -98,12 +98,11 @@ class _Shape:
         delimiter, fields, lines = _first_record(path, options)
         if any("\0" in field for field in fields):
             raise DataError(
-                f"{path}: row 0 (the header), column 1 or later: a NUL byte; pass the encoding if it is UTF-16."
+                f"{path}: row 0 (the header), column 1 or later: a NUL byte; convert the file to utf-8 if it is UTF-16."
             )
         if any("\ufffd" in field for field in fields):
             raise DataError(
-                f"{path}: row 0 (the header), column 1 or later: bytes that are not {options.encoding}. "
-                "Pass the file's encoding, for example encoding='latin-1'."
+                f"{path}: row 0 (the header), column 1 or later: bytes that are not {options.encoding}. {_CONVERT}"
             )
         header = not any(_is_number(field) for field in fields) if options.header is None else options.header
         names = [field.strip() or f"column_{i}" for i, field in enumerate(fields)]
@@ -250,8 +249,7 @@ class _Shape:
                     return DataError(f"{self.path}: row {row} (line {line}), column {column}: {what}")
         except UnicodeError:
             return DataError(
-                f"{self.path}: {self._undecodable()}: bytes that are not {self.options.encoding}. "
-                "Pass the file's encoding, for example encoding='latin-1'."
+                f"{self.path}: {self._undecodable()}: bytes that are not {self.options.encoding}. {_CONVERT}"
             )
         except csv.Error as bad:
             return DataError(f"{self.path}: row {row + 1} (after line {line}), column 1 or later: {bad}.")
@@ -276,7 +274,7 @@ class _Shape:
         for i, field in enumerate(fields):
             name = repr(self.names[i]) if i < len(self.names) else str(i + 1)
             if "\0" in field:
-                return name, "a NUL byte. Clean the file, or pass its encoding if this is UTF-16."
+                return name, "a NUL byte. Clean the file, or convert it to utf-8 if it is UTF-16."
             if len(field) > _MAX_BLOCK or len(field) > min(self.options.block_bytes, 1 << 20):
                 return name, f"a field of {len(field)} characters; no number or class name is that long."
         if len(fields) != len(self.names):
@@ -293,11 +291,12 @@ class _Shape:
                 what = "true or false" if pa.types.is_boolean(wanted) else "a number"
                 if pa.types.is_integer(wanted):
                     what = "an integer"
-                hint = "correct it, name it in missing_texts, or list the column in one_hot or ordinal"
+                hint = f"correct it, or {LEAVE_OUT}"
                 return repr(name), f"{field[:60]!r} is not {what} like the rows before; {hint}."
         return None
 
 
+_CONVERT = "Convert the file to utf-8, or ingest it with its encoding, e.g. latin-1."
 _BOOLEANS = ("true", "false", "0", "1")
 
 

@@ -256,7 +256,7 @@ class Dataset(RowSource):
     def target_statistics(self) -> Statistics:
         found = self.attributes["target_statistics"]
         if found is None:
-            raise DataError(f"{self.path} has no numeric targets; ingest it with task='regression'")
+            raise DataError(f"{self.path} has no numeric targets; ingest it with the task regression")
         return Statistics.from_json(found, 1)
 
     def read_labels(self, start: int, stop: int) -> np.ndarray | None:

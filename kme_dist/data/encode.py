@@ -46,6 +46,8 @@ class Encoder:
         self.extras = [finder(source.name, names)(name) for name in extras]
         self.codes: dict[Any, int] = {value: i for i, value in enumerate(schema.classes or ())}
         self.fixed_classes = schema.classes is not None
+        # A category such as city=Paris is a feature, but the column of the file is city.
+        self._columns_of_features = [c.name for c in schema.columns for _ in c.outputs]
         self._fills = np.array([np.nan if c.fill is None else c.fill for c in schema.columns])
 
     def encoded(self) -> Iterator[Encoded]:
@@ -97,8 +99,7 @@ class Encoder:
                 row = int(np.argmax(no_label))
                 raise DataError(
                     f"{block.origin}: row {block.first_row + row + 1}, column {self.schema.label!r}: the label is "
-                    "missing. "
-                    "Correct it, or pass missing='drop' to drop such rows."
+                    "missing. Correct it, or set `missing` to drop, which drops such rows."
                 )
             keep &= ~no_label
         rows = np.arange(start, start + count)
@@ -198,7 +199,7 @@ class Encoder:
             return X
         if self.schema.missing == "error":
             row, j = (int(v) for v in np.argwhere(missing)[0])
-            hint = "correct it, or choose missing: drop, mean, median or a number"
+            hint = "correct it, or set `missing` to drop, mean, median or a number"
             raise self._bad(block, row, j, f"the value is missing; {hint}")
         fills = np.concatenate(
             [np.full(len(c.outputs), f) for c, f in zip(self.schema.columns, self._fills, strict=True)]
@@ -206,7 +207,7 @@ class Encoder:
         return np.where(missing, fills.astype(X.dtype), X)
 
     def _bad(self, block: Block, row: int, column: int | str, what: str) -> DataError:
-        name = self.schema.feature_names[column] if isinstance(column, int) else column
+        name = column if isinstance(column, str) else self._columns_of_features[column]
         return DataError(f"{block.origin}: row {block.first_row + row + 1}, column {name!r}: {what}.")
 
     # labels
@@ -259,8 +260,7 @@ class Encoder:
                 if len(self.codes) > self.max_classes:
                     raise DataError(
                         f"{block.origin}: the label {self.schema.label!r} has more than {self.max_classes} different "
-                        "values. "
-                        "If it is numeric, pass task='regression'; otherwise raise max_classes."
+                        "values; choose a column of classes as label, or the task regression for numeric targets."
                     )
         table = np.array([self.codes[value] for value in found], np.int64)
         indices = encoded.indices.to_numpy(zero_copy_only=False)

@@ -217,7 +217,8 @@ def ingest(
     with store_errors(place), writer_lease(place) as still_held:
         if check_replaceable(place, DATASET_FORMAT) and not overwrite and place.exists():
             raise ConfigError(
-                f"{place}: a data set already exists. Pass overwrite to replace it, or append to add rows."
+                f"{place}: a data set already exists; replace it with overwrite (--overwrite), or "
+                "add rows with append (--append)."
             )
         opened = _table_source(source, files) if isinstance(source, Table) else open_source(source, files)
         extras = [] if division is None or division.extra_column is None else [division.extra_column]

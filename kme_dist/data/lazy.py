@@ -27,6 +27,11 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.data.schema import Column, Schema
 from kme_dist.errors import ConfigError, DataError
 
+# The same columns in another order: the way out for a data frame, and for a data set.
+_REORDER = (
+    "pass the columns in the order of the fit: X[model.feature_names_in_]",
+    "ingest its source again with `like`, the data set of the fit, whose order of columns is then used",
+)
 _CACHE_BYTES = 8 << 20  # of a data set that is read once, sequentially
 
 
@@ -103,6 +108,12 @@ def _parquet_schema(
     source: TableSource, names: Sequence[str] | None, features: int, like: Dataset | None, id_column: str | None
 ) -> Schema:
     if like is not None:
+        absent = [column.name for column in like.schema.columns if column.name not in source.kinds]
+        if absent:
+            raise DataError(
+                f"{source.name}: the column {absent[0]!r} of {like.path} is missing; found "
+                f"{', '.join(source.kinds)}. Add it, or rename the column that holds it"
+            )
         missing = "error" if like.schema.missing == "drop" else like.schema.missing
         return replace(like.schema, label=None, label_kind="none", task="none", classes=None, missing=missing)
     wanted = list(names) if names else [c for c, kind in source.kinds.items() if c != id_column and kind != "text"]
@@ -174,12 +185,17 @@ def open_rows(
     if id_column is not None and not isinstance(source, ParquetRows):
         raise ConfigError(f"id_column={id_column!r}: only supported for Parquet; data sets use row numbers")
     if source.features != features:
-        raise DataError(f"{source.path} has {source.features} features, the model was fitted with {features}")
+        found = f"{source.features} feature{'' if source.features == 1 else 's'}"
+        raise DataError(f"{source.path}: {found}, the model was fitted with {features}; pass the columns of the fit")
     known = source.feature_names if source.named or isinstance(source, Dataset) else None
     if feature_names and known and list(feature_names) != known:
         pairs = zip(feature_names, known, strict=True)
         at, (wanted, seen) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise DataError(f"{source.path}: feature {at} is {seen!r}, the model was fitted with {wanted!r} there")
+        same = sorted(feature_names) == sorted(known)
+        raise DataError(
+            f"{source.path}: feature {at} is {seen!r}, the model was fitted with {wanted!r} there; "
+            + (_REORDER[isinstance(source, Dataset)] if same else "pass the columns of the fit")
+        )
     ranges = tuple(span for span in source.ranges(split) if span[0] < span[1])
     return RowsRef(os.urandom(8).hex(), source, ranges, split=split)
 

@@ -105,7 +105,7 @@ def open_npz(path: Path, options: FileOptions) -> MatrixSource:
             members = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
     except (zipfile.BadZipFile, OSError) as error:
         raise DataError(f"{path}: not a readable npz file ({error}).") from error
-    features = _pick(str(path), members, options.array, ("X", "x", "data", "features"), "array")
+    features = _pick(str(path), members, options.array, ("X", "x", "data", "features"))
     label = options.target
     if label is None:
         label = next((name for name in ("y", "Y", "target", "labels", "label") if name in members), None)
@@ -119,7 +119,7 @@ def open_npz(path: Path, options: FileOptions) -> MatrixSource:
     return _matrix_source(str(path), shape, dtype, lambda stack: _member_reader(stack, path, features), target, options)
 
 
-def _pick(name: str, members: list[str], wanted: str | None, usual: tuple[str, ...], key: str) -> str:
+def _pick(name: str, members: list[str], wanted: str | None, usual: tuple[str, ...]) -> str:
     if wanted is not None:
         if wanted not in members:
             raise DataError(f"{name} has no array {wanted!r}; its arrays: {', '.join(members) or 'none'}.")
@@ -128,7 +128,9 @@ def _pick(name: str, members: list[str], wanted: str | None, usual: tuple[str, .
     if found is None and len(members) == 1:
         found = members[0]
     if found is None:
-        raise DataError(f"{name}: which array holds the features? Pass {key}, one of {', '.join(members) or 'none'}.")
+        raise DataError(
+            f"{name}: which array holds the features? Name it {usual[0]}; its arrays: {', '.join(members) or 'none'}."
+        )
     return found
 
 
@@ -329,7 +331,7 @@ def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
     else:
         keys = [key.split("/") for key in place.sizes()]
         members = sorted({parts[0] for parts in keys if len(parts) == 2 and parts[1] == "zarr.json"})
-        X = foreign_array(place, _pick(str(place), members, options.array, ("X", "x", "data"), "array"))
+        X = foreign_array(place, _pick(str(place), members, options.array, ("X", "x", "data")))
         label = options.target or ("y" if "y" in members else None)
         y = foreign_array(place, label) if label is not None else None
 

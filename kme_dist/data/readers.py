@@ -41,6 +41,9 @@ _SUFFIXES = {
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".lz4")
 MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A", "?", "-nan", "<NA>")
 
+# Advice for a column that cannot be used; an option of `kme-dist ingest` and a key of section `data` of a config.
+LEAVE_OUT = "leave the column out: list the others in `features`"
+
 
 @dataclass(frozen=True)
 class FileOptions:
@@ -144,7 +147,9 @@ def _open_path(text: str, options: FileOptions) -> Source:
     if not chosen:
         raise DataError(f"{path}: no file of a known format in this folder; known suffixes: {', '.join(_SUFFIXES)}.")
     if len(chosen) > 1:
-        raise DataError(f"{path}: the folder contains {' and '.join(sorted(chosen))} files; pass format to choose one.")
+        raise DataError(
+            f"{path}: the folder contains {' and '.join(sorted(chosen))} files; put each into its own folder."
+        )
     return _open_files(list(formats), options, root=path)
 
 
@@ -169,7 +174,8 @@ def format_of(path: Path, options: FileOptions) -> str:
         first = first_line(path, options.encoding)
         return "libsvm" if re.match(r"^\S+(\s+\d+:\S+)+\s*(#.*)?$", first) else "csv"
     raise DataError(
-        f"{path}: the format cannot be inferred from the file name; pass format (one of {', '.join(FORMATS)})."
+        f"{path}: the format cannot be inferred from the file name; rename it to end in one of {', '.join(_SUFFIXES)}, "
+        "or ingest it with its format."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kme_dist.data.readers import Kind, MatrixSource, Source, TableSource
+from kme_dist.data.readers import LEAVE_OUT, Kind, MatrixSource, Source, TableSource
 from kme_dist.errors import ConfigError, DataError
 
 Task = Literal["classification", "regression", "none"]
@@ -227,13 +227,13 @@ def _column(
     if kind == "date":
         raise DataError(
             f"{where}: the column {name!r} holds dates or times. Convert them to numbers (days since, "
-            f"hour of day), or exclude the column with exclude=[{name!r}]."
+            f"hour of day), or {LEAVE_OUT}."
         )
     if kind == "other":
-        raise DataError(f"{where}: the column {name!r} holds neither numbers nor text; exclude it with exclude.")
+        raise DataError(f"{where}: the column {name!r} holds neither numbers nor text; {LEAVE_OUT}.")
     if kind == "text":
         if options.one_hot != "auto":
-            raise DataError(f"{where}: the column {name!r} holds text; list it in one_hot or ordinal, or exclude it.")
+            raise DataError(f"{where}: the column {name!r} holds text and is not in one_hot; add it, or {LEAVE_OUT}.")
         return Column(name, "one_hot", position)
     return Column(name, "number", position)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kme_dist.data.encode import Encoder, as_text, texts_of
-from kme_dist.data.readers import MatrixSource, Source
+from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import Column, Schema, TableOptions, draft_schema
 from kme_dist.errors import DataError
 
@@ -27,7 +27,7 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
     if categorical:
         for name, found in _find_categories(source, schema, categorical, options).items():
             if options.one_hot == "auto" and columns[name].kind == "one_hot":  # not declared as categories
-                _refuse_mixed(source.name, name, found)
+                _refuse_mixed(source, schema, name, found)
             columns[name] = replace(columns[name], categories=found)
     if not isinstance(options.missing, str):
         value = float(options.missing)
@@ -46,39 +46,45 @@ def _find_categories(
     source: Source, schema: Schema, names: list[str], options: TableOptions
 ) -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {name: set() for name in names}
-    if isinstance(source, MatrixSource):
-        positions = {c.name: c.position for c in schema.columns}
-        blocks = (
-            {name: pa.array(texts_of(block.matrix[:, positions[name]])) for name in names}
-            for block in source.blocks()
-            if block.matrix is not None
-        )
-    else:
-        blocks = (
-            {name: as_text(block.table.column(i)) for i, name in enumerate(names)}
-            for block in source.blocks(dict.fromkeys(names, pa.string()))
-            if block.table is not None
-        )
-    for block in blocks:
-        for name, array in block.items():
+    guessed = {c.name for c in schema.columns if options.one_hot == "auto" and c.kind == "one_hot"}
+    for _, columns in _texts(source, schema, names):
+        for name, array in columns.items():
             found[name].update(value for value in pc.unique(array).to_pylist() if value is not None)
             if len(found[name]) > options.max_categories:
+                if name in guessed:
+                    _refuse_mixed(source, schema, name, found[name])
                 raise DataError(
                     f"{source.name}: the text column {name!r} has more than {options.max_categories} different "
-                    "values; it "
-                    "looks like free text or an identifier. Exclude it with exclude, or raise max_categories."
+                    f"values; it looks like free text or an identifier. Encode it as numbers, or {LEAVE_OUT}."
                 )
     return {name: tuple(_sorted_texts(values)) for name, values in found.items()}
 
 
-def _refuse_mixed(source: str, column: str, values: Sequence[str]) -> None:
+def _texts(source: Source, schema: Schema, names: Sequence[str]) -> Iterator[tuple[Block, dict[str, pa.Array]]]:
+    """The blocks of a source, with these columns as texts."""
+    if isinstance(source, MatrixSource):
+        positions = {c.name: c.position for c in schema.columns}
+        for block in source.blocks():
+            assert block.matrix is not None
+            yield block, {name: pa.array(texts_of(block.matrix[:, positions[name]])) for name in names}
+        return
+    for block in source.blocks(dict.fromkeys(names, pa.string())):
+        assert block.table is not None
+        yield block, {name: as_text(block.table.column(i)) for i, name in enumerate(names)}
+
+
+def _refuse_mixed(source: Source, schema: Schema, column: str, values: Collection[str]) -> None:
     """Reject a column of numbers with a word in it, which is a mistake in the file, not a column of categories."""
-    words = [value for value in values if not _is_number(value)]
-    if words and 2 * len(words) <= len(values):
-        raise DataError(
-            f"{source}: column {column!r}: {words[0][:60]!r} is text among numbers. Correct it in the file, exclude "
-            "the column, or list it in one_hot or ordinal if these are categories."
-        )
+    words = sum(not _is_number(value) for value in values)
+    if 2 * words > len(values):
+        return
+    for block, columns in _texts(source, schema, [column]):
+        for row, value in enumerate(columns[column].to_pylist()):
+            if value is not None and not _is_number(value):
+                raise DataError(
+                    f"{block.origin}: row {block.first_row + row + 1}, column {column!r}: {value[:60]!r} is text "
+                    f"among numbers. Correct it in the file, or {LEAVE_OUT}."
+                )
 
 
 def _is_number(text: str) -> bool:
@@ -101,14 +107,17 @@ def _find_fills(source: Source, schema: Schema, columns: list[Column], how: str)
     """Mean, or exact median, of each column over the values that are not missing."""
     probe = Encoder(source, replace(schema, columns=tuple(columns), missing="fill", label=None, task="none"))
     width = len(columns)
-    total, count = np.zeros(width), np.zeros(width, np.int64)
+    total, count, rows = np.zeros(width), np.zeros(width, np.int64), 0
     for _, X in probe.numbers():
+        rows += len(X)
         there = ~np.isnan(X)
         count += there.sum(axis=0)
         total += np.where(there, X, 0).sum(axis=0, dtype=np.float64)
+    if not rows and width:
+        raise DataError(f"{source.name} has no rows, so no column has a {how}; at least one row is required.")
     if (count == 0).any():
         name = columns[int(np.argmin(count))].name
-        raise DataError(f"{source.name}: all values of the column {name!r} are missing; exclude it with exclude.")
+        raise DataError(f"{source.name}: all values of the column {name!r} are missing; {LEAVE_OUT}.")
     if how == "mean":
         return [float(v) for v in total / count]
     # Float32 bits, mapped to sort like numbers, in two halves: 65,536 counters per column find the upper half of the

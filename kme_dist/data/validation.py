@@ -4,6 +4,8 @@
     values = as_values(Y)              targets: numbers as an array, texts and labels as they are
     check_columns(X)                   an error for a column of dates, by name, before other checks fail
     check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
+    check_not_path(X)                  an error for a path, which has to be opened first
+    text_among(X)                      the first text in a table that should hold numbers, and where it is
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can be called before scikit-learn's
 `validate_data`.
@@ -11,7 +13,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -36,6 +40,7 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     so that the same values give the same bits in any memory order. Anything else (texts, ...) is returned as it is, for
     the kernel to check.
     """
+    check_not_path(X)
     check_columns(X)
     if hasattr(X, "to_numpy"):  # a data frame or one of its columns
         X = _from_frame(X)
@@ -106,6 +111,43 @@ def _is_number(value: Any) -> bool:
 
 def _is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType"  # pandas' missing number
+
+
+def check_not_path(X: Any) -> None:
+    """Raise an error for a path or a single text where rows are expected."""
+    if isinstance(X, str | os.PathLike):
+        path = os.fspath(X)
+        raise DataError(
+            f"rows must be a table or a list of rows, got {path!r}; for a stored data set pass "
+            f"kme_dist.open_dataset({path!r}), for a single text [{path!r}]"
+        )
+
+
+@dataclass(frozen=True)
+class FoundText:
+    """A text among numbers, in words; `whole` if it is all of its row."""
+
+    words: str
+    whole: bool
+
+
+def text_among(X: Any) -> FoundText | None:
+    """The first text that is not a number, and where it is; None if there is none."""
+    values = np.asarray(X.to_numpy() if hasattr(X, "to_numpy") else X, dtype=object)
+    whole = not hasattr(X, "columns") and (values.ndim < 2 or values.shape[1] == 1)
+    for at, value in np.ndenumerate(values):
+        if isinstance(value, str | bytes) and not _is_float(value):
+            column = "" if whole else f", column {_column_names(X, values.shape[1])[at[1]]!r}"
+            return FoundText(f"the text {value[:60]!r} in row {at[0]}{column}", whole)
+    return None
+
+
+def _is_float(text: str | bytes) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_columns(X: Any) -> None:

@@ -321,6 +321,8 @@ class ASKLClassifier(Classifier, _ASKL):
     features_ : the learned map.   weights_ : W.   classes_, history_.   bound_ : the bound at the training rows.
     """
 
+    _BATCHED: ClassVar[bool] = True
+
     def __init__(
         self,
         variant: str = "askl",

@@ -13,8 +13,9 @@ with the model. Generated names of a data set (x0, x1, ...) are positions, not n
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,8 +27,9 @@ from kme_dist import backend as devices
 from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, generated_names
+from kme_dist.data.places import Place
 from kme_dist.data.scaling import Scaling
-from kme_dist.data.validation import check_columns, check_labels
+from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import CorruptError, DataError, KMEError
 from kme_dist.models.settings import Rule
 from kme_dist.run.executors import Executor
@@ -38,8 +40,13 @@ Facts = dict[str, Any]
 Own = Mapping[str, Any]  # user-defined classes by name: kernels and torch networks
 
 FORMAT = 1
+_RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
+TEXT_ESTIMATORS = (
+    "texts are rows of KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, with a "
+    "kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
+)
 # What `load` opens: each class, and its module, imported on demand.
 _MODULES = {
     "ASKLClassifier": "kme_dist.models.askl",
@@ -60,6 +67,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     _RULES: ClassVar[Mapping[str, Rule]] = {}
     _FITTED: ClassVar[str] = "embedding_"
+    _BATCHED: ClassVar[bool] = False  # whether `kme_dist.predict` applies it to data sets, chunk by chunk
     _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that `_unpack` restores, with their learned values
 
     client: Any = None  # for estimators without a client: this process
@@ -126,7 +134,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _check_columns(self, X: Any, rows: Any) -> None:
         """At prediction: check names as scikit-learn does (the order matters) and the number of features."""
         if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-            validate_data(self, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
+            with self._explained(X):
+                validate_data(self, X, "no_validation", reset=False, skip_check_array=True, ensure_2d=False)
         wanted = getattr(self, "n_features_in_", None)
         if wanted is None:
             return
@@ -144,13 +153,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     # --- rows ------------------------------------------------------------------------------------
 
     def _fit_rows(self, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
-        """At fit: scikit-learn's `validate_data`, after refusing dates and labels of mixed types."""
+        """At fit: scikit-learn's `validate_data`, after refusing paths, dates and labels of mixed types."""
+        if isinstance(X, Dataset):
+            raise DataError(f"{type(self).__name__} is fitted to rows in memory; read them: X, y = dataset.read()")
+        check_not_path(X)
         check_columns(X)
         check_labels(y)
         self.fitted_to_dataset_ = False
-        found: tuple[np.ndarray, np.ndarray] = validate_data(
-            self, X, y, ensure_min_samples=2, dtype=_NUMBERS, **settings
-        )
+        with self._explained(X):
+            found: tuple[np.ndarray, np.ndarray] = validate_data(
+                self, X, y, ensure_min_samples=2, dtype=_NUMBERS, **settings
+            )
         return found
 
     def _query_rows(self, X: Any) -> Any:
@@ -160,13 +173,34 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         depend on the other rows of the call (matrix products of different shapes sum in different orders).
         """
         self._check_fitted()
+        if isinstance(X, Dataset | str | Path):
+            what, read = ("data set", "data") if isinstance(X, Dataset) else ("path", "kme_dist.open_dataset(data)")
+            raise DataError(
+                f"{type(self).__name__} predicts rows in memory, got the {what} "
+                f"{X.path if isinstance(X, Dataset) else X}; read its rows: X, y = {read}.read()"
+                + ("; or predict it chunk by chunk: kme_dist.predict(model, data, out)" if self._BATCHED else "")
+            )
         check_columns(X)
-        if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-            rows = validate_data(self, X, reset=False, dtype=_NUMBERS)
-        else:
-            rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS)
-            self._check_columns(X, rows)
+        with self._explained(X):
+            if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
+                rows = validate_data(self, X, reset=False, dtype=_NUMBERS)
+            else:
+                rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS)
+                self._check_columns(X, rows)
         return devices.to_device(self.scaling_.apply(np.asarray(rows), "float64"), self._device())
+
+    @contextlib.contextmanager
+    def _explained(self, X: Any) -> Iterator[None]:
+        """Adds to the errors of scikit-learn: which text is not a number, and how to put columns into order."""
+        try:
+            yield
+        except ValueError as error:
+            if "must be in the same order" in str(error):
+                raise DataError(f"{error}Pass the columns in that order: X[model.feature_names_in_]") from None
+            if "could not convert" not in str(error) or (found := text_among(X)) is None:
+                raise
+            hint = TEXT_ESTIMATORS if found.whole else "encode that column as numbers, or drop it"
+            raise DataError(f"{type(self).__name__} takes rows of numbers, got {found.words}; {hint}") from None
 
     def _check_fitted(self) -> None:
         check_is_fitted(self, self._FITTED)
@@ -225,13 +259,24 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             del self.n_features_in_
 
 
+def model_place(path: str | Path | Place) -> Place:
+    """Where a model is stored: the path itself, or model.zarr of a run folder."""
+    place = Place.of(path)
+    if place.exists() or not place.exists(_RUN_RECORD):
+        return place
+    model = place.child(_RUN_MODEL)
+    if not model.exists():
+        raise DataError(f"the run folder {place} has no {_RUN_MODEL} yet; finish the run first (`kme-dist run`)")
+    return model
+
+
 def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: Mapping[str, Any] | None = None) -> Any:
-    """Load a saved model. Arrays and JSON only: nothing in the folder is ever run.
+    """Load a saved model, or that of a run folder. Arrays and JSON only: nothing in the folder is ever run.
 
     For a model with your own kernel or torch network pass its class: `kernels={"Tanimoto": Tanimoto}`,
     `networks={"MyNet": MyNet}`.
     """
-    arrays, found = store.load_arrays(path)
+    arrays, found = store.load_arrays(model_place(path).address)
     name = found.get("model")
     if not isinstance(name, str) or name not in _MODULES:
         raise DataError(f"{path} is {name or found.get('format')!r}, not a kme-dist model")
@@ -244,6 +289,20 @@ def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: M
         if isinstance(error, KMEError):
             raise
         raise CorruptError(f"{path} is an incomplete model: {error!r}; save it again") from error
+
+
+def check_texts(kernel: Any, rows: Any) -> None:
+    """Raise an error if rows are texts and the kernel (or its name) is one of numbers."""
+    if not isinstance(rows, list | tuple) or not len(rows) or not isinstance(rows[0], str):
+        return
+    found = from_config({"name": kernel}) if isinstance(kernel, str) else from_config(kernel)
+    try:
+        found.gram(rows[:1])
+    except (DataError, TypeError):
+        raise DataError(
+            f"rows are texts, e.g. {rows[0][:60]!r}, and {type(found).__name__} is a kernel of numbers; choose a "
+            "kernel of texts, e.g. kernel=kme_dist.kernels.Spectrum(p=2)"
+        ) from None
 
 
 # --- parts of stored models -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import ClassifierMixin
@@ -84,6 +84,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 class EmbeddingClassifier(Classifier):
     """A classifier with decision probabilities f(x) of `embedding_`, clip-normalised above `probability_floor_`."""
 
+    _BATCHED: ClassVar[bool] = True
     embedding_: Any
     probability_floor: float | None
     probability_floor_: float
@@ -151,7 +152,8 @@ def classes_of(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_classes(classes: Any) -> None:
     if len(classes) < 2:
-        raise DataError(f"y has only one class ({classes[0]!r}); a classifier requires at least two")
+        only = np.asarray(classes).tolist()[0]
+        raise DataError(f"y has only one class ({only!r}); a classifier requires at least two")
 
 
 def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:

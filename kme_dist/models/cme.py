@@ -43,9 +43,9 @@ from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import rows_of
 from kme_dist.data.scaling import Scaling
-from kme_dist.data.validation import as_values, check_labels
+from kme_dist.data.validation import as_values, check_labels, check_not_path
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own, scaling_arrays, stored_scaling
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
 from kme_dist.models.settings import Rule, integer, one_of, positive
@@ -197,9 +197,13 @@ class ConditionalMeanEmbedding(Estimator):
             self.scaling_ = pairs.inputs.scale
             self._record_names([X.feature_names[i] for i in pairs.inputs.columns])
             return pairs
+        check_not_path(X)
         if Y is None:
             raise DataError("targets are missing: call fit(X, Y), or pass a data set that has them")
         (rows, _), targets = rows_of(X).read(), self._targets(Y)
+        if self.features is None:
+            for kernel in self.kernel if isinstance(self.kernel, list | tuple) else [self.kernel]:
+                check_texts(kernel, rows)
         if row_count(targets) != row_count(rows):
             raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
         self._record_columns(X, rows)

@@ -26,7 +26,7 @@ from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density,
 from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.core.means import ESTIMATORS
 from kme_dist.data.rows import RowsRef, rows_of
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own
 from kme_dist.models.means import kernel_for
 from kme_dist.models.settings import Rule, integer, one_of
@@ -84,6 +84,10 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
         self._check_settings()
         sample = rows_of(X)
+        if not sample.source.features:
+            raise DataError(
+                "MixtureMatching takes rows of numbers: its components are Gaussians; encode the rows first"
+            )
         self._record_columns(X, sample.read()[0] if sample.in_memory else None)
         if self.n_components > sample.count:
             raise ConfigError(f"n_components={self.n_components}: must be at most {sample.count}, the number of rows")

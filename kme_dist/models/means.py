@@ -39,6 +39,7 @@ from kme_dist.models.base import (
     Estimator,
     Facts,
     Own,
+    check_texts,
     get_labels,
     get_rows,
     put_labels,
@@ -56,6 +57,8 @@ _SELECTION_ROWS = 2_000  # rows used to choose a length scale
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
     """The kernel; one given by name gets the median distance between rows as its length scale."""
+    if rows.in_memory and not rows.source.features:  # not numbers
+        check_texts(kernel, rows.read()[0])
     if not isinstance(kernel, str):
         return kernels.from_config(kernel)
     found = kernels.from_config({"name": kernel})
@@ -330,7 +333,7 @@ class ParzenClassifier(Classifier):
         self.positive_part = positive_part
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Choose length scale and slope by cross-validation, then compute the means of all rows."""
         self._check_settings()
         X, y = self._fit_rows(X, y)

@@ -31,7 +31,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, OutputLayout, Receipt
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import load
+from kme_dist.models.base import Estimator, load, model_place
 from kme_dist.models.expressions import class_values
 from kme_dist.run.predict import (
     PredictionOutcome,
@@ -45,6 +45,7 @@ from kme_dist.run.sharing import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
 FORMATS = ("zarr", "parquet")
+MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier")  # what batch inference can apply
 PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 
 
@@ -130,7 +131,7 @@ def predict(
 
     Parameters
     ----------
-    model : path of a saved model, or a fitted one (which is saved beside `out`, for the workers)
+    model : path of a saved model or of a run folder, or a fitted model (which is saved beside `out`, for the workers)
     data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
@@ -270,13 +271,27 @@ def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
 def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
     """Address, digest and the model; a model in memory is saved beside the output first."""
     if isinstance(model, str | Path):
-        place = Place.of(model)
+        place = model_place(model)
     else:
-        if not hasattr(model, "save") or not hasattr(model, "embedding_"):
-            raise ConfigError(f"model: must be a fitted model or the path of a saved one, got {type(model).__name__}")
+        _check_model(model)
         place = out.sibling(f"{out.name}.model")
         model.save(place.address)
-    return place.address, _model_digest(place), load(place.address)
+    digest, fitted = _model_digest(place), load(place.address)
+    _check_model(fitted)
+    return place.address, digest, fitted
+
+
+def _check_model(model: Any) -> None:
+    """Raise an error for an object without class probabilities from an embedding: only those are computed by chunk."""
+    kind = type(model).__name__
+    if not isinstance(model, Estimator):
+        raise ConfigError(f"model: must be a fitted model or the path of a saved one, got {kind}")
+    if not model._BATCHED:
+        own = next((name for name in ("predict", "evaluate") if hasattr(model, name)), None)
+        instead = f"; use its own {own}: model.{own}(X)" if own else ""
+        raise ConfigError(f"model: batch inference takes {', '.join(MODELS)}, not {kind}{instead}")
+    if not hasattr(model, "embedding_"):
+        raise ConfigError(f"model: this {kind} is not fitted; call fit first")
 
 
 def _model_digest(place: Place) -> str:

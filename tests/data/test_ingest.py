@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kme_dist.cli.app import IngestOptions
+from kme_dist.config import DataConfig
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest, parse_bytes, read_table
 from kme_dist.data.splits import Split, cut_points, order_keys
@@ -492,3 +496,47 @@ def test_many_small_chunks_fit_the_one_shard_of_a_small_table(tmp_path):
     data = ingest(X, tmp_path / "small.zarr", chunk_bytes=8192)
     assert data.rows / data.chunk_rows > 64
     np.testing.assert_array_equal(data.read()[0], X)
+
+
+def test_a_word_among_many_decimals_is_named_with_its_row(tmp_path):
+    lines = [f"{i}.25,{'ab'[i % 2]}" for i in range(600)]
+    lines[300] = "old,a"
+    (tmp_path / "t.csv").write_text("age,y\n" + "\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"t\.csv: row 301, column 'age': 'old' is text among numbers"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
+
+
+def test_a_missing_category_is_named_by_the_column_of_the_file(tmp_path):
+    (tmp_path / "t.csv").write_text("city,y\nBonn,a\nKöln,b\n,a\n", encoding="utf-8")
+    with pytest.raises(DataError, match="row 3, column 'city': the value is missing"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
+
+
+@pytest.mark.parametrize("missing", ["mean", "median"])
+def test_no_rows_have_no_mean(tmp_path, missing):
+    (tmp_path / "t.csv").write_text("age,y\n")
+    with pytest.raises(DataError, match=rf"t\.csv has no rows, so no column has a {missing}"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y", missing=missing)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "when,y\n2024-01-02,a\n2024-01-03,b\n",
+        "name,y\n" + "".join(f"person {i},a\n" for i in range(300)),
+        "x,y\n1.5,a\n2.5,a\noops,b\n3.5,b\n",
+        "x,y\n1.5,a\n,b\n",
+        "x,y\n1.5,a\n2.5,\n",
+    ],
+    ids=["dates", "identifiers", "a word", "missing", "missing label"],
+)
+def test_advice_works_on_the_command_line_in_a_config_and_in_python(tmp_path, table):
+    """An option that a message names (in backticks) is one of `ingest` and a key of section `data`."""
+    (tmp_path / "t.csv").write_text(table)
+    with pytest.raises(DataError) as error:
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
+    named = re.findall(r"`(\w+)`", str(error.value))
+    assert named
+    assert set(named) <= set(DataConfig.model_fields)
+    assert set(named) <= {field.name for field in dataclasses.fields(IngestOptions)}
+    assert not re.search(r"\w+=['\[]|exclude|one_hot|max_categories", str(error.value)), "the spelling of Python alone"

@@ -42,7 +42,7 @@ def test_names_travel_with_every_model(name, tmp_path):
         assert list(each.feature_names_in_) == ["width", "height", "age"]
         assert each.n_features_in_ == 3
         np.testing.assert_allclose(getattr(each, ask)(FRAME[:5]), getattr(model, ask)(FRAME[:5]), rtol=1e-9)
-        with pytest.raises(ValueError, match="same order"):
+        with pytest.raises(DataError, match=r"(?s)same order.*X\[model\.feature_names_in_\]"):
             getattr(each, ask)(FRAME[["age", "height", "width"]])
         with pytest.raises(ValueError, match="unseen at fit time"):
             getattr(each, ask)(FRAME.rename(columns={"age": "years"}))
@@ -234,3 +234,68 @@ def test_labels_that_can_be_ordered_pass():
         check_labels(np.array(["2024-01-01"], dtype="datetime64[D]"))
     with pytest.raises(DataError, match=r"row 0 is datetime.date"):
         check_labels([date(2024, 1, 1)])
+
+
+# --- data sets, paths and texts in the wrong place -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["parzen", "askl", "askl numbers", "cen"])
+def test_a_data_set_to_predict_is_told_how(name, tmp_path):
+    make, targets, ask = MODELS[name]
+    model, data = make().fit(X, targets), kme.ingest(X, tmp_path / "rows.zarr")
+    for given, read in ((data, r"data\.read\(\)"), (data.path, r"kme_dist\.open_dataset\(data\)\.read\(\)")):
+        with pytest.raises(DataError, match=rf"rows\.zarr; read its rows: X, y = {read}") as error:
+            getattr(model, ask)(given)
+        assert ("kme_dist.predict(model, data, out)" in str(error.value)) == (name in ("askl", "cen"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_path_to_fit_is_told_to_be_opened(name):
+    make, _, _ = MODELS[name]
+    with pytest.raises(DataError, match=r"got 'df\.zarr'; .* kme_dist\.open_dataset\('df\.zarr'\)"):
+        make().fit("df.zarr")
+
+
+def test_an_estimator_of_rows_in_memory_says_how_to_read_a_data_set(tmp_path):
+    data = kme.ingest((X, Y), tmp_path / "rows.zarr", label="y")
+    with pytest.raises(DataError, match=r"ParzenClassifier is fitted to rows in memory.*dataset\.read\(\)"):
+        kme.ParzenClassifier().fit(data)
+
+
+def test_texts_need_a_kernel_of_texts():
+    texts, codes = ["abab", "abba", "xyxy", "yxxy"], [0, 0, 1, 1]
+    spectrum = kme.kernels.Spectrum(p=2)
+    refused = [
+        lambda: kme.KernelMean("kme").fit(texts),
+        lambda: kme.KernelMean("kme", KERNEL).fit(texts),
+        lambda: kme.ConditionalMeanEmbedding().fit(texts, codes),
+        lambda: kme.mmd_test(texts, texts),
+        lambda: kme.SupportMeasureClassifier().fit([texts] * 4, codes),
+    ]
+    for call in refused:
+        with pytest.raises(DataError, match=r"rows are texts, e\.g\. 'abab', and Gaussian .*Spectrum\(p=2\)"):
+            call()
+    kme.KernelMean("kme", spectrum).fit(texts)
+    kme.ConditionalMeanEmbedding(spectrum, regularization=0.1).fit(texts, codes)
+    with pytest.raises(DataError, match="MixtureMatching takes rows of numbers"):
+        kme.MixtureMatching().fit(texts)
+    for model in (kme.MCEClassifier(spectrum), kme.ParzenClassifier(kernel=spectrum), kme.CENClassifier()):
+        for given in (texts, np.array(texts), np.array(texts)[:, None]):
+            with pytest.raises(DataError, match=r"takes rows of numbers, got the text 'abab' in row 0; .*KernelMean"):
+                model.fit(given, codes)
+
+
+def test_a_text_in_a_table_is_named_by_row_and_column():
+    mixed = FRAME.astype(object)
+    mixed.loc[4, "age"] = "old"
+    with pytest.raises(DataError, match="the text 'old' in row 4, column 'age'; encode that column"):
+        kme.MCEClassifier().fit(mixed, Y)
+    with pytest.raises(DataError, match="the text 'old' in row 4, column 2"):
+        kme.ParzenClassifier().fit(X, Y).predict(mixed.to_numpy())
+
+
+def test_the_only_class_is_shown_as_a_plain_value():
+    with pytest.raises(DataError, match=r"only one class \(0\.0\)"):
+        kme.MCEClassifier().fit(X, np.zeros(len(X)))
+    with pytest.raises(DataError, match=r"only one class \('a'\)"):
+        kme.ParzenClassifier().fit(X, ["a"] * len(X))

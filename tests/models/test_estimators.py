@@ -350,7 +350,7 @@ def with_nan(X):
         (X4, Y4[:-1], "inconsistent numbers of samples"),
         (X4, np.zeros(20), "one class"),
         (X4[:1], Y4[:1], "minimum of 2|one class"),
-        (np.full((20, 2), "high"), Y4, "could not convert string"),
+        (np.full((20, 2), "high"), Y4, "takes rows of numbers, got the text"),
         (X4, np.linspace(0, 1, 20), "Unknown label type"),
         (X4[:, :0], Y4, "0 feature"),
     ],

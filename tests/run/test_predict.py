@@ -228,6 +228,18 @@ def test_a_model_in_memory_is_saved_beside_the_output(model, tmp_path):
     assert kme.load(tmp_path / "out.zarr.model").classes_.tolist() == ["ash", "birch", "cedar"]
 
 
+def test_a_run_folder_is_taken_for_its_model(model, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(DataError, match=r"run has no model\.zarr yet; finish the run"):
+        kme.predict(folder, rows(10), tmp_path / "out.zarr")
+    model.save(folder / "model.zarr")
+    assert kme.load(folder).classes_.tolist() == ["ash", "birch", "cedar"]
+    kme.predict(folder, rows(10), tmp_path / "out.zarr")
+    assert kme.predict(folder / "model.zarr", rows(10), tmp_path / "out.zarr").computed == 0, "the same job"
+
+
 def test_calibrated_models_give_calibrated_probabilities(model, tmp_path):
     X = rows(120, seed=5)
     other = kme.load(model.path).calibrate(X, model.predict(X))
@@ -275,6 +287,55 @@ def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
         with pytest.raises(ConfigError, match="is not overwritten"):
             kme.predict(model.path, data, tmp_path / "mine", **options)
     assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_a_missing_parquet_column_is_refused_before_computing(model, tmp_path):
+    names = ["height", "width", "depth"]
+    data = ingest(pa.table({name: rows(50)[:, j] for j, name in enumerate(names)}), tmp_path / "rows.zarr")
+    pq.write_table(pa.table({name: rows(50)[:, j] for j, name in enumerate(names[:2])}), tmp_path / "new.parquet")
+    with pytest.raises(DataError, match=r"new\.parquet: the column 'depth' of .* is missing; found height, width"):
+        kme.predict(model.path, tmp_path / "new.parquet", tmp_path / "out.zarr", like=data)
+    assert not (tmp_path / "out.zarr").exists()
+
+
+def test_a_model_without_batch_inference_is_told_its_own_method(tmp_path):
+    X = rows(20)
+    y = (X[:, 0] > 0).astype(int)
+    fitted = [
+        (kme.ConditionalMeanEmbedding().fit(X, y.astype(float)), "predict"),
+        (kme.ParzenClassifier().fit(X, y), "predict"),
+        (kme.KernelMean().fit(X), "evaluate"),
+    ]
+    for model, own in fitted:
+        kind = type(model).__name__
+        words = rf"takes MCEClassifier, CENClassifier, ASKLClassifier, not {kind}; use its own {own}: model\.{own}\(X\)"
+        model.save(tmp_path / f"{kind}.zarr")
+        for given in (model, tmp_path / f"{kind}.zarr"):
+            with pytest.raises(ConfigError, match=words):
+                kme.predict(given, X, tmp_path / "out.zarr")
+    with pytest.raises(ConfigError, match="this MCEClassifier is not fitted; call fit first"):
+        kme.predict(kme.MCEClassifier(), X, tmp_path / "out.zarr")
+    with pytest.raises(ConfigError, match="got int"):
+        kme.predict(3, X, tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr.model").exists()
+
+
+def test_columns_in_another_order_are_told_the_way_out(tmp_path):
+    import pandas as pd
+
+    frame = pd.DataFrame(rows(60), columns=["height", "width", "depth"])
+    data = ingest(frame, tmp_path / "fit.zarr")
+    model = kme.MCEClassifier(steps=0).fit(frame, (frame["height"] > 0).to_numpy())
+    other, out = frame[["width", "height", "depth"]], tmp_path / "out.zarr"
+    with pytest.raises(DataError, match=r"feature 0 is 'width'.*'height' there; .*X\[model\.feature_names_in_\]"):
+        kme.predict(model, other, out)
+    kme.predict(model, other[model.feature_names_in_], out)
+    with pytest.raises(DataError, match=r"'height' there; ingest its source again with `like`"):
+        kme.predict(model, ingest(other, tmp_path / "other.zarr"), out)
+    again = ingest(other, tmp_path / "again.zarr", like=data)
+    kme.predict(model, again, tmp_path / "again-out.zarr")
+    with pytest.raises(DataError, match="the rows in memory: 1 feature, the model was fitted with 3"):
+        kme.predict(model, rows(5)[:, :1], out)
 
 
 def test_two_writers_do_not_meet(model, data, tmp_path):
