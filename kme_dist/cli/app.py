@@ -373,6 +373,9 @@ def execute(arguments: list[str]) -> int:
         return _fail(arguments, f"{error.format_message()} See `{hint}`.", 2)
     except KMEError as error:
         return _fail(arguments, str(error), error.exit_code)
+    except job_commands.JobCancelled as error:  # its result, JSON or not, is already printed
+        print(f"error: {error}", file=sys.stderr)
+        return 130
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(arguments, 130)
     except Terminated:

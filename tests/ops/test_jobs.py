@@ -567,8 +567,14 @@ def test_a_job_that_is_cancelled_here_ends_as_cancelled(job, pipeline, capsys):
         listener.progress("chunks", 1, 2)
 
     pipeline(run)
-    assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root)]) == 130
+    assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root), "--quiet"]) == 130
     assert job.status()["state"] == "cancelled"
+    advice = f"error: the job {job.id} was cancelled; resume it with `kme-dist jobs resume {job.id}`\n"
+    assert capsys.readouterr() == (f"{job.id} cancelled\n", advice)
+    assert cli.execute(["jobs", "wait", job.id, "--root", str(job.root), "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out)["state"] == "cancelled", "one JSON object"
+    assert err == advice
 
 
 def test_a_list_survives_jobs_that_are_damaged_or_go_away(tmp_path, job, capsys, monkeypatch):
