@@ -20,7 +20,8 @@ from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_opt
 from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.errors import ConfigError
 
-OptionalConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
+PredictConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
+EvaluateConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --predictions and --data.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -39,7 +40,7 @@ class PredictOptions:
         str | None, typer.Option(help="Comma-separated: label, probability, decision, entropy, rkhs_entropy.")
     ] = None
     expectation: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="E[g(Y) | x] for the g in a YAML or JSON file.")
+        list[str] | None, typer.Option(metavar="NAME=FILE", help=r"E\[g(Y) | x] for the g in a YAML or JSON file.")
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Number of top classes.")] = None
     format: Annotated[str | None, typer.Option(help="Output format: zarr or parquet.")] = None
@@ -67,7 +68,7 @@ def predict(
     wanted: PredictOptions,
     options: StageOptions,
     output: Output,
-    config: OptionalConfig = None,
+    config: PredictConfig = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace predictions of another model or of other data.")
     ] = False,
@@ -110,7 +111,7 @@ def predict(
         raise typer.Exit(pipeline.EXIT_QUARANTINED)
 
 
-def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, config: OptionalConfig = None) -> None:
+def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, config: EvaluateConfig = None) -> None:
     """Compare predictions with labels: accuracy, calibration, confusion, risk against coverage; writes a report."""
     pipeline, predictions = load("pipelines.evaluate"), wanted.predictions
     cluster, settings = _settings(config, options, {})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.text import Text
 
 from kme_dist.cli import app as cli
 from kme_dist.errors import CorruptError, NumericalError, RetryError
@@ -307,6 +308,24 @@ def test_every_command_takes_json_and_quiet_and_shared_options_are_the_same(name
         assert text in options.get(option, text)
     for parameter in command.params:
         assert parameter.help or parameter.name == "help", f"{name}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), list(all_commands()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_no_help_loses_text_in_brackets(name, command):
+    """Helps are shown by rich, which reads `[word]` as markup; a bracket that is text is written `\\[`."""
+    for text in [command.help, *(parameter.help for parameter in command.params)]:
+        assert Text.from_markup(text or "").plain == (text or "").replace("\\[", "["), name
+
+
+def test_helps_name_the_options_of_their_own_command(capsys):
+    assert cli.execute(["predict", "--help"]) == 0
+    assert "E[g(Y)" in capsys.readouterr().out
+    for name, command in all_commands():
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        named = set(re.findall(r"--[a-z][a-z-]*", " ".join(p.help or "" for p in command.params)))
+        assert named <= options, f"{name}: {named - options}"
 
 
 @pytest.mark.parametrize("command", ["run", "learn", "fit", "plan", "predict", "evaluate", "submit", "smoke", "doctor"])
