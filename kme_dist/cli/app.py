@@ -44,6 +44,7 @@ from kme_dist.cli.options import (
     Overrides,
     Scheduler,
     StageOptions,
+    TableConfig,
     expand_options,
     split_names,
 )
@@ -118,12 +119,12 @@ def run(
 @app.command()
 @expand_options
 def learn(
-    config: DatasetConfig,
+    config: TableConfig,
     options: StageOptions,
     output: Output,
     fresh: Annotated[bool, typer.Option("--fresh", help="Restart instead of resuming from a checkpoint.")] = False,
 ) -> None:
-    """Learn kernel and regularisation from a data set on a cluster, or resume an interrupted run."""
+    """Learn kernel and regularisation on a cluster, or resume an interrupted run."""
     result = _run_stage("learn", config, options, output, fresh=fresh)
     output.result(
         result,
@@ -152,7 +153,7 @@ class UpdateOptions:
 @app.command()
 @expand_options
 def fit(
-    config: DatasetConfig, update: UpdateOptions, options: StageOptions, output: Output, fresh: Fresh = False
+    config: TableConfig, update: UpdateOptions, options: StageOptions, output: Output, fresh: Fresh = False
 ) -> None:
     """Fit the embedding on all rows on a cluster, with the kernel that `learn` has written to the run folder."""
     result = _run_stage("fit", config, options, output, fresh=fresh, **asdict(update))
@@ -270,7 +271,8 @@ def inspect(
 @app.command()
 @expand_options
 def doctor(output: Output, scheduler: Scheduler = None, insecure: Insecure = False) -> None:
-    """Check this installation: versions, BLAS, threads, memory, GPUs, write access, cluster."""
+    """Check this installation: versions, BLAS, threads, memory, GPUs, write access, cluster. With --quiet only problems
+    are printed."""
     report = load("pipelines.doctor").examine(scheduler=scheduler, insecure=insecure)
     if output.as_json or not output.quiet:
         _print_facts(report, output)
@@ -292,7 +294,8 @@ def smoke(
         str | None, typer.Option(help="Folder that all workers can reach; default: a temporary folder.")
     ] = None,
 ) -> None:
-    """Test a cluster end to end: store, learn, fit and predict a tiny table, and check the result."""
+    """Test a cluster end to end: store, learn, fit and predict a tiny table, and check the result. With --quiet only
+    problems are printed."""
     if config is not None:
         settings = options.load(config).cluster
     elif options.overrides:

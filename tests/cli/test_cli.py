@@ -310,6 +310,25 @@ def test_every_command_takes_json_and_quiet_and_shared_options_are_the_same(name
         assert parameter.help or parameter.name == "help", f"{name}: {parameter.name} has no help"
 
 
+def test_quiet_keeps_the_result_as_its_help_says(config, capsys):
+    """A script wants the result line and nothing else."""
+    assert cli.execute(["run", config, "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert "test accuracy" in out
+    assert err == ""
+    for name, command in all_commands():
+        (quiet,) = [parameter.help for parameter in command.params if "--quiet" in parameter.opts]
+        assert quiet == "Print no progress and no messages, only results and errors.", name
+
+
+@pytest.mark.parametrize("name", ["learn", "fit"])
+def test_stages_that_take_tables_say_so(name):
+    command = dict(all_commands())[name]
+    assert [p.help for p in command.params if p.name == "config"] == [
+        "YAML file whose data.source is a data set or a table (CSV, Parquet, npz, ...)."
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "command"), list(all_commands()), ids=lambda value: value if isinstance(value, str) else ""
 )
