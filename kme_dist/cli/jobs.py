@@ -153,15 +153,29 @@ def submit(
         raise ConfigError("no scheduler address: use --scheduler ADDRESS, or set cluster.address in the config")
     root = job_root(wanted.root)
     job = create_job(root, pipeline=wanted.pipeline, config=settings, name=config.stem, job_id=wanted.job_id)
+    before = job.status()["state"] if job.events() or job.result() is not None else None
     try:
-        _submit(job, at)
+        if before != "succeeded":
+            _submit(job, at)
     except KMEError:
         if wanted.job_id is None and not job.events():  # no scheduler has seen it: leave nothing behind
             shutil.rmtree(job.folder)
         raise
     output.result({"id": job.id, "folder": str(job.folder)}, job.id)
     if not output.as_json:
-        output.say(f"submitted; see `kme-dist jobs status {job.id}`")
+        output.say(_submitted(job, before))
+
+
+def _submitted(job: Job, before: str | None) -> str:
+    """What a submission did, by the state of the job before it; None for a job that is new."""
+    see = f"see `kme-dist jobs status {job.id}`"
+    if before is None:
+        return f"submitted; {see}"
+    if before == "succeeded":
+        return f"job {job.id} has already succeeded; nothing to do"
+    if before in ENDED:
+        return f"resumes the {before} job {job.id}; {see}"
+    return f"job {job.id} was submitted before and is {before}; {see}"
 
 
 @jobs_app.command("list")

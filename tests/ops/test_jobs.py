@@ -549,6 +549,34 @@ def test_a_job_that_nobody_took_leaves_no_trace(tmp_path, capsys, monkeypatch):
     assert "no scheduler answers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        (None, "submitted; see `kme-dist jobs status j4`"),
+        ("succeeded", "job j4 has already succeeded; nothing to do"),
+        ("cancelled", "resumes the cancelled job j4; see `kme-dist jobs status j4`"),
+        ("failed", "resumes the failed job j4; see `kme-dist jobs status j4`"),
+        ("running", "job j4 was submitted before and is running; see `kme-dist jobs status j4`"),
+    ],
+)
+def test_a_submission_says_what_it_did(tmp_path, capsys, monkeypatch, before, line):
+    sent = []
+    monkeypatch.setattr("kme_dist.ops.submit.submit", lambda job, *_: sent.append(job.id))
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    arguments = ["submit", str(tmp_path / "c.yaml"), "--id", "j4", "--scheduler", "tcp://h:1", "--root", str(tmp_path)]
+    if before is not None:
+        assert cli.execute([*arguments, "--quiet"]) == 0
+        job = jobs.job_at(tmp_path, "j4")
+        job.event(before)
+        if before == "succeeded":
+            job.commit({"result": {}})
+    sent.clear()
+    capsys.readouterr()
+    assert cli.execute(arguments) == 0
+    assert capsys.readouterr() == ("j4\n", f"{line}\n")
+    assert sent == ([] if before == "succeeded" else ["j4"])
+
+
 def test_a_job_that_failed_can_be_resumed(job, pipeline, capsys):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
