@@ -80,7 +80,9 @@ class Output:
     """What every command takes: how to print its result and its messages."""
 
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no messages, only results and errors.")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no progress and no messages, only results and errors.")
+    ] = False
 
     def say(self, line: str) -> None:
         """A message to a person, on stderr."""
