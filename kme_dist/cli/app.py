@@ -264,8 +264,10 @@ def inspect(
     elif facts["format"] == "kme-dist/dataset":
         stored.render(facts)
     else:
-        steps = facts.pop("history", None)
-        print_tree(facts if steps is None else {**facts, "steps": len(steps)})
+        history = facts.pop("history", None)
+        if history is not None and "step" not in facts:  # a checkpoint has a step, and rarely a history
+            facts["steps"] = len(history)
+        print_tree(facts)
 
 
 @app.command()

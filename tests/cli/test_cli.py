@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -10,12 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from rich.text import Text
 
 from kme_dist.cli import app as cli
 from kme_dist.errors import CorruptError, NumericalError, RetryError
+from kme_dist.run.checkpoints import Checkpoints, Snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "kme_dist"]
@@ -237,6 +240,37 @@ def test_inspect_describes_a_run_and_refuses_what_is_not_ours(config, tmp_path, 
     assert failure(capsys, "inspect", "other")[0] == 2
     (tmp_path / "other" / "run.json").write_text("{")
     assert failure(capsys, "inspect", "other")[0] == 65
+
+
+def test_inspect_of_another_path_says_what_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert failure(capsys, "inspect", "nothere") == (2, f"error: {tmp_path}/nothere does not exist.")
+    table(tmp_path / "good.csv", GOOD)
+    assert "good.csv is a file" in failure(capsys, "inspect", "good.csv")[1]
+    run = tmp_path / "runs" / "j2" / "output"
+    run.mkdir(parents=True)
+    assert "not a kme-dist data set, model or run (looked" in failure(capsys, "inspect", "runs")[1]
+    (run.parent / "job.json").write_text("{}")
+    assert "jobs status j2" in failure(capsys, "inspect", "runs/j2")[1]
+    (run / "run.json").write_text("{}")
+    advice = f"see `kme-dist jobs status j2 --root {tmp_path}`, or inspect {run}."
+    assert failure(capsys, "inspect", "runs/j2") == (2, f"error: {run.parent} is the folder of a job; {advice}")
+
+
+def test_inspect_shows_a_checkpoint_in_plain_numbers(tmp_path, capsys):
+    folder = tmp_path / "checkpoints" / "a1" / "0-rcb"
+    watch = {"mean": 0.1, "least": math.inf, "since": 0}
+    for step in (50, 60):
+        Checkpoints(folder).save(Snapshot(step, {"scale": np.ones(1)}, {}, watch), {})
+    newest = folder / "step-0000000060.zarr"
+    line = failure(capsys, "inspect", str(tmp_path / "checkpoints"))[1]
+    assert f"a folder with some; inspect {newest}, " in line
+    assert cli.execute(["inspect", str(newest)]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
+    assert (facts["step"], facts["mean"], facts["least"], facts["since"]) == ("60", "0.1", "inf", "0")
+    assert "steps" not in facts
+    assert cli.execute(["inspect", str(newest), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["watch"] == {"mean": 0.1, "least": "inf", "since": 0}
 
 
 def test_doctor_finds_versions_blas_memory_and_write_access(config, capsys):
