@@ -108,7 +108,7 @@ class ConfigOptions:
         """The config with --set, further `changes` and --scheduler applied, in this order."""
         at = self.scheduler
         cluster = [] if at is None else ["cluster.kind=address", f"cluster.address={json.dumps(at)}"]
-        return load_config(path, [*(self.overrides or []), *(changes or []), *cluster])
+        return load_config(path, self.overrides or [], [*(changes or []), *cluster])
 
 
 @dataclass(frozen=True)
