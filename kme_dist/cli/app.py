@@ -51,6 +51,7 @@ from kme_dist.cli.options import (
 from kme_dist.cli.output import print_json, print_tree
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
 from kme_dist.errors import KMEError
+from kme_dist.ops.words import plural
 
 app = typer.Typer(
     name="kme-dist",
@@ -111,7 +112,8 @@ def run(
     print(
         f"test accuracy {100 * result['accuracy']:.2f} %  log loss {result['log_loss']:.4f}  "
         f"calibration error {100 * result['calibration_error']:.1f} %  "
-        f"({result['test_rows']} test rows, {result['steps']} steps, {result['seconds']:.1f} s)"
+        f"({result['test_rows']} test {plural(result['test_rows'], 'row')}, "
+        f"{result['steps']} {plural(result['steps'], 'step')}, {result['seconds']:.1f} s)"
     )
     print(f"report: {result['report']}")
 
@@ -128,8 +130,8 @@ def learn(
     result = _run_stage("learn", config, options, output, fresh=fresh)
     output.result(
         result,
-        f"{result['steps']} steps, {result['steps_now']} of them now in {result['seconds']:.1f} s; "
-        f"regularisation {result['regularization']:.4g}",
+        f"{result['steps']} {plural(result['steps'], 'step')}, {result['steps_now']} of them now "
+        f"in {result['seconds']:.1f} s; regularisation {result['regularization']:.4g}",
         f"learned: {result['learned']}",
     )
 
@@ -160,9 +162,10 @@ def fit(
     loss = "" if result["loss"] is None else f", leave-one-out log loss {result['loss']:.4f}"
     output.result(
         result,
-        f"{result['solver']} ({result['reason']}) on {result['rows']} rows in {result['seconds']:.1f} s: "
+        f"{result['solver']} ({result['reason']}) on {result['rows']} {plural(result['rows'], 'row')} "
+        f"in {result['seconds']:.1f} s: "
         f"regularisation {result['regularization']:.4g}{loss}, residual {result['residual']:.1e}, "
-        f"{result['iterations']} iterations",
+        f"{result['iterations']} {plural(result['iterations'], 'iteration')}",
         f"model: {result['model']}",
     )
 
@@ -311,7 +314,8 @@ def smoke(
         print_json(facts)
     elif not output.quiet:
         print(
-            f"passed: {facts['workers']} workers, {facts['steps']} steps identical to a single process, "
+            f"passed: {facts['workers']} {plural(facts['workers'], 'worker')}, "
+            f"{facts['steps']} {plural(facts['steps'], 'step')} identical to a single process, "
             f"test accuracy {100 * facts['accuracy']:.0f} % ({facts['seconds']:.1f} s)"
         )
 

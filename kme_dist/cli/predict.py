@@ -19,6 +19,7 @@ from kme_dist.cli.lazy import load
 from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, split_names, split_pairs
 from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.errors import ConfigError
+from kme_dist.ops.words import plural
 
 PredictConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
 EvaluateConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --predictions and --data.")]
@@ -97,7 +98,8 @@ def predict(
         )
     output.result(
         result,
-        f"{result['rows']:,} rows, {result['computed']} chunks computed, {result['skipped']} done before; "
+        f"{result['rows']:,} {plural(result['rows'], 'row')}, {result['computed']} "
+        f"{plural(result['computed'], 'chunk')} computed, {result['skipped']} done before; "
         f"{result['seconds']:.1f} s, {result['rows_per_second']:,.0f} rows/s",
         f"predictions: {result['predictions']}",
     )
@@ -128,11 +130,11 @@ def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, co
                 predictions, wanted.data, split=wanted.split, folder=folder, executor=executor, title=title
             )
         result = pipeline.summary_of(metrics, folder)
-    percent = {"accuracy": "accuracy", "balanced_accuracy": "balanced"}
+    rows, percent = result["rows"], {"accuracy": "accuracy", "balanced_accuracy": "balanced"}
     shown = [f"{name} {100 * result[key]:.2f} %" for key, name in percent.items() if key in result]
     if "log_loss" in result:
         shown += [f"log loss {result['log_loss']:.4f}", f"calibration error {100 * result['calibration_error']:.1f} %"]
-    output.result(result, f"{'  '.join(shown)}  ({result['rows']:,} rows)", f"report: {result['report']}")
+    output.result(result, f"{'  '.join(shown)}  ({rows:,} {plural(rows, 'row')})", f"report: {result['report']}")
 
 
 def _settings(

@@ -214,7 +214,7 @@ def _explain(findings: list[Any]) -> str:
 def _origin(error: Any, problem: str, origins: Mapping[str, str]) -> str | None:
     """Where the wrong key was given, if not in the file."""
     wrong = _key(error)
-    for key, origin in reversed(origins.items()):
+    for key, origin in reversed(list(origins.items())):
         if f"{wrong}.".startswith(f"{key}."):
             return origin
         if error["type"] == "extra_forbidden" and key.startswith(f"{wrong}."):  # an unknown section

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kme_dist.cli import app as cli
 from kme_dist.errors import CorruptError, NumericalError, RetryError
+from kme_dist.ops.words import plural
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,6 +343,36 @@ def test_every_command_takes_json_and_quiet_and_shared_options_are_the_same(name
         assert text in options.get(option, text)
     for parameter in command.params:
         assert parameter.help or parameter.name == "help", f"{name}: {parameter.name} has no help"
+
+
+def test_lines_agree_with_their_counts(config, capsys, monkeypatch):
+    numbers = dict.fromkeys(("steps", "steps_now", "rows", "iterations", "computed", "skipped", "test_rows"), 1)
+    measures = dict.fromkeys(
+        ("seconds", "regularization", "residual", "accuracy", "log_loss", "calibration_error"), 1.0
+    )
+    texts = dict.fromkeys(("learned", "solver", "reason", "model", "predictions", "report"), "x")
+    other = {"loss": None, "rows_per_second": 50.0, "quarantined": [], "reused": False, "starts": []}
+    one = {**numbers, **measures, **texts, **other}
+    for stage in ("run", "learn", "fit"):
+        monkeypatch.setattr(f"kme_dist.pipelines.{stage}.run", lambda *_, **__: one)
+    monkeypatch.setattr("kme_dist.pipelines.predict.request_of", lambda *_: None)
+    monkeypatch.setattr("kme_dist.pipelines.predict.run_request", lambda *_, **__: one)
+    for command in ("run", "learn", "fit", "predict"):
+        assert cli.execute([command, config, "--quiet"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "1 test row, 1 step,",
+        "1 step, 1 of them",
+        "on 1 row in",
+        "1 iteration\n",
+        "1 row, 1 chunk computed",
+    ):
+        assert words in out
+    assert not re.search(r"\b1 (\w+ )?(rows|steps|iterations|chunks)\b", out)
+    assert [plural(n, noun) for noun in ("class", "worker") for n in (0, 1, 2)] == [
+        *("classes", "class", "classes"),
+        *("workers", "worker", "workers"),
+    ]
 
 
 def test_quiet_keeps_the_result_as_its_help_says(config, capsys):

@@ -515,7 +515,7 @@ def test_a_cluster_without_a_driver_worker_is_told(monkeypatch):
         def scheduler_info(self, n_workers):
             return {"workers": {"tcp://127.0.0.1:2": {"resources": {}}}}
 
-    with pytest.raises(RetryError, match=r"none of the 1 workers .* --resources kme_driver=1"):
+    with pytest.raises(RetryError, match=r"no worker at .* \(1 connected\) .* --resources kme_driver=1"):
         submit._driver_workers(Client())
 
 
