@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,10 @@ from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.predictions import PARQUET_STATE, PREDICTIONS_FORMAT, open_predictions
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import DataError, KMEError
+from kme_dist.run.checkpoints import FORMAT as CHECKPOINT_FORMAT
 
 MAX_COLUMNS = 40
+MAX_NAMED = 3  # paths in a message
 
 
 def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
@@ -34,9 +37,7 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
-        raise DataError(
-            f"{place}: not a kme-dist data set, model or run (looked for {place}/{METADATA_KEY})."
-        ) from None
+        raise DataError(_nothing_at(place)) from None
     format_name = str(attributes.get("format", ""))
     if not format_name.startswith("kme-dist/"):
         raise DataError(f"{place}: a Zarr group that was not written by kme-dist.")
@@ -52,9 +53,53 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
         if verify:
             load_arrays(place.address)
         facts.update({key: value for key, value in attributes.items() if key != "digests"})
+        if format_name == CHECKPOINT_FORMAT:
+            facts["watch"] = {name: _decimal(value) for name, value in facts["watch"].items()}
         facts["arrays"] = {name: _shape(place, name) for name in attributes.get("digests", {})}
     facts["verified"] = verify
     return facts
+
+
+def _nothing_at(place: Place) -> str:
+    """Why a path cannot be described, and what can be instead."""
+    if not (place.path.exists() if place.is_local else place.sizes()):
+        return f"{place} does not exist."
+    if not place.is_local:
+        return f"{place}: not a kme-dist data set, model or run (looked for {place}/{METADATA_KEY})."
+    if place.path.is_file():
+        return f"{place} is a file; a kme-dist data set, model, checkpoint, predictions or run is a folder."
+    inside = _inspectable_below(place.path)
+    more = f" and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
+    found = f"{', '.join(str(place.path / path) for path in inside[:MAX_NAMED])}{more}"
+    if (place.path / "job.json").is_file():
+        advice = f"see `kme-dist jobs status {place.name} --root {place.path.parent.parent}`"
+        return f"{place} is the folder of a job; {advice}{f', or inspect {found}' if inside else ''}."
+    problem = f"{place}: not a kme-dist data set, model or run"
+    return (
+        f"{problem}, but a folder with some; inspect {found}." if inside else f"{problem} (looked for {METADATA_KEY})."
+    )
+
+
+def _inspectable_below(folder: Path, depth: int = 3) -> list[Path]:
+    """Data sets, models, checkpoints, predictions and runs in a folder, relative to it.
+
+    The last by name come first: of checkpoints and of dated jobs these are the newest.
+    """
+    found = []
+    for path in sorted(folder.iterdir(), reverse=True):
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        if any((path / key).is_file() for key in (METADATA_KEY, PARQUET_STATE, "run.json")):
+            found.append(Path(path.name))
+        elif depth > 1:
+            found += [path.name / below for below in _inspectable_below(path, depth - 1)]
+    return found
+
+
+def _decimal(value: float | str) -> float | str:
+    """A number of a checkpoint, stored in hexadecimal to keep every bit. Infinity stays text, which JSON has."""
+    number = float.fromhex(value) if isinstance(value, str) else value
+    return number if math.isfinite(number) else str(number)
 
 
 def _sizes(place: Place) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from kme_dist.data.append import append
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, KMEError
+from kme_dist.ops.words import plural
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.folder import digest, recorded_stages
 from kme_dist.pipelines.stages import Run, Stage
@@ -116,10 +117,9 @@ def _work(run: Run) -> dict[str, Any]:
         "features": data.features,
         "classes": len(data.classes),
     }
-    run.listener.say(
-        f"{run.name}: {facts['train_rows']:,} training rows, {facts['test_rows']:,} test rows, "
-        f"{facts['features']} features, {facts['classes']} classes"
-    )
+    nouns = {"train_rows": "training row", "test_rows": "test row", "features": "feature", "classes": "class"}
+    counts = [f"{facts[key]:,} {plural(facts[key], noun)}" for key, noun in nouns.items()]
+    run.listener.say(f"{run.name}: {', '.join(counts)}")
     return facts
 
 

@@ -44,12 +44,14 @@ from kme_dist.cli.options import (
     Overrides,
     Scheduler,
     StageOptions,
+    TableConfig,
     expand_options,
     split_names,
 )
 from kme_dist.cli.output import print_json, print_tree
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
 from kme_dist.errors import KMEError
+from kme_dist.ops.words import plural
 
 app = typer.Typer(
     name="kme-dist",
@@ -110,7 +112,8 @@ def run(
     print(
         f"test accuracy {100 * result['accuracy']:.2f} %  log loss {result['log_loss']:.4f}  "
         f"calibration error {100 * result['calibration_error']:.1f} %  "
-        f"({result['test_rows']} test rows, {result['steps']} steps, {result['seconds']:.1f} s)"
+        f"({result['test_rows']} test {plural(result['test_rows'], 'row')}, "
+        f"{result['steps']} {plural(result['steps'], 'step')}, {result['seconds']:.1f} s)"
     )
     print(f"report: {result['report']}")
 
@@ -118,17 +121,17 @@ def run(
 @app.command()
 @expand_options
 def learn(
-    config: DatasetConfig,
+    config: TableConfig,
     options: StageOptions,
     output: Output,
     fresh: Annotated[bool, typer.Option("--fresh", help="Restart instead of resuming from a checkpoint.")] = False,
 ) -> None:
-    """Learn kernel and regularisation from a data set on a cluster, or resume an interrupted run."""
+    """Learn kernel and regularisation on a cluster, or resume an interrupted run."""
     result = _run_stage("learn", config, options, output, fresh=fresh)
     output.result(
         result,
-        f"{result['steps']} steps, {result['steps_now']} of them now in {result['seconds']:.1f} s; "
-        f"regularisation {result['regularization']:.4g}",
+        f"{result['steps']} {plural(result['steps'], 'step')}, {result['steps_now']} of them now "
+        f"in {result['seconds']:.1f} s; regularisation {result['regularization']:.4g}",
         f"learned: {result['learned']}",
     )
 
@@ -152,16 +155,17 @@ class UpdateOptions:
 @app.command()
 @expand_options
 def fit(
-    config: DatasetConfig, update: UpdateOptions, options: StageOptions, output: Output, fresh: Fresh = False
+    config: TableConfig, update: UpdateOptions, options: StageOptions, output: Output, fresh: Fresh = False
 ) -> None:
     """Fit the embedding on all rows on a cluster, with the kernel that `learn` has written to the run folder."""
     result = _run_stage("fit", config, options, output, fresh=fresh, **asdict(update))
     loss = "" if result["loss"] is None else f", leave-one-out log loss {result['loss']:.4f}"
     output.result(
         result,
-        f"{result['solver']} ({result['reason']}) on {result['rows']} rows in {result['seconds']:.1f} s: "
+        f"{result['solver']} ({result['reason']}) on {result['rows']} {plural(result['rows'], 'row')} "
+        f"in {result['seconds']:.1f} s: "
         f"regularisation {result['regularization']:.4g}{loss}, residual {result['residual']:.1e}, "
-        f"{result['iterations']} iterations",
+        f"{result['iterations']} {plural(result['iterations'], 'iteration')}",
         f"model: {result['model']}",
     )
 
@@ -263,14 +267,17 @@ def inspect(
     elif facts["format"] == "kme-dist/dataset":
         stored.render(facts)
     else:
-        steps = facts.pop("history", None)
-        print_tree(facts if steps is None else {**facts, "steps": len(steps)})
+        history = facts.pop("history", None)
+        if history is not None and "step" not in facts:  # a checkpoint has a step, and rarely a history
+            facts["steps"] = len(history)
+        print_tree(facts)
 
 
 @app.command()
 @expand_options
 def doctor(output: Output, scheduler: Scheduler = None, insecure: Insecure = False) -> None:
-    """Check this installation: versions, BLAS, threads, memory, GPUs, write access, cluster."""
+    """Check this installation: versions, BLAS, threads, memory, GPUs, write access, cluster. With --quiet only problems
+    are printed."""
     report = load("pipelines.doctor").examine(scheduler=scheduler, insecure=insecure)
     if output.as_json or not output.quiet:
         _print_facts(report, output)
@@ -292,7 +299,8 @@ def smoke(
         str | None, typer.Option(help="Folder that all workers can reach; default: a temporary folder.")
     ] = None,
 ) -> None:
-    """Test a cluster end to end: store, learn, fit and predict a tiny table, and check the result."""
+    """Test a cluster end to end: store, learn, fit and predict a tiny table, and check the result. With --quiet only
+    problems are printed."""
     if config is not None:
         settings = options.load(config).cluster
     elif options.overrides:
@@ -306,7 +314,8 @@ def smoke(
         print_json(facts)
     elif not output.quiet:
         print(
-            f"passed: {facts['workers']} workers, {facts['steps']} steps identical to a single process, "
+            f"passed: {facts['workers']} {plural(facts['workers'], 'worker')}, "
+            f"{facts['steps']} {plural(facts['steps'], 'step')} identical to a single process, "
             f"test accuracy {100 * facts['accuracy']:.0f} % ({facts['seconds']:.1f} s)"
         )
 
@@ -373,6 +382,9 @@ def execute(arguments: list[str]) -> int:
         return _fail(arguments, f"{error.format_message()} See `{hint}`.", 2)
     except KMEError as error:
         return _fail(arguments, str(error), error.exit_code)
+    except job_commands.JobCancelled as error:  # its result, JSON or not, is already printed
+        print(f"error: {error}", file=sys.stderr)
+        return 130
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(arguments, 130)
     except Terminated:

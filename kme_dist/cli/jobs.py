@@ -53,6 +53,10 @@ from kme_dist.ops.schedule import fire_times, keep_schedule, parse_time, stamp, 
 jobs_app = typer.Typer(name="jobs", help="Jobs under the root folder: list, status, logs, wait, cancel, resume.")
 
 
+class JobCancelled(Exception):
+    """The job was cancelled: exit code 130, as if the command itself were interrupted, but with other advice."""
+
+
 def add_commands(app: typer.Typer) -> None:
     for command in (cluster, submit, schedule, certs):
         app.command()(expand_options(command))
@@ -149,15 +153,29 @@ def submit(
         raise ConfigError("no scheduler address: use --scheduler ADDRESS, or set cluster.address in the config")
     root = job_root(wanted.root)
     job = create_job(root, pipeline=wanted.pipeline, config=settings, name=config.stem, job_id=wanted.job_id)
+    before = job.status()["state"] if job.events() or job.result() is not None else None
     try:
-        _submit(job, at)
+        if before != "succeeded":
+            _submit(job, at)
     except KMEError:
         if wanted.job_id is None and not job.events():  # no scheduler has seen it: leave nothing behind
             shutil.rmtree(job.folder)
         raise
     output.result({"id": job.id, "folder": str(job.folder)}, job.id)
     if not output.as_json:
-        output.say(f"submitted; see `kme-dist jobs status {job.id}`")
+        output.say(_submitted(job, before))
+
+
+def _submitted(job: Job, before: str | None) -> str:
+    """What a submission did, by the state of the job before it; None for a job that is new."""
+    see = f"see `kme-dist jobs status {job.id}`"
+    if before is None:
+        return f"submitted; {see}"
+    if before == "succeeded":
+        return f"job {job.id} has already succeeded; nothing to do"
+    if before in ENDED:
+        return f"resumes the {before} job {job.id}; {see}"
+    return f"job {job.id} was submitted before and is {before}; {see}"
 
 
 @jobs_app.command("list")
@@ -257,8 +275,8 @@ def cancel(
 @expand_options
 def resume(which: JobOptions, connection: Connection, output: Output) -> None:
     """Resume a job that failed, was cancelled or lost its scheduler; without --scheduler in this process."""
-    job = which.job()
-    if (at := connection.cluster()) is not None:
+    job, at = which.job(), connection.cluster()
+    if at is not None:
         _submit(job, at)
     else:
         job.request()
@@ -266,6 +284,8 @@ def resume(which: JobOptions, connection: Connection, output: Output) -> None:
         _drive_here(job, 0.0, output.say)
     facts = job.status()
     output.result(facts, f"{job.id} {facts['state']}")
+    if at is None:
+        _exit_like(facts)
 
 
 @dataclass(frozen=True)
@@ -301,6 +321,7 @@ def schedule(
         _run_scheduled(job, connection.cluster(), wanted.patience, output.say)
         facts = job.status()
         output.result(facts, f"{job.id} {facts['state']}")
+        _exit_like(facts)
         return
     if wanted.cron is None or wanted.at is not None:
         raise ConfigError("--cron is missing; or use --once (with --at TIME) for a single run")
@@ -324,7 +345,7 @@ def _run_scheduled(job: Job, at: ClusterConfig | None, patience_s: float, say: C
         say(f"{job.id} is already done")
     elif at is not None:
         _submit(job, at)
-        _exit_like(load("ops.submit").wait(job))
+        load("ops.submit").wait(job)
     else:
         _drive_here(job, patience_s, say)
 
@@ -338,19 +359,19 @@ def _submit(job: Job, at: ClusterConfig) -> None:
 
 def _drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:
     try:
-        drive(job, load("pipelines.job").run_pipeline, wait_s=wait_s, say=say)
-    except Cancelled:
-        say(f"{job.id} was cancelled")
-        raise typer.Exit(130) from None
+        with contextlib.suppress(Cancelled):  # the job's folder says so, and the caller reads it
+            drive(job, load("pipelines.job").run_pipeline, wait_s=wait_s, say=say)
     except LeaseLost as error:
         raise RetryError(f"another process took over because this one had stalled ({error})") from None
 
 
 def _exit_like(facts: Mapping[str, Any]) -> None:
     """Exit with the code of a job that has ended."""
+    if facts["state"] == "cancelled":
+        raise JobCancelled(f"the job {facts['id']} was cancelled; resume it with `kme-dist jobs resume {facts['id']}`")
     if facts["state"] == "failed":
         print(f"error: {facts.get('error', 'the job failed')}", file=sys.stderr)
-    code = {"succeeded": 0, "cancelled": 130}.get(facts["state"], facts.get("exit_code", 1))
+    code = 0 if facts["state"] == "succeeded" else facts.get("exit_code", 1)
     if code:
         raise typer.Exit(code)
 

@@ -29,6 +29,9 @@ from kme_dist.ops.certs import tls_files
 from kme_dist.ops.jobs import Job, job_at, job_root
 
 DatasetConfig = Annotated[Path, typer.Argument(help="YAML file whose data.source is a data set.")]
+TableConfig = Annotated[
+    Path, typer.Argument(help="YAML file whose data.source is a data set or a table (CSV, Parquet, npz, ...).")
+]
 JobConfig = Annotated[Path, typer.Argument(help="YAML file with paths relative to the root.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key of the config.")
@@ -77,7 +80,9 @@ class Output:
     """What every command takes: how to print its result and its messages."""
 
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no messages, only errors.")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no progress and no messages, only results and errors.")
+    ] = False
 
     def say(self, line: str) -> None:
         """A message to a person, on stderr."""
@@ -103,7 +108,7 @@ class ConfigOptions:
         """The config with --set, further `changes` and --scheduler applied, in this order."""
         at = self.scheduler
         cluster = [] if at is None else ["cluster.kind=address", f"cluster.address={json.dumps(at)}"]
-        return load_config(path, [*(self.overrides or []), *(changes or []), *cluster])
+        return load_config(path, self.overrides or [], [*(changes or []), *cluster])
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from kme_dist.cli.lazy import load
 from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, split_names, split_pairs
 from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.errors import ConfigError
+from kme_dist.ops.words import plural
 
-OptionalConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
+PredictConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
+EvaluateConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --predictions and --data.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -39,7 +41,7 @@ class PredictOptions:
         str | None, typer.Option(help="Comma-separated: label, probability, decision, entropy, rkhs_entropy.")
     ] = None
     expectation: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="E[g(Y) | x] for the g in a YAML or JSON file.")
+        list[str] | None, typer.Option(metavar="NAME=FILE", help=r"E\[g(Y) | x] for the g in a YAML or JSON file.")
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Number of top classes.")] = None
     format: Annotated[str | None, typer.Option(help="Output format: zarr or parquet.")] = None
@@ -67,7 +69,7 @@ def predict(
     wanted: PredictOptions,
     options: StageOptions,
     output: Output,
-    config: OptionalConfig = None,
+    config: PredictConfig = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace predictions of another model or of other data.")
     ] = False,
@@ -96,7 +98,8 @@ def predict(
         )
     output.result(
         result,
-        f"{result['rows']:,} rows, {result['computed']} chunks computed, {result['skipped']} done before; "
+        f"{result['rows']:,} {plural(result['rows'], 'row')}, {result['computed']} "
+        f"{plural(result['computed'], 'chunk')} computed, {result['skipped']} done before; "
         f"{result['seconds']:.1f} s, {result['rows_per_second']:,.0f} rows/s",
         f"predictions: {result['predictions']}",
     )
@@ -110,7 +113,7 @@ def predict(
         raise typer.Exit(pipeline.EXIT_QUARANTINED)
 
 
-def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, config: OptionalConfig = None) -> None:
+def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, config: EvaluateConfig = None) -> None:
     """Compare predictions with labels: accuracy, calibration, confusion, risk against coverage; writes a report."""
     pipeline, predictions = load("pipelines.evaluate"), wanted.predictions
     cluster, settings = _settings(config, options, {})
@@ -127,11 +130,11 @@ def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, co
                 predictions, wanted.data, split=wanted.split, folder=folder, executor=executor, title=title
             )
         result = pipeline.summary_of(metrics, folder)
-    percent = {"accuracy": "accuracy", "balanced_accuracy": "balanced"}
+    rows, percent = result["rows"], {"accuracy": "accuracy", "balanced_accuracy": "balanced"}
     shown = [f"{name} {100 * result[key]:.2f} %" for key, name in percent.items() if key in result]
     if "log_loss" in result:
         shown += [f"log loss {result['log_loss']:.4f}", f"calibration error {100 * result['calibration_error']:.1f} %"]
-    output.result(result, f"{'  '.join(shown)}  ({result['rows']:,} rows)", f"report: {result['report']}")
+    output.result(result, f"{'  '.join(shown)}  ({rows:,} {plural(rows, 'row')})", f"report: {result['report']}")
 
 
 def _settings(

@@ -21,8 +21,11 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel = 2
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides (the values are YAML too)."""
+def load_config(path: str | Path, overrides: Iterable[str] = (), flags: Iterable[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides (the values are YAML too).
+
+    `flags` are overrides by other options of the command line than --set, applied last.
+    """
     path = Path(path)
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -41,13 +44,19 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     if not isinstance(tree, dict):
         seen = "nothing" if tree is None else f"a {type(tree).__name__}"
         raise ConfigError(f"{path}: expected sections such as `data:` and `model:`, got {seen}")
+    origins = {}  # of keys that are not from the file; the last override of a key wins
     for override in overrides:
-        _apply(tree, override)
-    return parse_config(tree, str(path))
+        origins[_apply(tree, override)] = f"--set {override if len(override) <= 80 else override[:77] + '...'}"
+    for flag in flags:
+        origins[_apply(tree, flag)] = "command line"
+    return parse_config(tree, str(path), origins)
 
 
-def parse_config(tree: Mapping[str, Any], where: str = "config") -> Config:
-    """Check a mapping against the model; the first mistake becomes a `ConfigError`."""
+def parse_config(tree: Mapping[str, Any], where: str = "config", origins: Mapping[str, str] | None = None) -> Config:
+    """Check a mapping against the model; the first mistake becomes a `ConfigError`.
+
+    Its message begins with `where`, or with the origin of the dotted key in `origins`.
+    """
     try:
         return Config.model_validate(dict(tree))
     except ValidationError as error:
@@ -56,7 +65,8 @@ def parse_config(tree: Mapping[str, Any], where: str = "config") -> Config:
         first = min(found, key=lambda item: item["type"] != "extra_forbidden")
         # Each branch of a union reports an error; together they are one mistake.
         together = [item for item in found if _key(item) == _key(first)]
-        raise ConfigError(f"{where}: {_explain(together)}") from None
+        problem = _explain(together)
+        raise ConfigError(f"{_origin(first, problem, origins or {}) or where}: {problem}") from None
 
 
 def json_schema() -> dict[str, Any]:
@@ -110,8 +120,8 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not readable as YAML ({' '.join(str(error).split())[:200]})") from None
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Put one `section.key=value` of the command line into the tree read from the file."""
+def _apply(tree: dict[str, Any], override: str) -> str:
+    """Put one `section.key=value` of the command line into the tree read from the file; returns the key."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -125,6 +135,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             inner = ".".join(parts[: depth + 1])
             raise ConfigError(f"--set {override}: {inner} is {_briefly(target)}, not a mapping; set {inner} as a whole")
     target[parts[-1]] = parse_yaml(text, f"--set {override}")
+    return ".".join(parts)
 
 
 def _yaml_files(folder: Path) -> list[Path]:
@@ -198,6 +209,19 @@ def _explain(findings: list[Any]) -> str:
         item["msg"].removeprefix("Input should be ").replace("valid dictionary", "mapping") for item in findings
     )
     return f"`{key}` is {seen}, but must be {' or '.join(allowed)}{meaning}"
+
+
+def _origin(error: Any, problem: str, origins: Mapping[str, str]) -> str | None:
+    """Where the wrong key was given, if not in the file."""
+    wrong = _key(error)
+    for key, origin in reversed(list(origins.items())):
+        if f"{wrong}.".startswith(f"{key}."):
+            return origin
+        if error["type"] == "extra_forbidden" and key.startswith(f"{wrong}."):  # an unknown section
+            return origin
+        if error["type"] == "value_error" and re.search(rf"{re.escape(key)}\b", problem):  # found in a whole section
+            return origin
+    return None
 
 
 def _key(error: Any) -> str:

@@ -38,6 +38,7 @@ from kme_dist.backend import resolve
 from kme_dist.config import ClusterConfig
 from kme_dist.errors import ConfigError, RetryError
 from kme_dist.ops.certs import tls_files
+from kme_dist.ops.words import plural
 from kme_dist.run.executors import GPU, DaskExecutor, Executor, SerialExecutor
 
 PACKAGES = ("kme-dist", "dask", "distributed", "numpy", "scipy", "zarr")
@@ -151,7 +152,8 @@ def in_words(executor: Executor) -> str:
     if client is None:
         return "this process only"
     link = dashboard_of(client)
-    return f"{executor.workers} workers at {client.scheduler.address}" + (f", dashboard {link}" if link else "")
+    workers = f"{executor.workers} {plural(executor.workers, 'worker')}"
+    return f"{workers} at {client.scheduler.address}" + (f", dashboard {link}" if link else "")
 
 
 def worker_count(settings: ClusterConfig) -> int:

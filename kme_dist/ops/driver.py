@@ -19,6 +19,7 @@ from kme_dist.config import Config, parse_config
 from kme_dist.data.leases import EpochLease, LeaseLost
 from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError
 from kme_dist.ops.jobs import PIPELINES, Job, now
+from kme_dist.ops.words import plural
 
 ATTEMPTS = 3  # of one driver, when the infrastructure fails
 PAUSE_S = 5.0  # before its second attempt; twice as long before the third
@@ -102,8 +103,9 @@ def _attempts(
                 pipeline, config, name=request["name"], command=f"kme-dist jobs resume {job.id}", listener=listener
             )
             if result.get("quarantined"):
+                skipped = len(result["quarantined"])
                 raise CorruptError(
-                    f"skipped {len(result['quarantined'])} chunks that could not be read (quarantined), the others "
+                    f"skipped {skipped} {plural(skipped, 'chunk')} that could not be read (quarantined), the others "
                     f"are done; see `kme-dist inspect {result.get('predictions')}`"
                 )
             return result

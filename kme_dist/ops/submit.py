@@ -76,7 +76,7 @@ def _driver_workers(client: Any) -> list[str]:
     found = [address for address, facts in info.items() if facts.get("resources", {}).get(DRIVER, 0) >= 1]
     if not found:
         raise RetryError(
-            f"none of the {len(info)} workers at {client.scheduler.address} offers the resource {DRIVER}, which the "
+            f"no worker at {client.scheduler.address} ({len(info)} connected) offers the resource {DRIVER}, which the "
             f"driver of a job requires; start one with `dask worker ADDRESS --resources {DRIVER}=1`"
         )
     return found

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -10,11 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
+from rich.text import Text
 
 from kme_dist.cli import app as cli
 from kme_dist.errors import CorruptError, NumericalError, RetryError
+from kme_dist.ops.words import plural
+from kme_dist.run.checkpoints import Checkpoints, Snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "kme_dist"]
@@ -238,6 +243,37 @@ def test_inspect_describes_a_run_and_refuses_what_is_not_ours(config, tmp_path, 
     assert failure(capsys, "inspect", "other")[0] == 65
 
 
+def test_inspect_of_another_path_says_what_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert failure(capsys, "inspect", "nothere") == (2, f"error: {tmp_path}/nothere does not exist.")
+    table(tmp_path / "good.csv", GOOD)
+    assert "good.csv is a file" in failure(capsys, "inspect", "good.csv")[1]
+    run = tmp_path / "runs" / "j2" / "output"
+    run.mkdir(parents=True)
+    assert "not a kme-dist data set, model or run (looked" in failure(capsys, "inspect", "runs")[1]
+    (run.parent / "job.json").write_text("{}")
+    assert "jobs status j2" in failure(capsys, "inspect", "runs/j2")[1]
+    (run / "run.json").write_text("{}")
+    advice = f"see `kme-dist jobs status j2 --root {tmp_path}`, or inspect {run}."
+    assert failure(capsys, "inspect", "runs/j2") == (2, f"error: {run.parent} is the folder of a job; {advice}")
+
+
+def test_inspect_shows_a_checkpoint_in_plain_numbers(tmp_path, capsys):
+    folder = tmp_path / "checkpoints" / "a1" / "0-rcb"
+    watch = {"mean": 0.1, "least": math.inf, "since": 0}
+    for step in (50, 60):
+        Checkpoints(folder).save(Snapshot(step, {"scale": np.ones(1)}, {}, watch), {})
+    newest = folder / "step-0000000060.zarr"
+    line = failure(capsys, "inspect", str(tmp_path / "checkpoints"))[1]
+    assert f"a folder with some; inspect {newest}, " in line
+    assert cli.execute(["inspect", str(newest)]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1)
+    assert (facts["step"], facts["mean"], facts["least"], facts["since"]) == ("60", "0.1", "inf", "0")
+    assert "steps" not in facts
+    assert cli.execute(["inspect", str(newest), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["watch"] == {"mean": 0.1, "least": "inf", "since": 0}
+
+
 def test_doctor_finds_versions_blas_memory_and_write_access(config, capsys):
     assert cli.execute(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -307,6 +343,73 @@ def test_every_command_takes_json_and_quiet_and_shared_options_are_the_same(name
         assert text in options.get(option, text)
     for parameter in command.params:
         assert parameter.help or parameter.name == "help", f"{name}: {parameter.name} has no help"
+
+
+def test_lines_agree_with_their_counts(config, capsys, monkeypatch):
+    numbers = dict.fromkeys(("steps", "steps_now", "rows", "iterations", "computed", "skipped", "test_rows"), 1)
+    measures = dict.fromkeys(
+        ("seconds", "regularization", "residual", "accuracy", "log_loss", "calibration_error"), 1.0
+    )
+    texts = dict.fromkeys(("learned", "solver", "reason", "model", "predictions", "report"), "x")
+    other = {"loss": None, "rows_per_second": 50.0, "quarantined": [], "reused": False, "starts": []}
+    one = {**numbers, **measures, **texts, **other}
+    for stage in ("run", "learn", "fit"):
+        monkeypatch.setattr(f"kme_dist.pipelines.{stage}.run", lambda *_, **__: one)
+    monkeypatch.setattr("kme_dist.pipelines.predict.request_of", lambda *_: None)
+    monkeypatch.setattr("kme_dist.pipelines.predict.run_request", lambda *_, **__: one)
+    for command in ("run", "learn", "fit", "predict"):
+        assert cli.execute([command, config, "--quiet"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "1 test row, 1 step,",
+        "1 step, 1 of them",
+        "on 1 row in",
+        "1 iteration\n",
+        "1 row, 1 chunk computed",
+    ):
+        assert words in out
+    assert not re.search(r"\b1 (\w+ )?(rows|steps|iterations|chunks)\b", out)
+    assert [plural(n, noun) for noun in ("class", "worker") for n in (0, 1, 2)] == [
+        *("classes", "class", "classes"),
+        *("workers", "worker", "workers"),
+    ]
+
+
+def test_quiet_keeps_the_result_as_its_help_says(config, capsys):
+    """A script wants the result line and nothing else."""
+    assert cli.execute(["run", config, "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert "test accuracy" in out
+    assert err == ""
+    for name, command in all_commands():
+        (quiet,) = [parameter.help for parameter in command.params if "--quiet" in parameter.opts]
+        assert quiet == "Print no progress and no messages, only results and errors.", name
+
+
+@pytest.mark.parametrize("name", ["learn", "fit"])
+def test_stages_that_take_tables_say_so(name):
+    command = dict(all_commands())[name]
+    assert [p.help for p in command.params if p.name == "config"] == [
+        "YAML file whose data.source is a data set or a table (CSV, Parquet, npz, ...)."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), list(all_commands()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_no_help_loses_text_in_brackets(name, command):
+    """Helps are shown by rich, which reads `[word]` as markup; a bracket that is text is written `\\[`."""
+    for text in [command.help, *(parameter.help for parameter in command.params)]:
+        assert Text.from_markup(text or "").plain == (text or "").replace("\\[", "["), name
+
+
+def test_helps_name_the_options_of_their_own_command(capsys):
+    assert cli.execute(["predict", "--help"]) == 0
+    assert "E[g(Y)" in capsys.readouterr().out
+    for name, command in all_commands():
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        named = set(re.findall(r"--[a-z][a-z-]*", " ".join(p.help or "" for p in command.params)))
+        assert named <= options, f"{name}: {named - options}"
 
 
 @pytest.mark.parametrize("command", ["run", "learn", "fit", "plan", "predict", "evaluate", "submit", "smoke", "doctor"])

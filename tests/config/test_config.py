@@ -150,6 +150,28 @@ def test_a_mistake_names_the_key_what_was_seen_and_what_is_allowed(tmp_path, ove
 
 
 @pytest.mark.parametrize(
+    ("text", "overrides", "flags", "origin"),
+    [
+        (MINIMAL, ["learn.steps=many"], [], "--set learn.steps=many: `learn.steps`"),
+        (MINIMAL, ["learn.steps=3", "learn.setps=3"], [], "--set learn.setps=3: unknown key"),
+        (MINIMAL, ["learn.steps=a", "learn.steps=b"], [], "--set learn.steps=b: `learn.steps`"),
+        (MINIMAL, ["modle.kernel=x"], [], "--set modle.kernel=x: unknown key `modle`"),
+        (MINIMAL, ["learn={steps: many}"], [], "--set learn={steps: many}: `learn.steps`"),
+        (MINIMAL, ["data.source=sklearn:irsi"], [], "--set data.source=sklearn:irsi: data.source"),
+        (MINIMAL, [], ["predict.top_k=-1"], "command line: `predict.top_k`"),
+        (MINIMAL + "learn: {steps: many}", ["learn.batch_size=3"], [], "FILE: `learn.steps`"),
+        ("data: {source: 'sklearn:irsi'}", ["data.split_seed=1"], [], "FILE: data.source"),
+    ],
+)
+def test_a_mistake_is_blamed_on_whoever_gave_the_key(tmp_path, text, overrides, flags, origin):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, flags)
+    assert str(caught.value).startswith(origin.replace("FILE", str(path)))
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", ["nothing", "`data:`"]),

@@ -515,7 +515,7 @@ def test_a_cluster_without_a_driver_worker_is_told(monkeypatch):
         def scheduler_info(self, n_workers):
             return {"workers": {"tcp://127.0.0.1:2": {"resources": {}}}}
 
-    with pytest.raises(RetryError, match=r"none of the 1 workers .* --resources kme_driver=1"):
+    with pytest.raises(RetryError, match=r"no worker at .* \(1 connected\) .* --resources kme_driver=1"):
         submit._driver_workers(Client())
 
 
@@ -549,6 +549,34 @@ def test_a_job_that_nobody_took_leaves_no_trace(tmp_path, capsys, monkeypatch):
     assert "no scheduler answers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        (None, "submitted; see `kme-dist jobs status j4`"),
+        ("succeeded", "job j4 has already succeeded; nothing to do"),
+        ("cancelled", "resumes the cancelled job j4; see `kme-dist jobs status j4`"),
+        ("failed", "resumes the failed job j4; see `kme-dist jobs status j4`"),
+        ("running", "job j4 was submitted before and is running; see `kme-dist jobs status j4`"),
+    ],
+)
+def test_a_submission_says_what_it_did(tmp_path, capsys, monkeypatch, before, line):
+    sent = []
+    monkeypatch.setattr("kme_dist.ops.submit.submit", lambda job, *_: sent.append(job.id))
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    arguments = ["submit", str(tmp_path / "c.yaml"), "--id", "j4", "--scheduler", "tcp://h:1", "--root", str(tmp_path)]
+    if before is not None:
+        assert cli.execute([*arguments, "--quiet"]) == 0
+        job = jobs.job_at(tmp_path, "j4")
+        job.event(before)
+        if before == "succeeded":
+            job.commit({"result": {}})
+    sent.clear()
+    capsys.readouterr()
+    assert cli.execute(arguments) == 0
+    assert capsys.readouterr() == ("j4\n", f"{line}\n")
+    assert sent == ([] if before == "succeeded" else ["j4"])
+
+
 def test_a_job_that_failed_can_be_resumed(job, pipeline, capsys):
     pipeline(lambda config, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -567,8 +595,14 @@ def test_a_job_that_is_cancelled_here_ends_as_cancelled(job, pipeline, capsys):
         listener.progress("chunks", 1, 2)
 
     pipeline(run)
-    assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root)]) == 130
+    assert cli.execute(["jobs", "resume", job.id, "--root", str(job.root), "--quiet"]) == 130
     assert job.status()["state"] == "cancelled"
+    advice = f"error: the job {job.id} was cancelled; resume it with `kme-dist jobs resume {job.id}`\n"
+    assert capsys.readouterr() == (f"{job.id} cancelled\n", advice)
+    assert cli.execute(["jobs", "wait", job.id, "--root", str(job.root), "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out)["state"] == "cancelled", "one JSON object"
+    assert err == advice
 
 
 def test_a_list_survives_jobs_that_are_damaged_or_go_away(tmp_path, job, capsys, monkeypatch):

@@ -68,7 +68,7 @@ def test_flags_alone_are_enough(run_folder, capsys):
     options = ["--outputs", "label,entropy", "--expectation", "size=g.yaml", "--top-k", "2", "--format", "parquet"]
     code, seen = call(capsys, "predict", *flags, *options)
     assert code == 0, seen.err
-    assert "150 rows, 1 chunks computed" in seen.out
+    assert "150 rows, 1 chunk computed" in seen.out
     found = kme.open_predictions("scores")
     assert found.names == ["row", "label", "entropy", "expectation/size", "top_label", "top_probability"]
     code, seen = call(capsys, "evaluate", "--predictions", "scores", "--data", "runs/iris/data.zarr")
