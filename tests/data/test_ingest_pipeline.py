@@ -84,6 +84,6 @@ def test_describe_knows_saved_arrays_and_finds_damage(tmp_path, capsys):
     with pytest.raises(CorruptError, match="chunk 0 of weights"):
         describe_module.describe(tmp_path / "m.zarr", verify=True)
     assert describe_module.main([str(tmp_path / "m.zarr"), "--verify"]) == 65
-    with pytest.raises(DataError, match="not a kme-dist data set"):
+    with pytest.raises(DataError, match="does not exist"):
         describe_module.describe(tmp_path / "none")
     assert describe_module.main([]) == 2
