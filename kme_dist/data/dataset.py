@@ -335,7 +335,7 @@ class Dataset(RowSource):
         return append(self.path, source, **options)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=1)  # one, as `kme-dist plan` counts
 def _reopen(place: Place, verify: bool, cache_bytes: int, content: str) -> Dataset:
     """Opened once per process for all tasks, which share its cache.
 
