@@ -138,7 +138,8 @@ def test_what_a_dead_worker_took_with_it_is_done_by_tasks(always):
         for _ in range(8):
             found = executor.map(slow_square, calls, name="slow", quick=True)
             assert [square for _, square in found] == [0, 1, 4, 9, 16, 25]
-        assert not executor._lanes.available, "it was noticed, and the way is left alone for a while"
+        # On a busy machine so much time may pass before the loss is noticed that lanes are tried again by now.
+        assert executor._lanes._retry_at > 0, "it was noticed, and lanes are not used for a while"
 
 
 def test_a_call_that_is_not_answered_in_time_is_missing(client):
