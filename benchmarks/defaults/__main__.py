@@ -1,122 +1,137 @@
-"""Quality of the defaults: `MCEClassifier()` on raw data against scikit-learn's `SVC()` on standardised data.
+"""What `MCEClassifier()` gives on tables that nobody tuned it for, beside other classifiers.
 
-    python -m benchmarks.defaults [--splits 3] [--rows 3000] [--sets iris,wine,...]
+    python -m benchmarks.defaults [--splits 5] [--sets iris,wine] [--models mce,svc] [--out FOLDER] [--resume]
+    python -m benchmarks.defaults --development ...    three folds inside the half that has no test rows
+    python -m benchmarks.defaults --before COMMIT ...  with MCEClassifier() of that commit, measured in the same run
 
-Accuracy, and log loss of the predicted probabilities against a calibrated SVC, on the shared classification sets
-(folder KME_DATA or ../shared/data) and on those that ship with scikit-learn. Random splits, three quarters for
-training; larger sets are sampled down to `--rows` training rows, because SVC does not scale. Default gradient boosting
-is shown for comparison.
+Accuracy, log loss, Brier score, calibration error and seconds on the shared classification sets (folder KME_DATA or
+../shared/data) and those of scikit-learn; which rows are test rows: `benchmarks/defaults/rows.py`. Every cell (set,
+split, model) runs in a process of its own on one core and is stopped after `--limit` processor seconds; what is
+compared are processor seconds, which depend little on what else the machine does. Writes FOLDER/results.jsonl (a line
+per cell; `--resume` measures only what is missing), FOLDER/summary.txt and FOLDER/report.html. xgboost and lightgbm
+are in the extra `bench`; without them their columns are empty.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import subprocess
+import tempfile
 import time
-import warnings
+from pathlib import Path
 
-import numpy as np
-from sklearn.calibration import CalibratedClassifierCV
-from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.metrics import log_loss
-from sklearn.model_selection import train_test_split
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.svm import SVC
+from benchmarks.defaults import cell, page, results, summary
+from benchmarks.defaults.models import MODELS
+from benchmarks.defaults.ranks import Table
+from benchmarks.defaults.rows import NAMES, available
+from benchmarks.machine import load_average
 
-import kme_dist as kme
-from benchmarks.machine import load_average, shared_data
-
-SHIPPED = {"iris": load_iris, "wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
-SHARED = (
-    "ecoli",
-    "ionosphere",
-    "parkinsons",
-    "pima",
-    "banknote",
-    "segment",
-    "satimage",
-    "pendigits",
-    "poker",
-    "covtype",
-    "mnist",
-)
+FOLDS = 3
 
 
-def table(name):
-    if name in SHIPPED:
-        return SHIPPED[name](return_X_y=True)
-    with np.load(shared_data() / f"{name}.npz", allow_pickle=False) as stored:
-        return stored["X"].astype(np.float64), stored["y"]
+def chosen(given, known, what):
+    names = given.split(",") if given else list(known)
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise SystemExit(f"unknown {what} {', '.join(wrong)}; use {', '.join(known)}")
+    return names
 
 
-def split(name, seed, rows):
-    X, y = table(name)
-    if len(y) > rows + 3000:
-        keep = np.random.default_rng(seed).choice(len(y), rows + 2000, replace=False)
-        X, y = X[keep], y[keep]
-    test = 0.25 if 0.75 * len(y) <= rows else len(y) - rows
-    counts = np.unique(y, return_counts=True)[1]
-    return train_test_split(X, y, test_size=test, random_state=seed, stratify=y if counts.min() > 1 else None)
+@contextlib.contextmanager
+def checked_out(revision):
+    """A temporary folder with the repository at this revision; None without a revision."""
+    if revision is None:
+        yield None
+        return
+    git = ["git", "-C", cell.ROOT, "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder) / "before"
+        subprocess.run([*git, "add", "--quiet", "--detach", before, revision], check=True)
+        try:
+            yield before
+        finally:
+            subprocess.run([*git, "remove", "--force", before], check=True)
 
 
-def loss(model, X, y):
-    """Log loss over the rows whose label occurs in training (no model can predict the others)."""
-    known = np.isin(y, model.classes_)
-    return log_loss(y[known], model.predict_proba(X[known]), labels=model.classes_)
+def plan(sets, models, splits, development, limit, codes):
+    """All cells: every set and model in the first split, then in the next, so that early stops leave whole splits."""
+    return [
+        {
+            "set": name,
+            "split": number,
+            "model": model,
+            "development": development,
+            "limit": limit,
+            "code": codes.get(model),
+        }
+        for number in range(splits)
+        for name in sets
+        for model in models
+    ]
 
 
-def measure(name, seed, rows):
-    X, Xq, y, yq = split(name, seed, rows)
-    began = time.perf_counter()
-    mce = kme.MCEClassifier().fit(X, y)
-    seconds = time.perf_counter() - began
-    svc = make_pipeline(StandardScaler(), SVC()).fit(X, y)
-    labels, counts = np.unique(y, return_counts=True)
-    often = np.isin(y, labels[counts > 1])  # calibration by folds is not possible with a class of one row
-    folds = int(min(5, counts[counts > 1].min()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        calibrated = CalibratedClassifierCV(make_pipeline(StandardScaler(), SVC()), cv=folds)
-        svc_loss = loss(calibrated.fit(X[often], y[often]), Xq, yq)
-        boosted = HistGradientBoostingClassifier(random_state=0).fit(X, y)
-    return {
-        "rows": len(y),
-        "mce": mce.score(Xq, yq),
-        "svc": svc.score(Xq, yq),
-        "boosting": boosted.score(Xq, yq),
-        "mce loss": loss(mce, Xq, yq),
-        "svc loss": svc_loss,
-        "boosting loss": loss(boosted, Xq, yq),
-        "seconds": seconds,
-    }
+def measure(tasks, path, sources):
+    for number, task in enumerate(tasks, 1):
+        began = time.time()
+        record = cell.run(task, sources.get(task["model"]))
+        results.append(path, record)
+        got = f"accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
+        said = record.get("reason", "")
+        print(
+            f"{number}/{len(tasks)} {task['set']} split {task['split']} {MODELS[task['model']].title}: "
+            f"{'; '.join(filter(None, (got, said)))} ({time.time() - began:.1f} s, load {record['load']})",
+            flush=True,
+        )
+
+
+def report(folder, tasks, splits, development):
+    """Write summary and page of the cells in `tasks`, and return the summary."""
+    wanted = {results.key(task) for task in tasks}
+    records = {results.key(r): r for r in results.read(folder / "results.jsonl") if results.key(r) in wanted}
+    ordered = [records[results.key(task)] for task in tasks if results.key(task) in records]
+    if not ordered:
+        return "no cell was measured\n"
+    figures = Table(ordered, splits)
+    kind = f"{splits}-fold cross-validation of development rows" if development else f"mean of {splits} splits"
+    text = summary.text(figures, f"MCEClassifier() beside other classifiers: {kind}")
+    (folder / "summary.txt").write_text(text, encoding="utf-8")
+    (folder / "report.html").write_text(page.render(figures, ordered, development), encoding="utf-8")
+    return text
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--splits", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=3000, help="most training rows")
-    parser.add_argument("--sets", default=None)
-    arguments = parser.parse_args(argv)
-    names = [*SHIPPED, *(SHARED if shared_data() else ())]
-    if arguments.sets:
-        names = arguments.sets.split(",")
-    columns = ["rows", "mce", "svc", "boosting", "mce loss", "svc loss", "boosting loss", "seconds"]
-    print(f"mean of {arguments.splits} splits, at most {arguments.rows} training rows; machine load {load_average()}")
-    print(f"{'':14}" + "".join(f"{c:>14}" for c in columns) + f"{'ahead of svc':>14}")
-    means = []
-    for name in names:
-        runs = [measure(name, seed, arguments.rows) for seed in range(arguments.splits)]
-        mean = {c: float(np.mean([run[c] for run in runs])) for c in columns}
-        means.append(mean)
-        shown = "".join(f"{mean[c]:>14.0f}" if c in ("rows", "seconds") else f"{mean[c]:>14.3f}" for c in columns)
-        print(f"{name:14}{shown}{100 * (mean['mce'] - mean['svc']):>+14.1f}", flush=True)
-    lead = [100 * (m["mce"] - m["svc"]) for m in means]
-    print(
-        f"accuracy: {np.mean(lead):+.2f} points against SVC on average, {min(lead):+.1f} at worst; "
-        f"mean log loss {np.mean([m['mce loss'] for m in means]):.3f} against "
-        f"{np.mean([m['svc loss'] for m in means]):.3f} for calibrated SVC"
-    )
+    parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--sets", help=f"of {','.join(NAMES)}")
+    parser.add_argument("--models", help=f"of {','.join(m for m in MODELS if m != 'before')}")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: runs/defaults)")
+    parser.add_argument("--resume", action="store_true", help="measure only the cells that FOLDER does not have")
+    parser.add_argument("--limit", type=float, default=900, help="processor seconds of a cell")
+    parser.add_argument("--development", action="store_true", help="cross-validation inside the development rows")
+    parser.add_argument("--before", metavar="COMMIT", help="also measure MCEClassifier() of this commit")
+    given = parser.parse_args(argv)
+    sets = chosen(given.sets, NAMES if given.sets else available(), "set")
+    models = chosen(given.models, [m for m in MODELS if m != "before"], "model") + ["before"] * bool(given.before)
+    if given.splits < 1:
+        raise SystemExit(f"--splits is {given.splits}; must be an integer >= 1")
+    splits = FOLDS if given.development else given.splits
+    folder = given.out or Path("runs/defaults-development" if given.development else "runs/defaults")
+    path = folder / "results.jsonl"
+    if path.exists() and not given.resume:
+        raise SystemExit(f"{path} already exists; add to it with --resume, or use another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    with checked_out(given.before) as before:
+        sources = {"mce": cell.ROOT, "before": before}
+        codes = {model: results.code_of(source) for model, source in sources.items() if source and model in models}
+        tasks = plan(sets, models, splits, given.development, given.limit, codes)
+        todo = results.missing(tasks, results.read(path))
+        print(f"{len(todo)} of {len(tasks)} cells to measure; load {load_average()}", flush=True)
+        try:
+            measure(todo, path, sources)
+        finally:  # what was measured is shown, also after ctrl-C
+            print("\n" + report(folder, tasks, splits, given.development))
+            print(f"{folder / 'report.html'}")
 
 
 if __name__ == "__main__":
