@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 
-import numpy as np
-
 from benchmarks.defaults import pictures, ranks, summary
 from benchmarks.defaults.models import MODELS
 from benchmarks.defaults.summary import ranked, shown, title
@@ -37,15 +35,14 @@ def render(figures, records, development):
     body = [_figure_table(figures, *item) for item in FIGURES.items()]
     rank_table = _rank_table(figures)
     drawn = [*_critical(figures), *_curves(figures, records)]
-    many = f"{len(figures.sets)} sets, {len(figures.models)} models, "
+    many = f"{summary.count_sets(len(figures.sets))}, {len(figures.models)} models, "
     many += "3 folds of the development rows" if development else f"{figures.splits} splits"
     return render_html(
         "MCEClassifier() on tables nobody tuned it for",
         subtitle=many,
         headline=_tiles(figures),
-        figures=[_words(figures, development), body[0], rank_table, *drawn, *body[1:]],
+        figures=[_words(figures, development), _promises(figures), body[0], rank_table, *drawn, *body[1:]],
         tables=[
-            ("Figures that are promised", ["figure", "measured"], summary.promises(figures)),
             *_over_and_failed(figures),
             _calibration_seconds(figures),
         ],
@@ -79,14 +76,17 @@ def _cells(columns, rows):
 
     def one(value, tag="td"):
         text, bold = value if isinstance(value, tuple) else (value, False)
-        inside = html.escape(text).replace(" ± ", "&nbsp;±&nbsp;")
+        value, plus, error = html.escape(text).partition(" ± ")
+        inside = f"{value} <small>±&nbsp;{error}</small>" if plus else value
         return f"<{tag}>{f'<b>{inside}</b>' if bold else inside}</{tag}>"
 
     head = "".join(one(column, "th") for column in columns)
     body = "".join(f"<tr>{''.join(map(one, row))}</tr>" for row in rows)
     # Ten columns fit a page in smaller type only.
     return (
-        f'<div class="scroll" style="font-size:12.5px"><table style="--pad:0"><thead><tr>{head}</tr></thead>'
+        "<style>.dense { font-size: 13px; } .dense small { color: var(--soft); font-weight: 400; font-size: 11px; } "
+        ".dense th, .dense td { padding: 4px 5px; white-space: nowrap; } .dense th { font-size: 12px; }</style>"
+        f'<div class="scroll dense"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -96,17 +96,13 @@ def _figure_table(figures, figure, words):
     rows = []
     for name in figures.sets:
         means = {m: figures.mean(name, m, figure) for m in figures.models}
-        known = [value for value in means.values() if value is not None]
-        best = (max if figure in ranks.HIGHER_IS_BETTER else min)(known, default=None)
+        costs = {m: ranks.cost(figure, mean) for m, mean in means.items() if mean is not None}
+        best = min(costs.values(), default=None)
         row = [name, f"{figures.rows(name) or 0:,}"]
-        for m, mean in means.items():
-            # Means that are the same as printed would be bold by chance; those equal to ten digits are ties.
-            row.append(
-                (shown(figures, name, m, figure), mean is not None and np.isclose(mean, best, rtol=1e-10, atol=0))
-            )
+        row += [(shown(figures, name, m, figure), m in costs and costs[m] == best) for m in means]
         rows.append(row)
-    columns = ["set", "training rows", *map(title, figures.models)]
-    return Picture(label, _cells(columns, rows), f"{caption} Best in bold.", wide=True)
+    columns = ["set", "rows", *map(title, figures.models)]
+    return Picture(label, _cells(columns, rows), f"{caption} Rows: for training. Best in bold.", wide=True)
 
 
 def _rank_table(figures):
@@ -165,8 +161,8 @@ def _curves(figures, records):
     if sets:
         caption = (
             "Points of accuracy behind the best model of a set, against seconds of the fit. Large: mean over the "
-            f"{summary.count_sets(len(sets))} where all of these models have figures; small: the sets. GP is left out: "
-            "it has figures on small sets only."
+            f"{summary.count_sets(len(sets))} where all of these models have figures; small: the sets."
+            + (" GP is left out: it has figures on small sets only." if "gp" in figures.models else "")
         )
         found.append(Picture("Accuracy against seconds", pictures.trade(figures, models, sets), caption))
     caption = "Training rows against processor seconds of the fit. Open triangles: stopped by the limit."
@@ -189,14 +185,21 @@ def _words(figures, development):
     return Picture("Which rows, which choices", text, "", wide=True)
 
 
+def _promises(figures):
+    text = "".join(
+        f"<p>{html.escape(label)}: <b>{html.escape(value)}</b></p>" for label, value in summary.promises(figures)
+    )
+    return Picture("Figures that are promised", text, "Seconds are processor seconds on one core.", wide=True)
+
+
 def _over_and_failed(figures):
-    rows = [
-        [name, title(m), f"split {record['split']}", record.get("reason", "")]
-        for (name, m), cell in figures.cells.items()
-        for record in cell.values()
-        if record["status"] in ("over", "failed")
-    ]
-    return [("Stopped or failed", ["set", "model", "split", "reason"], rows)] if rows else []
+    rows = []
+    for (name, m), cell in figures.cells.items():
+        ended = [record for record in cell.values() if record["status"] in ("over", "failed")]
+        for reason in dict.fromkeys(record.get("reason", "") for record in ended):
+            splits = ", ".join(str(record["split"]) for record in ended if record.get("reason", "") == reason)
+            rows.append([name, title(m), splits, reason])
+    return [("Stopped or failed", ["set", "model", "splits", "reason"], rows)] if rows else []
 
 
 def _calibration_seconds(figures):

@@ -20,7 +20,6 @@ COLOURS = dict(
     )
 ) | {"before": "#8C510A"}
 MARKERS = dict(zip(MODELS, "osD^vP*X<>", strict=True))
-SHORTEST = 0.005  # the clock of processes does not resolve less
 
 
 def title(model):
@@ -57,7 +56,13 @@ def critical_difference(means, distance, name):
             y = -(top + 0.5 * (place if left else count - 1 - place))
             x = 0.9 if left else count + 0.1
             weight, colour = ("bold", PALETTE[0]) if label == "MCE" else ("normal", INK)
-            axes.plot([means[label], means[label], x], [0, y, y], color=colour, linewidth=0.9)
+            axes.plot(
+                [means[label], means[label], x],
+                [0, y, y],
+                color=colour,
+                linewidth=1.6 if label == "MCE" else 0.9,
+                zorder=3 if label == "MCE" else 2,
+            )
             said = f"{label} {means[label]:.2f}"
             side = "right" if left else "left"
             axes.text(
@@ -76,9 +81,9 @@ def trade(figures, models, sets):
         axes = figure.subplots()
         for m in models:
             behind = [100 * (best[name] - figures.mean(name, m, "accuracy")) for name in sets]
-            seconds = [max(figures.mean(name, m, "fit_cpu"), SHORTEST) for name in sets]
+            seconds = [max(figures.mean(name, m, "fit_cpu"), ranks.SHORTEST) for name in sets]
             if len(sets) > 1:
-                axes.scatter(seconds, behind, s=9, marker=MARKERS[m], color=COLOURS[m], alpha=0.35, linewidths=0)
+                axes.scatter(seconds, behind, s=14, marker=MARKERS[m], color=COLOURS[m], alpha=0.35, linewidths=0)
             middle = math.exp(np.mean(np.log(seconds)))
             axes.scatter(
                 [middle], [np.mean(behind)], s=70, marker=MARKERS[m], color=COLOURS[m], label=title(m), zorder=3
@@ -87,7 +92,7 @@ def trade(figures, models, sets):
         _plain_log(axes.xaxis)
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_ylim(bottom=-0.15)
+        axes.set_ylim(-0.15, 1.2 * max(axes.get_ylim()[1], 1))
         axes.invert_yaxis()
         axes.set_xlabel("fit, processor seconds")
         axes.set_ylabel("points behind the best")
@@ -108,7 +113,7 @@ def seconds_by_rows(figures):
             for name in figures.sets:
                 rows, mean = figures.rows(name), figures.mean(name, m, "fit_cpu")
                 if mean is not None:
-                    points.append((rows, max(mean, SHORTEST)))
+                    points.append((rows, max(mean, ranks.SHORTEST)))
                 elif figures.is_over(name, m):
                     stopped.append((rows, max(r["limit"] for r in figures.cells[name, m].values())))
             ours = m == "mce"
@@ -130,6 +135,10 @@ def seconds_by_rows(figures):
                 )
         axes.set_xscale("log")
         axes.set_yscale("log")
+        sizes = [figures.rows(name) or 1 for name in figures.sets]
+        low, high = 0.8 * min(sizes), 1.25 * max(sizes)
+        axes.set_xlim(low, high)
+        axes.set_xticks([n for n in (100, 200, 500, 1000, 2000, 5000, 10_000) if low <= n <= high] or sizes)
         _plain_log(axes.xaxis)
         _plain_log(axes.yaxis)
         axes.set_xlabel("training rows")
@@ -171,10 +180,14 @@ def reliability(sums):
             axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (4, 4)), alpha=0.6)
             confidence, accuracy = part[:, 1] / part[:, 0], part[:, 2] / part[:, 0]
             axes.plot(confidence, accuracy, color=COLOURS[m], linewidth=1.2)
-            axes.scatter(confidence, accuracy, s=6 + 160 * part[:, 0], color=COLOURS[m], alpha=0.8, linewidths=0)
+            axes.scatter(
+                confidence, accuracy, s=6 + 70 * part[:, 0], color=COLOURS[m], linewidths=0, clip_on=False, zorder=3
+            )
             axes.set_title(title(m), fontsize=10)
-            axes.set_xlim(0.2, 1.02)
-            axes.set_ylim(0.2, 1.02)
+            axes.set_xlim(0, 1)
+            axes.set_ylim(0, 1)
+            axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+            axes.set_yticks([0, 0.5, 1], ["0", "0.5", "1"])
             axes.grid(color=GRID)
         for axes in grid[-1]:
             axes.set_xlabel("confidence", fontsize=9)

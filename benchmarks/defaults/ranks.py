@@ -17,6 +17,7 @@ from scipy.stats import rankdata, studentized_range
 HIGHER_IS_BETTER = {"accuracy"}
 SECONDS = {"fit_cpu", "predict_cpu"}
 MARGIN = 0.005  # half a point of accuracy
+SHORTEST = 0.01  # the clock of a process does not resolve less: shorter times are ties
 
 
 class Table:
@@ -78,10 +79,15 @@ def set_ranks(figures: Table, name: str, figure: str, models: Sequence[str]) -> 
         if figure in SECONDS and mean is None and figures.is_over(name, model):
             mean = math.inf
         if mean is not None:
-            means[model] = -mean if figure in HIGHER_IS_BETTER else mean
-    # Differences in the last digits of a mean are ties.
-    shown = [float(f"{value:.10g}") for value in means.values()]
-    return dict(zip(means, rankdata(shown).tolist(), strict=True)) if means else {}
+            means[model] = cost(figure, mean)
+    return dict(zip(means, rankdata(list(means.values())).tolist(), strict=True)) if means else {}
+
+
+def cost(figure: str, mean: float) -> float:
+    """What is ranked, less is better; differences in the last digits of a mean, or below the clock, are ties."""
+    if figure in SECONDS:
+        return max(mean, SHORTEST)
+    return float(f"{-mean if figure in HIGHER_IS_BETTER else mean:.10g}")
 
 
 def ranks(figures: Table, figure: str, models: Sequence[str], sets: Sequence[str] | None = None):

@@ -67,6 +67,19 @@ def test_folds_of_the_development_rows_hold_each_row_once(name):
         assert len(labels) == len(train)
 
 
+def test_development_rows_and_folds_have_no_row_of_the_reserve(monkeypatch):
+    numbers = np.arange(300)
+    monkeypatch.setattr(rows, "table", lambda name: (numbers[:, None], numbers % 3))
+    half = rows.reserve("any", 300)
+    assert not np.isin(rows.development_rows("any")[0], half).any()
+    for fold in range(3):
+        X, _, Xq, _ = rows.rows_of("any", fold, development=True)
+        assert not np.isin(np.concatenate([X, Xq]), half).any()
+    X, _, Xq, _ = rows.rows_of("any", 2)
+    assert np.isin(Xq, half).all()
+    assert not np.isin(X, Xq).any()
+
+
 def test_an_unknown_set_is_refused_with_the_known_ones():
     with pytest.raises(SystemExit, match="unknown set 'irs'; use one of iris, wine"):
         rows.table("irs")
