@@ -54,16 +54,16 @@ def measure(task, emit):
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        estimator = entry.build(X, y)  # imports its library
+        estimator, kept = entry.build(X, y), models.fit_rows(entry, y)  # imports its library
         with Clock() as fit:
-            fitted = estimator.fit(X, y)
+            fitted = estimator.fit(X[kept], y[kept])
         with Clock() as predict:
             predicted = fitted.predict(Xq)
         found["accuracy"] = float(np.mean(known[predicted] == labels_q))
         found |= {"fit_cpu": fit.cpu, "fit_wall": fit.wall, "predict_cpu": predict.cpu, "predict_wall": predict.wall}
         emit({**found, "status": "labels"})
         with Clock() as more:
-            probable = models.calibrated(fitted, X, y) if entry.calibrated else fitted
+            probable = models.Calibrated(fitted, X, y) if entry.calibrated else fitted
         with Clock() as predict:
             P = probable.predict_proba(Xq)
     P = figures.on_all_classes(P, known[probable.classes_], classes)

@@ -27,6 +27,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 
+FOLDS = 5
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -37,6 +39,7 @@ class Entry:
     preparation: str
     calibrated: bool = False
     most_rows: int | None = None
+    stops_early: bool = False
     library: str = "sklearn"
 
 
@@ -57,9 +60,7 @@ def _svc_grid(X, y):
 
 
 def _boosting(X, y):
-    # Above 10,000 rows it stops early by a stratified part of the rows, and refuses a class of one row.
-    single = np.unique(y, return_counts=True)[1].min() == 1
-    return HistGradientBoostingClassifier(random_state=0, early_stopping=False if single else "auto")
+    return HistGradientBoostingClassifier(random_state=0)
 
 
 def _xgboost(X, y):
@@ -101,7 +102,7 @@ MODELS = {
         "GaussianProcessClassifier, scaled RBF kernel, standardised data, up to 2,000 training rows",
         most_rows=2000,
     ),
-    "boosting": Entry("HistGB", _boosting, "HistGradientBoostingClassifier() on raw data"),
+    "boosting": Entry("HistGB", _boosting, "HistGradientBoostingClassifier() on raw data", stops_early=True),
     "xgboost": Entry("XGBoost", _xgboost, "XGBClassifier() on raw data", library="xgboost"),
     "lightgbm": Entry("LightGBM", _lightgbm, "LGBMClassifier() on raw data", library="lightgbm"),
     "knn": Entry("kNN", _knn, "KNeighborsClassifier() on standardised data"),
@@ -124,6 +125,16 @@ def why_empty(entry: Entry, rows: int) -> str | None:
     return None
 
 
+def fit_rows(entry: Entry, y: np.ndarray) -> np.ndarray:
+    """Which training rows a model is fitted on: all that it accepts.
+
+    Above 10,000 rows HistGradientBoostingClassifier() stops early by a stratified part of the rows, which a class of
+    one row cannot have.
+    """
+    labels, counts = np.unique(y, return_counts=True)
+    return np.isin(y, labels[counts > 1]) if entry.stops_early and len(y) > 10_000 else np.ones(len(y), bool)
+
+
 def versions(entry: Entry) -> dict[str, str]:
     """Versions of the libraries that a model runs on."""
     names = {"sklearn": "scikit-learn", "kme_dist": "numpy"}
@@ -135,17 +146,26 @@ def _is_installed(name):
     return importlib.util.find_spec({"scikit-learn": "sklearn"}.get(name, name)) is not None
 
 
-def calibrated(fitted: Any, X: np.ndarray, y: np.ndarray) -> Any:
-    """The same machine with probabilities: a sigmoid on the decisions of up to five folds.
+class Calibrated:
+    """A support vector machine with probabilities: a sigmoid on its decisions in five folds.
 
-    A class of one row cannot be calibrated by folds and gets no probability; there are as many folds as the smallest
-    other class has rows, at most five.
+    There are fewer folds if the smallest class has fewer rows. A class of one row cannot be in two folds: it gets its
+    frequency in training as probability, so that it is not impossible, and the sigmoids share the rest.
     """
-    best = fitted.best_estimator_ if isinstance(fitted, GridSearchCV) else fitted
-    labels, counts = np.unique(y, return_counts=True)
-    often = np.isin(y, labels[counts > 1])
-    folds = int(min(5, counts[counts > 1].min()))
-    return CalibratedClassifierCV(clone(best), ensemble=False, cv=folds).fit(X[often], y[often])
+
+    def __init__(self, fitted: Any, X: np.ndarray, y: np.ndarray) -> None:
+        best = fitted.best_estimator_ if isinstance(fitted, GridSearchCV) else fitted
+        self.classes_, counts = np.unique(y, return_counts=True)
+        self.rare = counts == 1
+        self.frequency = counts / len(y)
+        often = np.isin(y, self.classes_[~self.rare])
+        folds = int(min(FOLDS, counts[~self.rare].min()))
+        self.inner = CalibratedClassifierCV(clone(best), ensemble=False, cv=folds).fit(X[often], y[often])
+
+    def predict_proba(self, X: np.ndarray) -> np.ndarray:
+        P = np.tile(np.where(self.rare, self.frequency, 0.0), (len(X), 1))
+        P[:, ~self.rare] = (1 - P.sum(axis=1, keepdims=True)) * self.inner.predict_proba(X)
+        return P
 
 
 def use_source(folder: Path) -> None:

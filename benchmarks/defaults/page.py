@@ -14,7 +14,8 @@ FIGURES = {
     "log_loss": (
         "Log loss",
         "Probabilities no smaller than 1e-15, which a class that is missing in training gets. Support vector machines "
-        "are calibrated: a sigmoid on the decisions of five folds (fewer if a class has fewer rows).",
+        "are calibrated: a sigmoid on the decisions of five folds (fewer if a class has fewer "
+        "rows; a class of one row gets its frequency).",
     ),
     "brier": ("Brier score", "Sum over classes of squared differences, between 0 and 2."),
     "calibration": (
