@@ -38,6 +38,19 @@ def chosen(given, known, what):
     return names
 
 
+def commit_of(revision=None):
+    """The commit of a revision, or of what is checked out (with `-dirty` if files were changed)."""
+    asked = (
+        ["rev-parse", "--short", "--verify", f"{revision}^{{commit}}"]
+        if revision
+        else ["describe", "--always", "--dirty"]
+    )
+    said = subprocess.run(["git", "-C", cell.ROOT, *asked], capture_output=True, text=True)
+    if revision and said.returncode:
+        raise SystemExit(f"--before {revision} is not a commit of this repository; list them with `git log --oneline`")
+    return said.stdout.strip() or None
+
+
 @contextlib.contextmanager
 def checked_out(revision):
     """A temporary folder with the repository at this revision; None without a revision."""
@@ -54,7 +67,7 @@ def checked_out(revision):
             subprocess.run([*git, "remove", "--force", before], check=True)
 
 
-def plan(sets, models, splits, development, limit, codes):
+def plan(sets, models, splits, development, limit, codes, commits):
     """All cells: every set and model in the first split, then in the next, so that early stops leave whole splits."""
     return [
         {
@@ -64,6 +77,7 @@ def plan(sets, models, splits, development, limit, codes):
             "development": development,
             "limit": limit,
             "code": codes.get(model),
+            "commit": commits.get(model),
         }
         for number in range(splits)
         for name in sets
@@ -120,11 +134,12 @@ def main(argv=None):
     path = folder / "results.jsonl"
     if path.exists() and not given.resume:
         raise SystemExit(f"{path} already exists; add to it with --resume, or use another folder with --out")
+    commits = {"mce": commit_of(), "before": given.before and commit_of(given.before)}
     folder.mkdir(parents=True, exist_ok=True)
     with checked_out(given.before) as before:
         sources = {"mce": cell.ROOT, "before": before}
         codes = {model: results.code_of(source) for model, source in sources.items() if source and model in models}
-        tasks = plan(sets, models, splits, given.development, given.limit, codes)
+        tasks = plan(sets, models, splits, given.development, given.limit, codes, commits)
         todo = results.missing(tasks, results.read(path))
         print(f"{len(todo)} of {len(tasks)} cells to measure; load {load_average()}", flush=True)
         try:

@@ -218,11 +218,11 @@ def _calibration_seconds(figures):
 
 def _footer(records):
     loads = sorted(float(r["load"]) for r in records if "load" in r)
-    codes = sorted({(r["model"], r["code"]) for r in records if r.get("code")})
-    sources = ", ".join(f"{title(model)} {code}" for model, code in codes)
+    codes = sorted({(r["model"], r.get("commit") or "", r["code"]) for r in records if r.get("code")})
+    sources = ", ".join(f"{title(model)} {commit} ({code})" for model, commit, code in codes)
     versions = sorted({f"{k} {v}" for r in records for k, v in r.get("versions", {}).items()})
     warned = sum(bool(r.get("warnings")) for r in records)
     return (
-        f"{len(records)} cells; load of the machine {loads[0]:.1f} to {loads[-1]:.1f}; digest of the sources: "
+        f"{len(records)} cells; load of the machine {loads[0]:.1f} to {loads[-1]:.1f}; commit (digest of the sources): "
         f"{sources}; {', '.join(versions)}; {warned} cells with warnings (results.jsonl)."
     )

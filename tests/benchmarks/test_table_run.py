@@ -127,6 +127,13 @@ def test_unknown_models_are_refused(tmp_path):
         command.main(["--models", "tree", "--out", str(tmp_path)])
 
 
+def test_an_unknown_commit_is_refused_before_anything_is_measured(tmp_path, measured):
+    with pytest.raises(SystemExit, match="--before no-such is not a commit"):
+        command.main(["--before", "no-such", "--sets", "iris", "--out", str(tmp_path / "out")])
+    assert not measured
+    assert not (tmp_path / "out").exists()
+
+
 def test_development_uses_three_folds(tmp_path, measured):
     command.main(["--development", "--sets", "iris", "--models", "knn", "--out", str(tmp_path)])
     assert [split for _, split, _ in measured] == [0, 1, 2]
