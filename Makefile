@@ -51,6 +51,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/.run
 
 $(VENV)/.bench: $(VENV)/.test
+	$(PIP) --editable '.[test,bench]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kme_dist"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PIPELINES = sorted((ROOT / "pipelines").glob("*.py"))
-OURS = [*SOURCES, *PIPELINES, *sorted((ROOT / "benchmarks").glob("*.py"))]
+OURS = [*SOURCES, *PIPELINES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
 
 # What each room may import from the others: every module of the package and of pipelines/ is in one of them.
 BELOW = {
