@@ -62,7 +62,7 @@ from kme_dist.models.base import (
     stored_scaling,
 )
 from kme_dist.models.classifier import Classifier
-from kme_dist.models.settings import Rule, integer, non_negative, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, integer, non_negative, one_of, positive, seed
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import describe_map, start_of, with_parameters
@@ -145,7 +145,7 @@ class _ASKL(Estimator):
         "feature_penalty": non_negative(),
         "schedule": one_of("constant", "cosine"),
         "dtype": one_of(*DTYPES),
-        "random_state": integer(0, optional=True),
+        "random_state": seed(),
     }
 
     def __init__(
@@ -166,7 +166,7 @@ class _ASKL(Estimator):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
+        random_state: RandomState = 0,
     ) -> None:
         self.variant = variant
         self.features = features
@@ -342,7 +342,7 @@ class ASKLClassifier(Classifier, _ASKL):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
+        random_state: RandomState = 0,
     ) -> None:
         super().__init__(
             variant=variant,
@@ -377,7 +377,7 @@ class ASKLClassifier(Classifier, _ASKL):
         `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
         after an interruption.
         """
-        self._check_settings()
+        self._begin_fit()
         with contextlib.ExitStack() as stack:
             data, _ = self._labelled_rows(X, y, stack)
             self.classes_ = np.asarray(data.classes)
@@ -402,6 +402,11 @@ class ASKLClassifier(Classifier, _ASKL):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities; only for loss="cross_entropy"."""
         return super().predict_proba(X)
+
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Logarithms of `predict_proba`; only for loss="cross_entropy"."""
+        return super().predict_log_proba(X)
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def entropy(self, X: Any) -> np.ndarray:
@@ -447,7 +452,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
         after an interruption.
         """
-        self._check_settings()
+        self._begin_fit()
         with contextlib.ExitStack() as stack:
             data: RowSource
             if isinstance(X, Dataset):

@@ -31,7 +31,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import CorruptError, DataError, KMEError
-from kme_dist.models.settings import Rule
+from kme_dist.models.settings import RandomState, Rule, drawn_seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.sharing import executor_for
 
@@ -72,7 +72,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     client: Any = None  # for estimators without a client: this process
     backend: str = "numpy"
-    random_state: Any
+    random_state: RandomState
+    seed_: int
     scaling_: Any
     n_features_in_: int
     feature_names_in_: np.ndarray
@@ -90,12 +91,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _check_together(self) -> None:
         """Check combinations of settings; none by default."""
 
+    def _begin_fit(self) -> None:
+        """Check all settings and draw the seed of this fit."""
+        self._check_settings()
+        self.seed_ = drawn_seed(self.random_state)
+
     def _seed(self) -> int:
-        """The given seed, or a random one for None."""
-        self._check_settings("random_state")
-        if self.random_state is None:
-            return int(np.random.SeedSequence().generate_state(1)[0])
-        return int(self.random_state)
+        """The given seed, or the one that was drawn for the last fit."""
+        if isinstance(self.random_state, int | np.integer) or not hasattr(self, "seed_"):
+            self._check_settings("random_state")
+            self.seed_ = drawn_seed(self.random_state)
+        return self.seed_
 
     def _executor(self) -> Executor:
         return executor_for(self.client)
@@ -235,6 +241,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _stored_settings(self) -> dict[str, Any]:
         """Settings as JSON; None for what JSON cannot represent (clients, networks, feature maps)."""
         chosen = {name: value for name, value in self.get_params(deep=False).items() if name not in self._IN_FACTS}
+        if "random_state" in chosen and not isinstance(chosen["random_state"], int | np.integer):
+            chosen["random_state"] = getattr(self, "seed_", None)  # so that a loaded model can be fitted again
         return {name: _to_json(value) for name, value in chosen.items()}
 
     @classmethod

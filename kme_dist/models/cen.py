@@ -36,7 +36,7 @@ from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.fit import Fit, fit_on_dataset
@@ -98,7 +98,7 @@ class CENClassifier(EmbeddingClassifier):
         "objective": one_of("rcb", "validation"),
         "loss": one_of(*LOSSES),
         "probability_floor": below_one(optional=True),
-        "random_state": integer(0, optional=True),
+        "random_state": seed(),
     }
 
     def __init__(
@@ -124,7 +124,7 @@ class CENClassifier(EmbeddingClassifier):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
+        random_state: RandomState = 0,
         verbose: bool = False,
         probability_floor: float | None = None,
         compare_softmax: bool = False,
@@ -178,7 +178,7 @@ class CENClassifier(EmbeddingClassifier):
         `checkpoints` is a folder to save to while learning; after an interruption the same call resumes from there, to
         the same bits. Checkpoints of other settings or rows are refused.
         """
-        self._check_settings()
+        self._begin_fit()
         report = callback or (_print_record if self.verbose else None)
         saved = as_checkpoints(checkpoints)
         with contextlib.ExitStack() as stack:

@@ -67,6 +67,11 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         """Probabilities, columns in the order of `classes_`."""
         return self.probabilities(self._decide(X))
 
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Logarithms of `predict_proba`; -inf only where a probability is exactly 0."""
+        with np.errstate(divide="ignore"):
+            return np.asarray(np.log(self.predict_proba(X)))
+
     def entropy(self, X: Any) -> np.ndarray:
         """Uncertainty of the probabilities, in nats."""
         return np.asarray(mce.rkhs_entropy(self.predict_proba(X)))  # already normalised

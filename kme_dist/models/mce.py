@@ -32,7 +32,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
@@ -63,7 +63,8 @@ class MCEClassifier(EmbeddingClassifier):
     solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it gives three digits;
         solves that need more, and unscaled rows whose differences it cannot resolve, use float64.
-    random_state : integer >= 0; determines batches, splits and centres.
+    random_state : an integer >= 0, a RandomState or Generator (each fit draws its seed from it) or None (random);
+        determines batches, splits and centres. The seed of the fit is `seed_`.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot support anything rarer; 0 is the published clip-normalisation.
     calibration : {"none", "temperature", "isotonic"}
@@ -97,7 +98,7 @@ class MCEClassifier(EmbeddingClassifier):
         "regularization": positive(),
         "learning_rate": positive(),
         "probability_floor": below_one(optional=True),
-        "random_state": integer(0, optional=True),
+        "random_state": seed(),
     }
 
     def __init__(
@@ -118,7 +119,7 @@ class MCEClassifier(EmbeddingClassifier):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
+        random_state: RandomState = 0,
         verbose: bool = False,
         probability_floor: float | None = None,
         calibration: str = "none",
@@ -156,7 +157,7 @@ class MCEClassifier(EmbeddingClassifier):
 
         The result has the same bits in this process and with a `client`.
         """
-        self._check_settings()
+        self._begin_fit()
         report = callback or (_print_record if self.verbose else None)
         records: list[Record] = []
 
