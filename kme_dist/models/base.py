@@ -30,7 +30,7 @@ from kme_dist.data.dataset import Dataset, generated_names
 from kme_dist.data.places import Place
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
-from kme_dist.errors import CorruptError, DataError, KMEError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.sharing import executor_for
@@ -43,6 +43,7 @@ FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
+_KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
 TEXT_ESTIMATORS = (
     "texts are rows of KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, with a "
     "kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
@@ -80,6 +81,27 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     fitted_to_dataset_: bool
 
     # --- settings --------------------------------------------------------------------------------
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters as in scikit-learn; settings of kernels too: `set_params(kernel__length_scale=0.5)`."""
+        own: dict[str, Any] = {}
+        within: dict[str, dict[str, Any]] = {}
+        for key, value in params.items():
+            name, nested, inner = key.partition("__")
+            kernel = params.get(name, getattr(self, name, None)) if nested and name in _KERNELS else None
+            if isinstance(kernel, str):
+                raise ConfigError(
+                    f"{key}={value!r}: {name}={kernel!r} is a name without settings; pass a kernel first, e.g. "
+                    f"{name}=kme_dist.kernels.Gaussian()"
+                )
+            if isinstance(kernel, Kernel):
+                within.setdefault(name, {})[inner] = value
+            else:
+                own[key] = value
+        super().set_params(**own)
+        for name, changes in within.items():  # kernels never change: the estimator gets another one
+            setattr(self, name, getattr(self, name).with_params(**changes))
+        return self
 
     def _check_settings(self, *names: str) -> None:
         """Check settings (all, or those named): ConfigError for the first invalid one."""
@@ -248,7 +270,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     @classmethod
     def _restored(cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Own) -> Self:
         settings = dict(found.get("settings", {}))  # older versions stored only facts for some models
-        for name in ("kernel", "head"):
+        for name in _KERNELS:
             if isinstance(settings.get(name), Mapping):
                 settings[name] = from_config(settings[name], own=own)
         model = cls(**settings)

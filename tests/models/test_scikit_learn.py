@@ -1,0 +1,88 @@
+"""What scikit-learn's users reach for: searches over kernels, seeds, early stopping, warm starts, workers."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
+
+import kme_dist as kme
+from kme_dist import CENClassifier, MCEClassifier, kernels
+from kme_dist.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def iris():
+    return load_iris(return_X_y=True)
+
+
+# --- kernels in searches ----------------------------------------------------------------------------
+
+
+def test_settings_of_a_kernel_can_be_searched(iris):
+    start = kernels.Matern(nu=1.5)
+    grid = {"kernel__nu": [0.5, 2.5], "kernel__length_scale": [0.3, 100.0]}
+    search = GridSearchCV(MCEClassifier(kernel=start, steps=0, regularization=1e-3), grid, cv=3).fit(*iris)
+    best = search.best_estimator_.kernel_
+    assert {"kernel__nu": best.nu, "kernel__length_scale": best.length_scale} == search.best_params_
+    assert len(set(search.cv_results_["mean_test_score"])) > 1  # each setting was a different model
+    assert start == kernels.Matern(nu=1.5)
+
+
+def test_settings_of_sums_are_searched_through_a_pipeline(iris):
+    clf = MCEClassifier(kernel=kernels.Gaussian() + 0.1 * kernels.Linear(), steps=0, regularization=1e-3)
+    pipeline = Pipeline([("scale", StandardScaler()), ("mce", clf)])
+    search = GridSearchCV(pipeline, {"mce__kernel__k1__length_scale": [0.5, 5.0]}, cv=2).fit(*iris)
+    found = search.best_estimator_["mce"].kernel_.parts[0]
+    assert found.length_scale == search.best_params_["mce__kernel__k1__length_scale"]
+    assert clf.kernel.parts[0].length_scale == 1
+
+
+def test_every_setting_that_is_a_kernel_has_settings():
+    head = CENClassifier(head=kernels.Gaussian()).set_params(head__length_scale=0.5)
+    assert head.head == kernels.Gaussian(length_scale=0.5)
+    cme = kme.ConditionalMeanEmbedding(target_kernel=kernels.Matern()).set_params(target_kernel__nu=2.5)
+    assert cme.target_kernel == kernels.Matern(nu=2.5)
+    both = MCEClassifier().set_params(kernel=kernels.Matern(), kernel__nu=0.5, steps=3)
+    assert (both.kernel, both.steps) == (kernels.Matern(nu=0.5), 3)
+
+
+def test_a_clone_has_the_kernel_and_does_not_share_changes():
+    clf = MCEClassifier(kernel=kernels.Gaussian(length_scale=[1.0, 2.0]) * kernels.Matern())
+    other = clone(clf)
+    assert other.kernel == clf.kernel
+    other.set_params(kernel__k2__nu=0.5)
+    assert clf.kernel.parts[1].nu == 1.5
+
+
+def test_settings_that_a_kernel_has_not_are_named():
+    with pytest.raises(ConfigError, match="has no setting 'nu'"):
+        MCEClassifier(kernel=kernels.Gaussian()).set_params(kernel__nu=0.5)
+    with pytest.raises(ConfigError, match="kernel='gaussian' is a name without settings; pass a kernel first"):
+        MCEClassifier().set_params(kernel__length_scale=0.5)
+    with pytest.raises(ValueError, match="Invalid parameter 'kern'"):
+        MCEClassifier().set_params(kern__nu=0.5)
+
+
+# --- in company -------------------------------------------------------------------------------------
+
+
+def test_the_tools_of_scikit_learn_take_every_classifier(iris):
+    X, y = iris
+    for clf in (
+        MCEClassifier(steps=5),
+        CENClassifier(hidden=(8,), steps=20),
+        kme.ASKLClassifier(features=50, epochs=5),
+    ):
+        assert cross_val_score(clf, X, y, cv=2, n_jobs=2).mean() > 0.6
+        calibrated = CalibratedClassifierCV(clf, cv=2).fit(X, y)
+        assert calibrated.predict_proba(X).shape == (150, 3)
+        fitted = pickle.loads(pickle.dumps(clone(clf).set_params(random_state=np.random.RandomState(0)).fit(X, y)))
+        assert fitted.score(X, y) > 0.6
