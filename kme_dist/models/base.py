@@ -178,6 +178,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 "input; pass the columns of the fit"
             )
 
+    def _check_same_width(self, X: Any) -> None:
+        """Before a warm start: X has the number of features of the fit before."""
+        known, width = getattr(self, "n_features_in_", None), None
+        with contextlib.suppress(ValueError, IndexError):  # ragged and flat lists are refused later, with a reason
+            width = X.features if isinstance(X, Dataset) else int(np.shape(X)[1])
+        if None not in (known, width) and width != known:
+            raise DataError(
+                f"warm_start=True: X has {width} features, but {type(self).__name__} learned from {known}; pass the "
+                "same columns, or set warm_start=False to restart"
+            )
+
     # --- rows ------------------------------------------------------------------------------------
 
     def _fit_rows(self, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -32,7 +32,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed
+from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed, truth, truth_or
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
@@ -73,11 +73,17 @@ class MCEClassifier(EmbeddingClassifier):
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
         linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
         the number of random features of the learned kernel.
+    early_stopping, n_iter_no_change : stop learning when the smoothed objective has not decreased by 0.1 % for this many
+        steps (None: 50 for objective="auto", else 100), and keep the best kernel. "auto" stops all but "rcb" and "erm",
+        which run all steps as published.
+    warm_start : `fit` of a fitted model starts from the learned kernel and λ instead of `kernel` and `regularization`;
+        with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
 
     Attributes
     ----------
     kernel_, regularization_ : what was learned.   classes_ : the labels.   objective_ : that of the best candidate.
-    history_ : one record per step.   bound_ : the generalisation bound at the training rows, a diagnostic.
+    history_ : one record per step.   n_iter_ : their number.
+    bound_ : the generalisation bound at the training rows, a diagnostic.
 
     Examples
     --------
@@ -99,6 +105,9 @@ class MCEClassifier(EmbeddingClassifier):
         "learning_rate": positive(),
         "probability_floor": below_one(optional=True),
         "random_state": seed(),
+        "early_stopping": truth_or("auto"),
+        "n_iter_no_change": integer(1, optional=True),
+        "warm_start": truth(),
     }
 
     def __init__(
@@ -124,6 +133,9 @@ class MCEClassifier(EmbeddingClassifier):
         probability_floor: float | None = None,
         calibration: str = "none",
         features: Any = None,
+        early_stopping: bool | str = "auto",
+        n_iter_no_change: int | None = None,
+        warm_start: bool = False,
     ) -> None:
         self.kernel = kernel
         self.objective = objective
@@ -146,6 +158,9 @@ class MCEClassifier(EmbeddingClassifier):
         self.probability_floor = probability_floor
         self.calibration = calibration
         self.features = features
+        self.early_stopping = early_stopping
+        self.n_iter_no_change = n_iter_no_change
+        self.warm_start = warm_start
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -166,6 +181,8 @@ class MCEClassifier(EmbeddingClassifier):
             if report is not None:
                 report(record)
 
+        if self.warm_start:
+            self._check_same_width(X)
         with contextlib.ExitStack() as stack:
             data, folder = self._labelled_rows(X, y, stack)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
@@ -184,6 +201,12 @@ class MCEClassifier(EmbeddingClassifier):
         place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
         stack.callback(place.delete_all)
         return place
+
+    @property
+    def n_iter_(self) -> int:
+        """Steps of learning made, by all candidates together."""
+        self._check_fitted()
+        return sum({record["phase"]: int(record["step"]) for record in self.history_}.values())
 
     def _check_together(self) -> None:
         count = isinstance(self.features, int | np.integer)
@@ -220,14 +243,17 @@ class MCEClassifier(EmbeddingClassifier):
             width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
         linear = self.solver == "features" and not isinstance(self.features, int | np.integer)
         chosen = "linear" if linear and isinstance(self.kernel, str) else self.kernel
-        start = kernels.from_config(chosen, n_features=width)
+        start, lam = kernels.from_config(chosen, n_features=width), float(self.regularization)
+        warm = self.warm_start and hasattr(self, "kernel_") and _form(self.kernel_) == _form(start)
+        if warm:
+            start, lam = self.kernel_, float(self.regularization_)
         return Recipe(
             kernel=start,
             objective=self.objective,
             refit_regularization=bool(self.refit_regularization),
             risk=self.risk,
             complexity_weight=self.complexity_weight,
-            regularization=float(self.regularization),
+            regularization=lam,
             batch_size=None if self.batch_size is None else int(self.batch_size),
             steps=int(self.steps),
             learning_rate=self.learning_rate,
@@ -240,6 +266,9 @@ class MCEClassifier(EmbeddingClassifier):
             probability_floor=None if self.probability_floor is None else self._floor(0),
             features=int(self.features) if isinstance(self.features, np.integer) else self.features,
             backend=self._device(),
+            early_stopping=self.early_stopping,
+            n_iter_no_change=None if self.n_iter_no_change is None else int(self.n_iter_no_change),
+            warm=warm,
         )
 
     def adopt(self, data: RowSource, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
@@ -406,6 +435,11 @@ class MCEClassifier(EmbeddingClassifier):
         super()._restore_columns(found)
         if found.get("columns"):  # where older versions stored the names
             self._record_names(found["columns"])
+
+
+def _form(kernel: Kernel) -> Kernel:
+    """The kernel with every parameter 1: equal for two kernels if one may be learned from the other."""
+    return kernel.replace({name: np.ones(value.shape) for name, value in kernel.parameters.items()})
 
 
 def _print_record(record: Record) -> None:

@@ -81,6 +81,19 @@ def one_of(*known: str | None) -> Rule:
     )
 
 
+def truth() -> Rule:
+    return Rule(lambda value: isinstance(value, bool | np.bool_), ": must be True or False")
+
+
+def truth_or(*known: str) -> Rule:
+    """True, False, or one of some words."""
+    words = " or ".join(repr(name) for name in known)
+    return Rule(
+        lambda value: isinstance(value, bool | np.bool_) or (isinstance(value, str) and value in known),
+        f": must be True, False or {words}",
+    )
+
+
 def _number(kinds: Any, within: Callable[[Any], bool], wanted: str, optional: bool) -> Rule:
     def is_valid(value: Any) -> bool:
         return (optional and value is None) or (isinstance(value, kinds) and bool(within(value)))

@@ -15,6 +15,7 @@ from sklearn.preprocessing import StandardScaler
 
 import kme_dist as kme
 from kme_dist import CENClassifier, MCEClassifier, kernels
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.errors import ConfigError
 
 
@@ -69,6 +70,92 @@ def test_settings_that_a_kernel_has_not_are_named():
         MCEClassifier().set_params(kernel__length_scale=0.5)
     with pytest.raises(ValueError, match="Invalid parameter 'kern'"):
         MCEClassifier().set_params(kern__nu=0.5)
+
+
+# --- early stopping -----------------------------------------------------------------------------------
+
+
+def test_published_objectives_run_all_steps_and_others_stop_at_a_plateau_unless_told(iris):
+    X, y = iris
+    steps = {
+        (objective, stop): MCEClassifier(objective=objective, steps=300, early_stopping=stop, n_iter_no_change=5)
+        .fit(X, y).n_iter_
+        for objective in ("rcb", "validation") for stop in ("auto", True, False)
+    }  # fmt: skip
+    assert steps["rcb", "auto"] == steps["rcb", False] == steps["validation", False] == 300
+    assert steps["validation", "auto"] == steps["validation", True] < 300
+    assert steps["rcb", True] < 300
+
+
+def test_more_patience_more_steps(iris):
+    few, many = (MCEClassifier(objective="validation", steps=400, n_iter_no_change=n).fit(*iris) for n in (2, 60))
+    assert few.n_iter_ < many.n_iter_
+    assert few.n_iter_ == len(few.history_)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"early_stopping": "yes"}, "early_stopping='yes': must be True, False or 'auto'"),
+        ({"n_iter_no_change": 0}, "n_iter_no_change=0: must be an integer >= 1, or None"),
+        ({"warm_start": 1}, "warm_start=1: must be True or False"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message, iris):
+    with pytest.raises(ConfigError, match=message):
+        MCEClassifier(**settings).fit(*iris)
+
+
+# --- warm start --------------------------------------------------------------------------------------
+
+
+def test_a_warm_start_goes_on_from_what_was_learned(iris, tmp_path):
+    X, y = iris
+    clf = MCEClassifier(objective="validation", steps=400, warm_start=True).fit(X[::2], y[::2])
+    first, kernel, lam = clf.n_iter_, clf.kernel_, clf.regularization_
+    assert clf.recipe(ArrayRows(X, y, np.arange(3))).kernel == kernel
+    clf.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr").fit(X, y)  # more rows
+    clf.fit(X, y)
+    assert clf.n_iter_ < first
+    assert clf.history_[0]["regularization"] == pytest.approx(lam)
+    assert again.kernel_ == clf.kernel_
+    assert clf.score(X, y) > 0.9
+
+
+def test_no_steps_after_a_warm_start_keep_the_learned_kernel(iris):
+    X, y = iris
+    clf = MCEClassifier(steps=10, warm_start=True).fit(X[::2], y[::2])
+    kernel, lam = clf.kernel_, clf.regularization_
+    clf.set_params(steps=0).fit(X, y)
+    assert (clf.kernel_, clf.regularization_) == (kernel, lam)
+
+
+def test_under_auto_a_warm_start_needs_no_search(iris):
+    X, y = iris
+    clf = MCEClassifier(steps=1, warm_start=True).fit(X, y)
+    kernel = clf.kernel_
+    clf.fit(X, y)
+    change = np.log(clf.kernel_.length_scale / kernel.length_scale)
+    assert np.abs(change).max() <= 0.05 + 1e-6  # one step of adam: its rate, in the log of each parameter
+
+
+def test_a_cold_start_forgets_and_a_kernel_of_another_form_starts_anew(iris):
+    X, y = iris
+    cold = MCEClassifier(steps=5).fit(X, y)
+    once = cold.kernel_
+    assert cold.fit(X, y).kernel_ == once
+    warm = MCEClassifier(steps=5, objective="rcb", warm_start=True).fit(X, y)
+    warm.set_params(kernel="laplace").fit(X, y)
+    assert warm.kernel_ == MCEClassifier(kernel="laplace", steps=5, objective="rcb").fit(X, y).kernel_
+
+
+def test_a_warm_start_requires_the_same_columns(iris):
+    X, y = iris
+    clf = MCEClassifier(steps=2, warm_start=True).fit(X, y)
+    with pytest.raises(ValueError, match="warm_start=True: X has 3 features, but MCEClassifier learned from 4"):
+        clf.fit(X[:, :3], y)
+    assert clf.predict(X).shape == (150,)  # the model before is whole
 
 
 # --- in company -------------------------------------------------------------------------------------
