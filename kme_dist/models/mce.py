@@ -73,9 +73,9 @@ class MCEClassifier(EmbeddingClassifier):
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
         linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
         the number of random features of the learned kernel.
-    early_stopping, n_iter_no_change : stop learning when the smoothed objective has not decreased by 0.1 % for this many
-        steps (None: 50 for objective="auto", else 100), and keep the best kernel. "auto" stops all but "rcb" and "erm",
-        which run all steps as published.
+    early_stopping, n_iter_no_change : stop learning when the smoothed objective has not decreased by 0.1 % for this
+        many steps (None: 50 for objective="auto", else 100), and keep the best kernel. "auto" stops all but "rcb" and
+        "erm", which run all steps as published.
     warm_start : `fit` of a fitted model starts from the learned kernel and λ instead of `kernel` and `regularization`;
         with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
 
