@@ -206,6 +206,7 @@ class CENClassifier(EmbeddingClassifier):
             self._learn_full(data, split, source, report, saved)
         else:
             self._learn(source, report, watch, saved)
+        self._keep_sample(data, split)
 
     def adopt(self, data: RowSource, features: Any, fit: Fit, floor: float) -> Self:
         """Take over a fit with explicit features to `data`."""
@@ -214,6 +215,7 @@ class CENClassifier(EmbeddingClassifier):
         self.scaling_, self.regularization_, self.probability_floor_ = fit.scaling, fit.regularization, floor
         self.classes_ = np.asarray(data.classes)
         self._record_names(data.feature_names)
+        self._keep_sample(data, data.training_split())
         self.bound_ = math.nan
         self._reset_curves()
         return self
@@ -423,6 +425,14 @@ class CENClassifier(EmbeddingClassifier):
             return maps.dense_network(d, tuple(self.hidden), self.activation, seed=self._seed())
         return as_features(network, d, self._seed())
 
+    def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
+        on_features = self.embedding_.on_features
+
+        def features(rows: np.ndarray) -> np.ndarray:
+            return np.asarray(devices.to_host(self.features_.forward(self.scaling_.apply(rows, "float64"))), np.float64)
+
+        return Linear() if on_features is None else on_features.kernel, self.regularization_, features
+
     # --- predicting and storing ------------------------------------------------------------------
 
     def embed(self, X: Any) -> np.ndarray:
@@ -439,7 +449,9 @@ class CENClassifier(EmbeddingClassifier):
         found = self.embedding_.on_features
         if found is not None:
             arrays["centres"] = found.centres
-        return arrays, {
+        sample_arrays, sample_facts = self._pack_sample()
+        return arrays | sample_arrays, {
+            **sample_facts,
             "features": self.features_.to_config(),
             "kernel": None if found is None else found.kernel.to_config(),
             "regularization": self.regularization_,
@@ -468,6 +480,7 @@ class CENClassifier(EmbeddingClassifier):
         self.bound_ = math.nan if facts["bound"] is None else float(facts["bound"])
         self.history_, self.curve_ = facts["history"], facts["curve"]
         self.softmax_curve_ = facts.get("softmax_curve", [])  # older models have none
+        self._unpack_sample(arrays, facts)
 
 
 def _point(record: Record, per_epoch: int) -> Record:

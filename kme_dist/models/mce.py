@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -84,6 +85,7 @@ class MCEClassifier(EmbeddingClassifier):
     kernel_, regularization_ : what was learned.   classes_ : the labels.   objective_ : that of the best candidate.
     history_ : one record per step.   n_iter_ : their number.
     bound_ : the generalisation bound at the training rows, a diagnostic.
+    feature_importances_ : measured relevance of the features; `feature_importances(groups)` for several together.
 
     Examples
     --------
@@ -287,6 +289,7 @@ class MCEClassifier(EmbeddingClassifier):
         ref = RowsRef.of(data, split=split, scaling=self.scaling_, dtype=devices.precision(fit.embedding.weights))
         X, y = ref.batch(ref.plan(_SAMPLE_ROWS, recipe.seed), 0)
         rows = devices.to_device(X, self._device())
+        self._keep_sample(data, split)
         with devices.blas_threads(1):
             self.bound_ = self._bound(rows, np.asarray(y), fit.rows)
             self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(y), fit.rows)
@@ -384,6 +387,11 @@ class MCEClassifier(EmbeddingClassifier):
         small.compression_ = facts
         return small
 
+    def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
+        embedding = self._with_centres()  # features of a map are part of the scaling
+        scaled = functools.partial(self.scaling_.apply, dtype="float64")
+        return embedding.kernel, embedding.regularization, scaled
+
     # --- storing ---------------------------------------------------------------------------------
 
     def _pack(self) -> tuple[Arrays, Facts]:
@@ -391,7 +399,9 @@ class MCEClassifier(EmbeddingClassifier):
         arrays = {"weights": self.embedding_.weights, **scaling_arrays(self.scaling_), **map_arrays}
         if not isinstance(self.embedding_, FeatureEmbedding):
             arrays["centres"] = self.embedding_.centres
-        return arrays, {
+        sample_arrays, sample_facts = self._pack_sample()
+        return arrays | sample_arrays, {
+            **sample_facts,
             "kernel": self.kernel_.to_config(),
             "feature_map": map_config,
             "regularization": self.regularization_,
@@ -428,6 +438,7 @@ class MCEClassifier(EmbeddingClassifier):
         self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
         self.loo_log_loss_, self.history_ = facts["loo_log_loss"], facts["history"]
         self.calibration_ = Calibration.from_plain(facts["calibration"]) if "calibration" in facts else Calibration()
+        self._unpack_sample(arrays, facts)
         if facts.get("compression"):
             self.compression_ = facts["compression"]
 

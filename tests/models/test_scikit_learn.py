@@ -5,10 +5,13 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_iris
+from sklearn.exceptions import NotFittedError
+from sklearn.feature_selection import RFE
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
@@ -16,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 import kme_dist as kme
 from kme_dist import CENClassifier, MCEClassifier, kernels
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +159,107 @@ def test_a_warm_start_requires_the_same_columns(iris):
     with pytest.raises(ValueError, match="warm_start=True: X has 3 features, but MCEClassifier learned from 4"):
         clf.fit(X[:, :3], y)
     assert clf.predict(X).shape == (150,)  # the model before is whole
+
+
+# --- relevance ---------------------------------------------------------------------------------------
+
+
+def trees(n=200, seed=0):
+    """A relevant category of three, a relevant number, two numbers of noise; as a frame of numbers."""
+    rng = np.random.default_rng(seed)
+    kind, numbers = rng.integers(0, 3, n), rng.normal(size=(n, 3))
+    y = (np.array([1.5, 0.0, -1.5])[kind] + numbers[:, 0] + 0.2 * rng.normal(size=n) > 0).astype(int)
+    names = ["kind=a", "kind=b", "kind=c", "size", "noise 1", "noise 2"]
+    return pd.DataFrame(np.column_stack([np.eye(3)[kind], numbers]), columns=names), y
+
+
+SETTINGS = {
+    "exact": MCEClassifier(steps=30),
+    "centres": MCEClassifier(steps=30, solver="nystrom", centres=60),
+    "random features": MCEClassifier(steps=30, features=200),
+    "network": CENClassifier(hidden=(16,), steps=60),
+    "network with a kernel": CENClassifier(hidden=(16,), head="gaussian", steps=60),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_relevance_is_measured_and_comes_back_after_saving(name, tmp_path):
+    X, y = trees()
+    clf = clone(SETTINGS[name]).fit(X, y)
+    found = clf.feature_importances_
+    assert found.shape == (6,)
+    assert (found >= 0).all()
+    assert found.sum() == pytest.approx(1)
+    kind, size, *noise = clf.feature_importances(
+        {"kind": ["kind=a", "kind=b", "kind=c"], "size": [3], "n": [4], "m": [5]}
+    )
+    assert max(noise) < 0.05 < min(kind, size)
+    clf.save(tmp_path / "model.zarr")
+    np.testing.assert_array_equal(kme.load(tmp_path / "model.zarr").feature_importances_, found)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(clf)).feature_importances_, found)
+
+
+def test_relevance_is_that_of_rows_that_were_never_seen():
+    """The left-out rows of the fit stand for new rows: shares agree with permutation importance on the latter."""
+    (X, y), (Xq, yq) = trees(300), trees(3000, seed=1)
+    clf = MCEClassifier(steps=60).fit(X.to_numpy(), y)
+    Q = Xq.to_numpy()
+
+    def brier(rows):
+        return np.mean(np.sum((np.eye(2)[yq] - clf.predict_proba(rows)) ** 2, axis=1))
+
+    groups, expected = [[0, 1, 2], [3], [4], [5]], []
+    for group in groups:
+        exchanged = Q.copy()
+        exchanged[:, group] = Q[np.random.default_rng(2).permutation(len(Q))][:, group]
+        expected.append(max(0.0, brier(exchanged) - brier(Q)))
+    np.testing.assert_allclose(clf.feature_importances(groups), np.array(expected) / sum(expected), atol=0.07)
+
+
+def test_a_data_set_knows_the_columns_that_its_features_come_from(tmp_path):
+    X, y = trees(120)
+    kinds = np.array(["a", "b", "c"])[X.iloc[:, :3].to_numpy().argmax(axis=1)]
+    frame = pd.DataFrame({"size": X["size"], "kind": kinds, "noise": X["noise 1"], "label": y.astype(str)})
+    frame.to_csv(tmp_path / "trees.csv", index=False)
+    data = kme.ingest(tmp_path / "trees.csv", tmp_path / "trees.zarr", label="label")
+    clf = MCEClassifier(steps=10).fit(data)
+    assert clf.feature_groups_ == {"size": [0], "kind": [1, 2, 3], "noise": [4]}
+    assert clf.feature_importances("columns").shape == (3,)
+    assert clf.feature_importances_.shape == (5,)
+    clf.save(tmp_path / "model.zarr")
+    assert kme.load(tmp_path / "model.zarr").feature_groups_ == clf.feature_groups_
+
+
+def test_features_can_be_eliminated_by_relevance():
+    X, y = trees(120)
+    kept = RFE(MCEClassifier(steps=5), n_features_to_select=3, step=3).fit(X.to_numpy(), y).support_
+    assert kept[3]
+    assert not kept[4:].any()
+
+
+def test_groups_that_do_not_exist_are_named(iris):
+    clf = MCEClassifier(steps=1).fit(*iris)
+    for groups in ([["size"]], [[7]], [[-1]]):
+        with pytest.raises(
+            DataError, match="is not a feature; pass names of feature_names_in_ or positions from 0 to 3"
+        ):
+            clf.feature_importances(groups)
+    with pytest.raises(ConfigError, match="groups='all' is unknown"):
+        clf.feature_importances("all")
+    with pytest.raises(NotFittedError):
+        MCEClassifier().feature_importances()
+
+
+def test_a_second_fit_measures_again_and_models_without_rows_have_no_relevance(iris):
+    X, y = iris
+    clf = MCEClassifier(steps=1).fit(X, y)
+    first = clf.feature_importances_
+    assert (clf.fit(X[:, ::-1], y).feature_importances_ != first).any()
+    clf.sample_ = None  # as in models of earlier versions
+    clf._importances = None
+    assert not hasattr(clf, "feature_importances_")
+    with pytest.raises(AttributeError, match="fit it again"):
+        clf.feature_importances()
 
 
 # --- in company -------------------------------------------------------------------------------------
