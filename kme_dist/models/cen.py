@@ -34,6 +34,7 @@ from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
+from kme_dist.models.account import Account
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed
@@ -99,6 +100,7 @@ class CENClassifier(EmbeddingClassifier):
         "loss": one_of(*LOSSES),
         "probability_floor": below_one(optional=True),
         "random_state": seed(),
+        "verbose": integer(0),
     }
 
     def __init__(
@@ -125,7 +127,7 @@ class CENClassifier(EmbeddingClassifier):
         dtype: str = "float32",
         client: Any = None,
         random_state: RandomState = 0,
-        verbose: bool = False,
+        verbose: int = 0,
         probability_floor: float | None = None,
         compare_softmax: bool = False,
         objective: str = "rcb",
@@ -179,11 +181,24 @@ class CENClassifier(EmbeddingClassifier):
         the same bits. Checkpoints of other settings or rows are refused.
         """
         self._begin_fit()
-        report = callback or (_print_record if self.verbose else None)
-        saved = as_checkpoints(checkpoints)
+        account, saved = Account(self.verbose, type(self).__name__), as_checkpoints(checkpoints)
+
+        def report(record: Record) -> None:
+            account.step(record)
+            if callback is not None:
+                callback(record)
+
         with contextlib.ExitStack() as stack:
             data, _ = self._labelled_rows(X, y, stack)
+            rows = data.split_rows(data.training_split())
+            account.say(
+                f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
+            )
             self._learn_rows(data, report, watch, saved)
+        account.finish_learning()
+        tuned = " (by leave-one-out on the learned features)" if self.refit_regularization else ""
+        account.say(f"lambda {self.regularization_:.3g}{tuned}, {len(self.weights_)} weights for each class")
+        account.done()
         return self
 
     def _learn_rows(
@@ -487,12 +502,3 @@ def _point(record: Record, per_epoch: int) -> Record:
     """A point of the curve: the accuracy on the rows of `watch` after an epoch."""
     kept = {"step": record["step"], "seconds": record["seconds"]}
     return {"epoch": record["step"] // per_epoch, "accuracy": record["watched_accuracy"], **kept}
-
-
-def _print_record(record: Record) -> None:
-    if record["step"] == 1 or record["step"] % 50 == 0 or "watched_accuracy" in record:
-        watched = f"  watched {100 * record['watched_accuracy']:.2f} %" if "watched_accuracy" in record else ""
-        print(
-            f"step {record['step']:>5}/{record['steps']}  q {record['objective']:.4g}  accuracy "
-            f"{record['accuracy']:.4f}  lambda {record['regularization']:.2e}{watched}"
-        )

@@ -31,6 +31,7 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.account import Account
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
 from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed, truth, truth_or
@@ -66,6 +67,7 @@ class MCEClassifier(EmbeddingClassifier):
         solves that need more, and unscaled rows whose differences it cannot resolve, use float64.
     random_state : an integer >= 0, a RandomState or Generator (each fit draws its seed from it) or None (random);
         determines batches, splits and centres. The seed of the fit is `seed_`.
+    verbose : 0 is silent, 1 prints a short account of the fit to stderr, 2 also every step.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot support anything rarer; 0 is the published clip-normalisation.
     calibration : {"none", "temperature", "isotonic"}
@@ -110,6 +112,7 @@ class MCEClassifier(EmbeddingClassifier):
         "early_stopping": truth_or("auto"),
         "n_iter_no_change": integer(1, optional=True),
         "warm_start": truth(),
+        "verbose": integer(0),
     }
 
     def __init__(
@@ -131,7 +134,7 @@ class MCEClassifier(EmbeddingClassifier):
         dtype: str = "float32",
         client: Any = None,
         random_state: RandomState = 0,
-        verbose: bool = False,
+        verbose: int = 0,
         probability_floor: float | None = None,
         calibration: str = "none",
         features: Any = None,
@@ -175,25 +178,47 @@ class MCEClassifier(EmbeddingClassifier):
         The result has the same bits in this process and with a `client`.
         """
         self._begin_fit()
-        report = callback or (_print_record if self.verbose else None)
         records: list[Record] = []
-
-        def step(record: Record) -> None:
-            records.append(record)
-            if report is not None:
-                report(record)
-
         if self.warm_start:
             self._check_same_width(X)
         with contextlib.ExitStack() as stack:
             data, folder = self._labelled_rows(X, y, stack)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
-            recipe = self.recipe(data)
+            recipe, rows = self.recipe(data), data.split_rows(data.training_split())
+            account = Account(self.verbose, type(self).__name__, lambda name: recipe.settings(name, rows).patience)
+            account.say(
+                f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
+            )
+            if recipe.warm:
+                account.say(f"starts from what was learned before: {recipe.kernel!r}")
+
+            def step(record: Record) -> None:
+                records.append(record)
+                account.step(record)
+                if callback is not None:
+                    callback(record)
+
             candidates = learn_candidates(data, recipe, executor=executor, callback=step)
-            trained = fit_candidates(data, recipe, candidates, executor=executor, scratch=scratch)
+            account.finish_learning()
+            trained = fit_candidates(
+                data, recipe, candidates, executor=executor, scratch=scratch, report=account.say_once
+            )
             self.adopt(data, recipe, trained)
         self.history_ = records
+        self._tell_result(account)
         return self
+
+    def _tell_result(self, account: Account) -> None:
+        if self.loo_log_loss_:
+            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.loo_log_loss_.items())
+            kept = f"; kept {self.objective_}" if len(self.loo_log_loss_) > 1 else ""
+            account.say(f"leave-one-out log loss: {losses}{kept}")
+        tuned = " (by leave-one-out on all rows)" if self.loo_log_loss_ and self.refit_regularization else ""
+        account.say(f"lambda {self.regularization_:.3g}{tuned}, kernel {self.kernel_!r}")
+        kind = self.calibration_.kind
+        shown = f" {self.calibration_.temperature:.3g}" if kind == "temperature" else ""
+        account.say(f"calibration {kind}{shown}")
+        account.done()
 
     def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
         """Where tasks exchange arrays: beside a data set, since workers on other hosts cannot reach a folder of this
@@ -451,11 +476,3 @@ class MCEClassifier(EmbeddingClassifier):
 def _form(kernel: Kernel) -> Kernel:
     """The kernel with every parameter 1: equal for two kernels if one may be learned from the other."""
     return kernel.replace({name: np.ones(value.shape) for name, value in kernel.parameters.items()})
-
-
-def _print_record(record: Record) -> None:
-    if record["step"] == 1 or record["step"] % 50 == 0:
-        print(
-            f"{record['phase']:>10} step {record['step']:>5}/{record['steps']}  q {record['objective']:.4g}  "
-            f"risk {record['risk']:.4g}  r {record['complexity']:.4g}  lambda {record['regularization']:.2e}"
-        )
