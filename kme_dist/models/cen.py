@@ -191,7 +191,7 @@ class CENClassifier(EmbeddingClassifier):
         with contextlib.ExitStack() as stack:
             data, _ = self._labelled_rows(X, y, stack)
             rows = data.split_rows(data.training_split())
-            account.say(
+            account.begin(
                 f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
             )
             self._learn_rows(data, report, watch, saved)

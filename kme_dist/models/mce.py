@@ -186,7 +186,7 @@ class MCEClassifier(EmbeddingClassifier):
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
             recipe, rows = self.recipe(data), data.split_rows(data.training_split())
             account = Account(self.verbose, type(self).__name__, lambda name: recipe.settings(name, rows).patience)
-            account.say(
+            account.begin(
                 f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
             )
             if recipe.warm:
