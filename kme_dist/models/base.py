@@ -14,10 +14,11 @@ with the model. Generated names of a data set (x0, x1, ...) are positions, not n
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -34,10 +35,12 @@ from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.sharing import executor_for
+from kme_dist.run.workers import job_count, local_workers
 
 Arrays = dict[str, Any]  # NumPy arrays, or those of the model's device
 Facts = dict[str, Any]
 Own = Mapping[str, Any]  # user-defined classes by name: kernels and torch networks
+Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
@@ -63,6 +66,17 @@ _MODULES = {
 }
 
 
+def on_workers(fit: Fit) -> Fit:
+    """For `fit` of an estimator with `n_jobs`: it runs while the workers are open."""
+
+    @functools.wraps(fit)
+    def fit_on_workers(self: Estimator, *arguments: Any, **settings: Any) -> Any:
+        with self._workers():
+            return fit(self, *arguments, **settings)
+
+    return cast(Fit, fit_on_workers)
+
+
 class Estimator(BaseEstimator):  # type: ignore[misc]
     """The base of all estimators: settings, columns, seeds, workers, devices, saving and loading."""
 
@@ -72,6 +86,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that `_unpack` restores, with their learned values
 
     client: Any = None  # for estimators without a client: this process
+    n_jobs: int | None = None
+    _job_workers: Any = None
     backend: str = "numpy"
     random_state: RandomState
     seed_: int
@@ -125,8 +141,32 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.seed_ = drawn_seed(self.random_state)
         return self.seed_
 
+    @property
+    def _client(self) -> Any:
+        """The workers of a fit: those of `n_jobs` while it runs, else the given client."""
+        return self.client if self._job_workers is None else self._job_workers
+
+    @contextlib.contextmanager
+    def _workers(self) -> Iterator[None]:
+        """For the duration of a fit: the worker processes that `n_jobs` asks for."""
+        self._check_settings()
+        count = job_count(self.n_jobs)
+        if self.client is not None and self.n_jobs not in (None, 1):
+            raise ConfigError(
+                f"n_jobs={self.n_jobs} and a client exclude each other: the client has its own workers; remove one"
+            )
+        if count == 1:
+            yield
+            return
+        with local_workers(count) as client:
+            self._job_workers = client
+            try:
+                yield
+            finally:
+                del self._job_workers
+
     def _executor(self) -> Executor:
-        return executor_for(self.client)
+        return executor_for(self._client)
 
     def _device(self) -> str:
         return devices.resolve(self.backend)

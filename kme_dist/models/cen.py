@@ -35,9 +35,19 @@ from kme_dist.data.dataset import RowSource
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.models.account import Account
-from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Facts,
+    Own,
+    get_labels,
+    on_workers,
+    put_labels,
+    scaling_arrays,
+    stored_scaling,
+)
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed
+from kme_dist.models.settings import RandomState, Rule, below_one, integer, jobs, one_of, positive, seed
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.fit import Fit, fit_on_dataset
@@ -74,7 +84,7 @@ class CENClassifier(EmbeddingClassifier):
     batches_per_step : batches averaged in a step; evaluated in parallel on a cluster.
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
     average : keep the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
-    scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
+    scaling, backend, dtype, random_state, verbose, probability_floor, n_jobs : as in `MCEClassifier`.
     client : a dask.distributed.Client. Workers read the rows of a stored data set, or a shared copy of rows in memory.
     compare_softmax : if `fit` gets `watch`, the same network is also learned with a softmax layer, from the same start
         with the same batches, rate and dropout; its curve is `softmax_curve_`. Doubles the time.
@@ -101,6 +111,7 @@ class CENClassifier(EmbeddingClassifier):
         "probability_floor": below_one(optional=True),
         "random_state": seed(),
         "verbose": integer(0),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -133,6 +144,7 @@ class CENClassifier(EmbeddingClassifier):
         objective: str = "rcb",
         loss: str = "log",
         average: float = 0.0,
+        n_jobs: int | None = None,
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -162,9 +174,11 @@ class CENClassifier(EmbeddingClassifier):
         self.objective = objective
         self.loss = loss
         self.average = average
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
+    @on_workers
     def fit(
         self,
         X: Any,

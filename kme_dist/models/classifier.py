@@ -50,7 +50,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
         classes, codes = classes_of(y)
         data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
-        return data, share(data, self.client, stack)
+        return data, share(data, self._client, stack)
 
     # --- predicting ------------------------------------------------------------------------------
 

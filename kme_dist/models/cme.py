@@ -45,10 +45,10 @@ from kme_dist.data.rows import rows_of
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import as_values, check_labels, check_not_path
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, scaling_arrays, stored_scaling
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, on_workers, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
-from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, seed
+from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
 from kme_dist.run.conditional import (
     ConditionalLearner,
     Inverse,
@@ -92,7 +92,7 @@ class ConditionalMeanEmbedding(Estimator):
     target_centres : number of targets to project on, so that the model's size does not grow with the rows; None keeps
         all targets, if they are in memory.
     scaling : {"standard", "unit", None} of numeric inputs.
-    client : a distributed.Client.   random_state : as in MCEClassifier.
+    client : a distributed.Client.   random_state, n_jobs : as in MCEClassifier.
 
     Attributes
     ----------
@@ -112,6 +112,7 @@ class ConditionalMeanEmbedding(Estimator):
         "target_centres": integer(1, optional=True),
         "folds": integer(2, optional=True),
         "random_state": seed(),
+        "n_jobs": jobs(),
     }
     _IN_FACTS: ClassVar[tuple[str, ...]] = ("kernel", "target_kernel", "regularization", "solver", "scaling")
     _left: LeftOut | None = None
@@ -134,6 +135,7 @@ class ConditionalMeanEmbedding(Estimator):
         scaling: str | None = "standard",
         client: Any = None,
         random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.kernel = kernel
         self.target_kernel = target_kernel
@@ -151,9 +153,11 @@ class ConditionalMeanEmbedding(Estimator):
         self.scaling = scaling
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
+    @on_workers
     def fit(self, X: Any, Y: Any = None) -> Self:
         """Fit to pairs of rows, or to a data set whose labels (or columns, named by Y) are the targets."""
         self._begin_fit()
@@ -299,8 +303,8 @@ class ConditionalMeanEmbedding(Estimator):
         return projected
 
     def _inverse(self, pairs: Pairs) -> Inverse:
-        if self.client is not None and pairs.in_memory:
-            hosts = {worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()}
+        if self._client is not None and pairs.in_memory:
+            hosts = {worker["host"] for worker in self._client.scheduler_info(n_workers=-1)["workers"].values()}
             if not hosts <= {"127.0.0.1", "::1", "localhost"}:
                 raise DataError(
                     f"rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
@@ -470,7 +474,7 @@ class ConditionalMeanEmbedding(Estimator):
     def _fitted(self) -> ConditionalEmbedding:
         self._check_fitted()
         weights = self.embedding_.weights
-        if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
+        if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self._client:
             weights.executor = self._executor()  # the client was closed, or another one was set
         return self.embedding_
 

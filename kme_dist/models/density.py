@@ -27,9 +27,9 @@ from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.core.means import ESTIMATORS
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers
 from kme_dist.models.means import kernel_for
-from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, one_of, seed
+from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean
 
@@ -48,7 +48,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         on stays as in the initial clusters.
     estimator : the mean to match: "kme", "b-kmse", "r-kmse" or "s-kmse". (A shrunk mean has weights with the
         common factor 1 - α; the mixture, whose shares add up to one, is the nearest one to it.)
-    starts : number of initial clusterings; the best fit is kept.   client, random_state : as in KernelMean.
+    starts : number of initial clusterings; the best fit is kept.   client, random_state, n_jobs : as in KernelMean.
 
     Attributes
     ----------
@@ -62,6 +62,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         "estimator": one_of(*ESTIMATORS),
         "starts": integer(1),
         "random_state": seed(),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -72,6 +73,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         starts: int = 3,
         client: Any = None,
         random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.n_components = n_components
         self.kernel = kernel
@@ -79,7 +81,9 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         self.starts = starts
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
+    @on_workers
     def fit(self, X: Any, y: Any = None) -> Self:
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
         self._begin_fit()

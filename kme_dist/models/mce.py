@@ -32,9 +32,30 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.account import Account
-from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Facts,
+    Own,
+    get_labels,
+    on_workers,
+    put_labels,
+    scaling_arrays,
+    stored_scaling,
+)
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of, positive, seed, truth, truth_or
+from kme_dist.models.settings import (
+    RandomState,
+    Rule,
+    below_one,
+    integer,
+    jobs,
+    one_of,
+    positive,
+    seed,
+    truth,
+    truth_or,
+)
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
@@ -81,6 +102,8 @@ class MCEClassifier(EmbeddingClassifier):
         "erm", which run all steps as published.
     warm_start : `fit` of a fitted model starts from the learned kernel and λ instead of `kernel` and `regularization`;
         with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
+    client, n_jobs : a dask.distributed.Client, or a number of worker processes of this machine that `fit` opens and
+        closes (None: 1, this process; -1: one for each core). The same bits in any case; pays from minutes on.
 
     Attributes
     ----------
@@ -113,6 +136,7 @@ class MCEClassifier(EmbeddingClassifier):
         "n_iter_no_change": integer(1, optional=True),
         "warm_start": truth(),
         "verbose": integer(0),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -141,6 +165,7 @@ class MCEClassifier(EmbeddingClassifier):
         early_stopping: bool | str = "auto",
         n_iter_no_change: int | None = None,
         warm_start: bool = False,
+        n_jobs: int | None = None,
     ) -> None:
         self.kernel = kernel
         self.objective = objective
@@ -166,9 +191,11 @@ class MCEClassifier(EmbeddingClassifier):
         self.early_stopping = early_stopping
         self.n_iter_no_change = n_iter_no_change
         self.warm_start = warm_start
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
+    @on_workers
     def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
@@ -223,7 +250,7 @@ class MCEClassifier(EmbeddingClassifier):
     def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
         """Where tasks exchange arrays: beside a data set, since workers on other hosts cannot reach a folder of this
         machine."""
-        if self.client is None or not isinstance(data, Dataset):
+        if self._client is None or not isinstance(data, Dataset):
             return folder
         place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
         stack.callback(place.delete_all)

@@ -42,13 +42,14 @@ from kme_dist.models.base import (
     check_texts,
     get_labels,
     get_rows,
+    on_workers,
     put_labels,
     put_rows,
     scaling_arrays,
     stored_scaling,
 )
 from kme_dist.models.classifier import Classifier, classes_of
-from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, seed
+from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, mean_inner, spectrum_sample
 
 _MEDIAN_ROWS = 2_000
@@ -87,7 +88,7 @@ class KernelMean(Estimator):
         error of the estimate is `rho_error_`.
     features : number of random frequencies.
     centres : of "s-kmse": number of rows to project on; None: exact up to 5,000 rows, else 1,000 centres.
-    dtype : precision of the tiles.   client : a distributed.Client.   random_state : as in MCEClassifier.
+    dtype : precision of the tiles.   client : a distributed.Client.   random_state, n_jobs : as in MCEClassifier.
 
     Attributes
     ----------
@@ -108,6 +109,7 @@ class KernelMean(Estimator):
         "centres": integer(1, optional=True),
         "dtype": one_of(*DTYPES),
         "random_state": seed(),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -123,6 +125,7 @@ class KernelMean(Estimator):
         dtype: str = "float64",
         client: Any = None,
         random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.estimator = estimator
         self.kernel = kernel
@@ -135,7 +138,9 @@ class KernelMean(Estimator):
         self.dtype = dtype
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
+    @on_workers
     def fit(self, X: Any, y: Any = None) -> Self:
         """Estimate the mean from the rows of an array, a list, or a data set (its "train" split if it has one)."""
         self._begin_fit()

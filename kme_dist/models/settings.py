@@ -62,6 +62,10 @@ def seed() -> Rule:
     return Rule(is_valid, f"{whole.message}, a numpy.random.RandomState or Generator, or None")
 
 
+def jobs() -> Rule:
+    return _number(int | np.integer, lambda value: value != 0, "an integer other than 0 (-1: every core)", True)
+
+
 def drawn_seed(random_state: RandomState) -> int:
     """The seed that `random_state` stands for: itself, a draw from a generator, or a random one for None."""
     if random_state is None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
 import pytest
+from distributed import Client, LocalCluster
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_iris
@@ -20,6 +24,7 @@ import kme_dist as kme
 from kme_dist import CENClassifier, MCEClassifier, kernels
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.workers import job_count
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +265,88 @@ def test_a_second_fit_measures_again_and_models_without_rows_have_no_relevance(i
     assert not hasattr(clf, "feature_importances_")
     with pytest.raises(AttributeError, match="fit it again"):
         clf.feature_importances()
+
+
+# --- workers -----------------------------------------------------------------------------------------
+
+
+JOBS = {
+    "MCEClassifier": (MCEClassifier(steps=3, solver="tiled"), "predict_proba"),
+    "CENClassifier": (CENClassifier(hidden=(4,), steps=3, batch_size=50, batches_per_step=2), "predict_proba"),
+    "ASKLClassifier": (kme.ASKLClassifier(features=20, epochs=1, batches_per_step=2), "decision_function"),
+    "ASKLRegressor": (kme.ASKLRegressor(features=20, epochs=1, batches_per_step=2), "predict"),
+    "KernelMean": (kme.KernelMean(), "evaluate"),
+    "MixtureMatching": (kme.MixtureMatching(2, starts=1), "score_samples"),
+    "ConditionalMeanEmbedding": (kme.ConditionalMeanEmbedding(solver="nystrom", centres=20), "predict"),
+}
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """Workers in threads of this process: quick to start."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_give_the_same_bits_and_leave_nothing_behind(name, iris, threads, monkeypatch):
+    X, y = iris
+    asked = []
+
+    @contextlib.contextmanager
+    def workers(count):
+        asked.append(count)
+        yield threads
+
+    monkeypatch.setattr("kme_dist.models.base.local_workers", workers)
+    model, question = JOBS[name]
+    y = y.astype(float) if name in ("ASKLRegressor", "ConditionalMeanEmbedding") else y
+    alone, shared = clone(model).fit(X, y), clone(model).set_params(n_jobs=2).fit(X, y)
+    assert asked == [2]
+    np.testing.assert_array_equal(getattr(alone, question)(X), getattr(shared, question)(X))
+    assert shared._client is None
+    pickle.dumps(shared)
+
+
+def test_processes_are_opened_for_a_fit_in_a_script_and_closed_after_it(tmp_path):
+    """A plain script, without the guard that processes of multiprocessing require, with a kernel of its own module."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom kme_dist.kernels import Gaussian\n"
+        "@dataclass(frozen=True, eq=False, repr=False)\nclass Mine(Gaussian):\n    pass\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import numpy as np, mine\nfrom sklearn.datasets import load_iris\nfrom kme_dist import MCEClassifier\n"
+        "X, y = load_iris(return_X_y=True)\n"
+        "one, two = (MCEClassifier(kernel=mine.Mine(), steps=2, n_jobs=n).fit(X, y) for n in (None, 2))\n"
+        "print((one.predict_proba(X) == two.predict_proba(X)).all())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.stdout.strip() == "True", ran.stderr
+
+
+def test_jobs_are_counted_as_in_joblib():
+    cores = job_count(-1)
+    assert cores >= 1
+    assert (job_count(None), job_count(1), job_count(3)) == (1, 1, 3)
+    assert job_count(-2) == max(1, cores - 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_jobs": 0}, "n_jobs=0: must be an integer other than 0"),
+        ({"n_jobs": 1.5}, r"n_jobs=1\.5: must be an integer other than 0"),
+        ({"n_jobs": 2, "client": object()}, "n_jobs=2 and a client exclude each other"),
+    ],
+)
+def test_jobs_that_cannot_be_are_named(settings, message, iris):
+    with pytest.raises(ConfigError, match=message):
+        MCEClassifier(**settings).fit(*iris)
 
 
 # --- in company -------------------------------------------------------------------------------------
