@@ -162,30 +162,40 @@ def _curves(starts: Sequence[FittedStart]) -> list[Picture]:
 
 
 def _relevance(rows: Tables, best: FittedStart, image_shape: tuple[int, int] | None) -> list[Picture]:
+    if image_shape is not None:
+        return _pixel_relevance(rows, best, image_shape)
+    if getattr(best.model, "sample_", None) is None or len(best.model.feature_groups_) < 2:
+        return []
+    relevance = best.model.feature_importances("columns")
+    return [
+        Picture(
+            "Feature relevance",
+            draw.relevance_bars(relevance, list(best.model.feature_groups_)),
+            "How much worse training rows are predicted, by the model without them, if a column has the values of "
+            "other rows: the share of each column in the increase of the Brier score. Columns that say the same "
+            "share it.",
+        )
+    ]
+
+
+def _pixel_relevance(rows: Tables, best: FittedStart, image_shape: tuple[int, int]) -> list[Picture]:
     scales = best.model.kernel_.parameters.get("length_scale") if hasattr(best.model, "kernel_") else None
     if scales is None or np.size(scales) != len(rows.feature_names) or np.size(scales) < 2:
         return []
     # A feature that never changes keeps the length scale it started with, and decides nothing.
     varies = np.ptp(rows.X_train, axis=0) > 0
-    relevance = np.where(varies, 1.0 / np.asarray(scales, dtype=np.float64), 0.0)
-    if image_shape is not None:
-        spread = rows.X_train.std(axis=0) * best.model.scaling_.factor
-        measures = {"1 / length scale": relevance, "spread / length scale": spread * relevance}
-        return [
-            Picture(
-                "Pixel relevance",
-                draw.relevance_images(measures, image_shape),
-                "Bright pixels matter most. Left: the effect of a change over a pixel's own range; right: the effect "
-                "of the changes that occur in the training images (pixels that hardly ever change are dark).",
-            ),
-            _pixels({"length scale": np.where(varies, scales, np.nan)}, image_shape, "is learned"),
-        ]
+    inverse = np.where(varies, 1.0 / np.asarray(scales, dtype=np.float64), 0.0)
+    spread = rows.X_train.std(axis=0) * best.model.scaling_.factor
+    measures = {"inverse length scale": inverse, "spread x inverse length scale": spread * inverse}
     return [
         Picture(
-            "Feature relevance",
-            draw.relevance_bars(relevance, rows.feature_names),
-            "Long bars matter most: a small change of that feature, relative to its range, changes the prediction.",
-        )
+            "Pixel relevance",
+            draw.relevance_images(measures, image_shape),
+            "Inverse length scales: the prediction depends most on changes of bright pixels. Left: the effect of a "
+            "change over a pixel's own range; right: of the changes that occur in the training images (pixels that "
+            "hardly ever change are dark).",
+        ),
+        _pixels({"length scale": np.where(varies, scales, np.nan)}, image_shape, "is learned"),
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-SECONDS_BETWEEN_LINES = 5.0
+from kme_dist.models.account import SECONDS_BETWEEN_LINES, numbers_in_words, rate_in_words
 
 
 class StepProgress:
@@ -83,7 +83,7 @@ class StepProgress:
                 self._task = self._bar.add_task(self._name, total=steps, numbers="")
         elapsed = now - self._began
         rate = (step - self._first_step) / elapsed if elapsed > 0 else 0.0
-        numbers = f"{rate_in_words(rate)}  {_numbers(record)}"
+        numbers = f"{rate_in_words(rate)}  {numbers_in_words(record)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, total=steps, numbers=numbers)
         else:
@@ -98,23 +98,3 @@ class StepProgress:
         if self._pending:
             print(self._pending, file=self._stream, flush=True)
             self._pending = ""
-
-
-def rate_in_words(steps_per_second: float) -> str:
-    if 0 < steps_per_second < 1:
-        return f"{1 / steps_per_second:.1f} s/step"
-    return f"{steps_per_second:.3g} steps/s"
-
-
-def _numbers(record: Mapping[str, Any]) -> str:
-    """The numbers of a step, with the names of the paper; those missing from the record are omitted."""
-    shown = (
-        ("objective", "q {:.4g}"),
-        ("risk", "risk {:.4g}"),
-        ("complexity", "r {:.3g}"),
-        ("regularization", "lambda {:.3g}"),
-        ("gradient_norm", "gradient {:.3g}"),
-        ("rows_per_second", "{:,.0f} rows/s"),
-        ("waiting_share", "waiting {:.0%}"),
-    )
-    return "  ".join(form.format(record[name]) for name, form in shown if record.get(name) is not None)

@@ -35,7 +35,7 @@ from kme_dist.run.train import Recipe
 
 KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASKLClassifier}
 SECTIONS: dict[str, Any] = {"model": ModelConfig, "learn": LearnConfig, "fit": FitConfig}
-NOT_OPTIONS = ("client", "verbose")
+NOT_OPTIONS = ("client", "n_jobs", "verbose")
 FULL_OBJECTIVES = ("rcb", "erm")  # objectives with exact gradients over all rows
 ROWS_TO_REHEARSE = 20  # of each class
 

@@ -57,12 +57,13 @@ from kme_dist.models.base import (
     Facts,
     Own,
     get_labels,
+    on_workers,
     put_labels,
     scaling_arrays,
     stored_scaling,
 )
 from kme_dist.models.classifier import Classifier
-from kme_dist.models.settings import Rule, integer, non_negative, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, integer, jobs, non_negative, one_of, positive, seed
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import describe_map, start_of, with_parameters
@@ -145,7 +146,8 @@ class _ASKL(Estimator):
         "feature_penalty": non_negative(),
         "schedule": one_of("constant", "cosine"),
         "dtype": one_of(*DTYPES),
-        "random_state": integer(0, optional=True),
+        "random_state": seed(),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -166,7 +168,8 @@ class _ASKL(Estimator):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
+        random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.variant = variant
         self.features = features
@@ -185,6 +188,7 @@ class _ASKL(Estimator):
         self.dtype = dtype
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -314,7 +318,7 @@ class ASKLClassifier(Classifier, _ASKL):
     loss : {"hinge", "cross_entropy", "squared"}; the paper uses hinge; probabilities require cross entropy.
     weight_penalty, feature_penalty : λ₁ and λ₂.
     batch_size, batches_per_step, epochs, learning_rate, schedule, optimizer : stochastic learning.
-    scaling, backend, dtype, client, random_state : as in `CENClassifier`.
+    scaling, backend, dtype, client, random_state, n_jobs : as in `CENClassifier`.
 
     Attributes
     ----------
@@ -342,7 +346,8 @@ class ASKLClassifier(Classifier, _ASKL):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
+        random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         super().__init__(
             variant=variant,
@@ -362,9 +367,11 @@ class ASKLClassifier(Classifier, _ASKL):
             dtype=dtype,
             client=client,
             random_state=random_state,
+            n_jobs=n_jobs,
         )
         self.loss = loss
 
+    @on_workers
     def fit(
         self,
         X: Any,
@@ -377,7 +384,7 @@ class ASKLClassifier(Classifier, _ASKL):
         `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
         after an interruption.
         """
-        self._check_settings()
+        self._begin_fit()
         with contextlib.ExitStack() as stack:
             data, _ = self._labelled_rows(X, y, stack)
             self.classes_ = np.asarray(data.classes)
@@ -402,6 +409,11 @@ class ASKLClassifier(Classifier, _ASKL):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities; only for loss="cross_entropy"."""
         return super().predict_proba(X)
+
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Logarithms of `predict_proba`; only for loss="cross_entropy"."""
+        return super().predict_log_proba(X)
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def entropy(self, X: Any) -> np.ndarray:
@@ -435,6 +447,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
 
     loss = "squared"
 
+    @on_workers
     def fit(
         self,
         X: Any,
@@ -447,7 +460,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
         after an interruption.
         """
-        self._check_settings()
+        self._begin_fit()
         with contextlib.ExitStack() as stack:
             data: RowSource
             if isinstance(X, Dataset):
@@ -458,7 +471,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             else:
                 X, y = self._fit_rows(X, y, y_numeric=True)
                 data = ArrayRows(X, np.asarray(y, np.float64))
-                share(data, self.client, stack)
+                share(data, self._client, stack)
             found = data.target_statistics
             self.target_ = _centre_and_width(float(found.mean[0]), float(found.variance[0]))
             self._learn(self._source(data, (self.target_[0], 1 / self.target_[1])), None, 1, callback, checkpoints)

@@ -29,7 +29,7 @@ from kme_dist.data.validation import check_labels
 from kme_dist.errors import DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, get_labels, get_rows, put_labels, put_rows
 from kme_dist.models.means import kernel_for
-from kme_dist.models.settings import Rule, integer, one_of, positive, up_to_one
+from kme_dist.models.settings import RandomState, Rule, one_of, positive, seed, up_to_one
 
 
 class _BagMachine(Estimator):
@@ -40,7 +40,7 @@ class _BagMachine(Estimator):
         "estimator": one_of(*ESTIMATORS),
         "level": one_of("linear", "gaussian"),
         "width": positive(optional=True),
-        "random_state": integer(0),
+        "random_state": seed(),
     }
 
     kernel: Any
@@ -48,7 +48,6 @@ class _BagMachine(Estimator):
     level: str
     width: float | None
     positive_part: bool
-    random_state: int
     machine_: Any
 
     def _bags(self, bags: Sequence[Any], reset: bool = False) -> list[Any]:
@@ -77,7 +76,7 @@ class _BagMachine(Estimator):
         """Keep the bags with their weights; returns the Gram matrix between them, scaled to a mean diagonal of 1, so
         that C and nu do not depend on the magnitude of the kernel."""
         found = self._bags(bags, reset=True)
-        self.kernel_ = kernel_for(self.kernel, rows_of(_stacked(found)), self.random_state)
+        self.kernel_ = kernel_for(self.kernel, rows_of(_stacked(found)), self._seed())
         self._keep(found)
         G = self._inner(self.points_, self.weights_, self.sizes_)
         self.norms_ = np.diagonal(G).copy()
@@ -178,7 +177,7 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
         width: float | None = None,
         C: float = 1.0,
         positive_part: bool = False,
-        random_state: int = 0,
+        random_state: RandomState = 0,
     ) -> None:
         self.kernel = kernel
         self.estimator = estimator
@@ -190,7 +189,7 @@ class SupportMeasureClassifier(ClassifierMixin, _BagMachine):  # type: ignore[mi
 
     def fit(self, bags: Sequence[Any], y: Any) -> Self:
         """Kernel means of the bags, then a support vector machine on them."""
-        self._check_settings()
+        self._begin_fit()
         check_labels(y)
         self.labels_ = np.asarray(y)
         if len(self.labels_) != len(bags):
@@ -224,7 +223,7 @@ class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
         width: float | None = None,
         nu: float = 0.1,
         positive_part: bool = False,
-        random_state: int = 0,
+        random_state: RandomState = 0,
     ) -> None:
         self.kernel = kernel
         self.estimator = estimator
@@ -236,7 +235,7 @@ class OneClassSupportMeasure(OutlierMixin, _BagMachine):  # type: ignore[misc]
 
     def fit(self, bags: Sequence[Any], y: Any = None) -> Self:
         """Kernel means of the bags, then the smallest region that contains them."""
-        self._check_settings()
+        self._begin_fit()
         self.machine_ = OneClassSVM(kernel="precomputed", nu=self.nu).fit(self._prepare(bags))
         return self
 

@@ -14,10 +14,11 @@ with the model. Generated names of a data set (x0, x1, ...) are positions, not n
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -30,19 +31,22 @@ from kme_dist.data.dataset import Dataset, generated_names
 from kme_dist.data.places import Place
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
-from kme_dist.errors import CorruptError, DataError, KMEError
-from kme_dist.models.settings import Rule
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
+from kme_dist.models.settings import RandomState, Rule, drawn_seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.sharing import executor_for
+from kme_dist.run.workers import job_count, local_workers
 
 Arrays = dict[str, Any]  # NumPy arrays, or those of the model's device
 Facts = dict[str, Any]
 Own = Mapping[str, Any]  # user-defined classes by name: kernels and torch networks
+Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
+_KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
 TEXT_ESTIMATORS = (
     "texts are rows of KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, with a "
     "kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
@@ -62,6 +66,17 @@ _MODULES = {
 }
 
 
+def on_workers(fit: Fit) -> Fit:
+    """For `fit` of an estimator with `n_jobs`: it runs while the workers are open."""
+
+    @functools.wraps(fit)
+    def fit_on_workers(self: Estimator, *arguments: Any, **settings: Any) -> Any:
+        with self._workers():
+            return fit(self, *arguments, **settings)
+
+    return cast(Fit, fit_on_workers)
+
+
 class Estimator(BaseEstimator):  # type: ignore[misc]
     """The base of all estimators: settings, columns, seeds, workers, devices, saving and loading."""
 
@@ -71,14 +86,38 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that `_unpack` restores, with their learned values
 
     client: Any = None  # for estimators without a client: this process
+    n_jobs: int | None = None
+    _job_workers: Any = None
     backend: str = "numpy"
-    random_state: Any
+    random_state: RandomState
+    seed_: int
     scaling_: Any
     n_features_in_: int
     feature_names_in_: np.ndarray
     fitted_to_dataset_: bool
 
     # --- settings --------------------------------------------------------------------------------
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters as in scikit-learn; settings of kernels too: `set_params(kernel__length_scale=0.5)`."""
+        own: dict[str, Any] = {}
+        within: dict[str, dict[str, Any]] = {}
+        for key, value in params.items():
+            name, nested, inner = key.partition("__")
+            kernel = params.get(name, getattr(self, name, None)) if nested and name in _KERNELS else None
+            if isinstance(kernel, str):
+                raise ConfigError(
+                    f"{key}={value!r}: {name}={kernel!r} is a name without settings; pass a kernel first, e.g. "
+                    f"{name}=kme_dist.kernels.Gaussian()"
+                )
+            if isinstance(kernel, Kernel):
+                within.setdefault(name, {})[inner] = value
+            else:
+                own[key] = value
+        super().set_params(**own)
+        for name, changes in within.items():  # kernels never change: the estimator gets another one
+            setattr(self, name, getattr(self, name).with_params(**changes))
+        return self
 
     def _check_settings(self, *names: str) -> None:
         """Check settings (all, or those named): ConfigError for the first invalid one."""
@@ -90,15 +129,44 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _check_together(self) -> None:
         """Check combinations of settings; none by default."""
 
+    def _begin_fit(self) -> None:
+        """Check all settings and draw the seed of this fit."""
+        self._check_settings()
+        self.seed_ = drawn_seed(self.random_state)
+
     def _seed(self) -> int:
-        """The given seed, or a random one for None."""
-        self._check_settings("random_state")
-        if self.random_state is None:
-            return int(np.random.SeedSequence().generate_state(1)[0])
-        return int(self.random_state)
+        """The given seed, or the one that was drawn for the last fit."""
+        if isinstance(self.random_state, int | np.integer) or not hasattr(self, "seed_"):
+            self._check_settings("random_state")
+            self.seed_ = drawn_seed(self.random_state)
+        return self.seed_
+
+    @property
+    def _client(self) -> Any:
+        """The workers of a fit: those of `n_jobs` while it runs, else the given client."""
+        return self.client if self._job_workers is None else self._job_workers
+
+    @contextlib.contextmanager
+    def _workers(self) -> Iterator[None]:
+        """For the duration of a fit: the worker processes that `n_jobs` asks for."""
+        self._check_settings()
+        count = job_count(self.n_jobs)
+        if self.client is not None and self.n_jobs not in (None, 1):
+            raise ConfigError(
+                f"n_jobs={self.n_jobs} and a client exclude each other: the client has its own workers; remove one"
+            )
+        if count == 1:
+            yield
+            return
+        with local_workers(count) as client:
+            self._job_workers = client
+            try:
+                yield
+            finally:
+                del self._job_workers
 
     def _executor(self) -> Executor:
-        return executor_for(self.client)
+        return executor_for(self._client)
 
     def _device(self) -> str:
         return devices.resolve(self.backend)
@@ -148,6 +216,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             raise DataError(
                 f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting {wanted} features as "
                 "input; pass the columns of the fit"
+            )
+
+    def _check_same_width(self, X: Any) -> None:
+        """Before a warm start: X has the number of features of the fit before."""
+        known, width = getattr(self, "n_features_in_", None), None
+        with contextlib.suppress(ValueError, IndexError):  # ragged and flat lists are refused later, with a reason
+            width = X.features if isinstance(X, Dataset) else int(np.shape(X)[1])
+        if None not in (known, width) and width != known:
+            raise DataError(
+                f"warm_start=True: X has {width} features, but {type(self).__name__} learned from {known}; pass the "
+                "same columns, or set warm_start=False to restart"
             )
 
     # --- rows ------------------------------------------------------------------------------------
@@ -235,12 +314,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _stored_settings(self) -> dict[str, Any]:
         """Settings as JSON; None for what JSON cannot represent (clients, networks, feature maps)."""
         chosen = {name: value for name, value in self.get_params(deep=False).items() if name not in self._IN_FACTS}
+        if "random_state" in chosen and not isinstance(chosen["random_state"], int | np.integer):
+            chosen["random_state"] = getattr(self, "seed_", None)  # so that a loaded model can be fitted again
         return {name: _to_json(value) for name, value in chosen.items()}
 
     @classmethod
     def _restored(cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Own) -> Self:
         settings = dict(found.get("settings", {}))  # older versions stored only facts for some models
-        for name in ("kernel", "head"):
+        for name in _KERNELS:
             if isinstance(settings.get(name), Mapping):
                 settings[name] = from_config(settings[name], own=own)
         model = cls(**settings)

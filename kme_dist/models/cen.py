@@ -34,9 +34,20 @@ from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.scaling import Scaling
 from kme_dist.errors import ConfigError
-from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
+from kme_dist.models.account import Account
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Facts,
+    Own,
+    get_labels,
+    on_workers,
+    put_labels,
+    scaling_arrays,
+    stored_scaling,
+)
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, below_one, integer, jobs, one_of, positive, seed
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.fit import Fit, fit_on_dataset
@@ -73,7 +84,7 @@ class CENClassifier(EmbeddingClassifier):
     batches_per_step : batches averaged in a step; evaluated in parallel on a cluster.
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
     average : keep the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
-    scaling, backend, dtype, random_state, verbose, probability_floor : as in `MCEClassifier`.
+    scaling, backend, dtype, random_state, verbose, probability_floor, n_jobs : as in `MCEClassifier`.
     client : a dask.distributed.Client. Workers read the rows of a stored data set, or a shared copy of rows in memory.
     compare_softmax : if `fit` gets `watch`, the same network is also learned with a softmax layer, from the same start
         with the same batches, rate and dropout; its curve is `softmax_curve_`. Doubles the time.
@@ -98,7 +109,9 @@ class CENClassifier(EmbeddingClassifier):
         "objective": one_of("rcb", "validation"),
         "loss": one_of(*LOSSES),
         "probability_floor": below_one(optional=True),
-        "random_state": integer(0, optional=True),
+        "random_state": seed(),
+        "verbose": integer(0),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -124,13 +137,14 @@ class CENClassifier(EmbeddingClassifier):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
-        verbose: bool = False,
+        random_state: RandomState = 0,
+        verbose: int = 0,
         probability_floor: float | None = None,
         compare_softmax: bool = False,
         objective: str = "rcb",
         loss: str = "log",
         average: float = 0.0,
+        n_jobs: int | None = None,
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -160,9 +174,11 @@ class CENClassifier(EmbeddingClassifier):
         self.objective = objective
         self.loss = loss
         self.average = average
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
+    @on_workers
     def fit(
         self,
         X: Any,
@@ -178,12 +194,25 @@ class CENClassifier(EmbeddingClassifier):
         `checkpoints` is a folder to save to while learning; after an interruption the same call resumes from there, to
         the same bits. Checkpoints of other settings or rows are refused.
         """
-        self._check_settings()
-        report = callback or (_print_record if self.verbose else None)
-        saved = as_checkpoints(checkpoints)
+        self._begin_fit()
+        account, saved = Account(self.verbose, type(self).__name__), as_checkpoints(checkpoints)
+
+        def report(record: Record) -> None:
+            account.step(record)
+            if callback is not None:
+                callback(record)
+
         with contextlib.ExitStack() as stack:
             data, _ = self._labelled_rows(X, y, stack)
+            rows = data.split_rows(data.training_split())
+            account.begin(
+                f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
+            )
             self._learn_rows(data, report, watch, saved)
+        account.finish_learning()
+        tuned = " (by leave-one-out on the learned features)" if self.refit_regularization else ""
+        account.say(f"lambda {self.regularization_:.3g}{tuned}, {len(self.weights_)} weights for each class")
+        account.done()
         return self
 
     def _learn_rows(
@@ -206,6 +235,7 @@ class CENClassifier(EmbeddingClassifier):
             self._learn_full(data, split, source, report, saved)
         else:
             self._learn(source, report, watch, saved)
+        self._keep_sample(data, split)
 
     def adopt(self, data: RowSource, features: Any, fit: Fit, floor: float) -> Self:
         """Take over a fit with explicit features to `data`."""
@@ -214,6 +244,7 @@ class CENClassifier(EmbeddingClassifier):
         self.scaling_, self.regularization_, self.probability_floor_ = fit.scaling, fit.regularization, floor
         self.classes_ = np.asarray(data.classes)
         self._record_names(data.feature_names)
+        self._keep_sample(data, data.training_split())
         self.bound_ = math.nan
         self._reset_curves()
         return self
@@ -423,6 +454,14 @@ class CENClassifier(EmbeddingClassifier):
             return maps.dense_network(d, tuple(self.hidden), self.activation, seed=self._seed())
         return as_features(network, d, self._seed())
 
+    def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
+        on_features = self.embedding_.on_features
+
+        def features(rows: np.ndarray) -> np.ndarray:
+            return np.asarray(devices.to_host(self.features_.forward(self.scaling_.apply(rows, "float64"))), np.float64)
+
+        return Linear() if on_features is None else on_features.kernel, self.regularization_, features
+
     # --- predicting and storing ------------------------------------------------------------------
 
     def embed(self, X: Any) -> np.ndarray:
@@ -439,7 +478,9 @@ class CENClassifier(EmbeddingClassifier):
         found = self.embedding_.on_features
         if found is not None:
             arrays["centres"] = found.centres
-        return arrays, {
+        sample_arrays, sample_facts = self._pack_sample()
+        return arrays | sample_arrays, {
+            **sample_facts,
             "features": self.features_.to_config(),
             "kernel": None if found is None else found.kernel.to_config(),
             "regularization": self.regularization_,
@@ -468,18 +509,10 @@ class CENClassifier(EmbeddingClassifier):
         self.bound_ = math.nan if facts["bound"] is None else float(facts["bound"])
         self.history_, self.curve_ = facts["history"], facts["curve"]
         self.softmax_curve_ = facts.get("softmax_curve", [])  # older models have none
+        self._unpack_sample(arrays, facts)
 
 
 def _point(record: Record, per_epoch: int) -> Record:
     """A point of the curve: the accuracy on the rows of `watch` after an epoch."""
     kept = {"step": record["step"], "seconds": record["seconds"]}
     return {"epoch": record["step"] // per_epoch, "accuracy": record["watched_accuracy"], **kept}
-
-
-def _print_record(record: Record) -> None:
-    if record["step"] == 1 or record["step"] % 50 == 0 or "watched_accuracy" in record:
-        watched = f"  watched {100 * record['watched_accuracy']:.2f} %" if "watched_accuracy" in record else ""
-        print(
-            f"step {record['step']:>5}/{record['steps']}  q {record['objective']:.4g}  accuracy "
-            f"{record['accuracy']:.4f}  lambda {record['regularization']:.2e}{watched}"
-        )

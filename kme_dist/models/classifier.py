@@ -8,20 +8,24 @@ EmbeddingClassifier    uses an embedding: `decision_probabilities`, clip-normali
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
-from kme_dist.backend import to_host
+from kme_dist.backend import blas_threads, to_host
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, expectation
+from kme_dist.core.importance import exchange_relevance, sample_rows, shares
+from kme_dist.core.kernels import Kernel
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Estimator
+from kme_dist.models.base import Arrays, Estimator, Facts
 from kme_dist.run.sharing import share
 
 
@@ -46,7 +50,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
         classes, codes = classes_of(y)
         data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
-        return data, share(data, self.client, stack)
+        return data, share(data, self._client, stack)
 
     # --- predicting ------------------------------------------------------------------------------
 
@@ -66,6 +70,11 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities, columns in the order of `classes_`."""
         return self.probabilities(self._decide(X))
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Logarithms of `predict_proba`; -inf only where a probability is exactly 0."""
+        with np.errstate(divide="ignore"):
+            return np.asarray(np.log(self.predict_proba(X)))
 
     def entropy(self, X: Any) -> np.ndarray:
         """Uncertainty of the probabilities, in nats."""
@@ -89,6 +98,9 @@ class EmbeddingClassifier(Classifier):
     probability_floor: float | None
     probability_floor_: float
     calibration_: Calibration = Calibration()
+    sample_: tuple[np.ndarray, np.ndarray] | None = None  # raw rows of the fit and their labels
+    _importances: np.ndarray | None = None
+    _groups: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def _floor(self, n: int) -> float:
         """The least probability of a label after n rows: 1/(n + m) unless set."""
@@ -135,6 +147,106 @@ class EmbeddingClassifier(Classifier):
             return super().expectation(X, g)
         self._check_fitted()
         return np.asarray(mce.expectation(self.decision_probabilities(X), _values_per_class(g, self.classes_)))
+
+    # --- relevance -------------------------------------------------------------------------------
+
+    @property
+    def feature_importances_(self) -> np.ndarray:
+        """The relevance of every feature, measured on a sample of the training rows: >= 0, of sum 1.
+
+        Computed at the first use, in seconds; see `feature_importances`.
+        """
+        self._check_fitted()
+        if self._importances is None:
+            self._importances = self.feature_importances()
+        return self._importances
+
+    def feature_importances(
+        self, groups: str | Mapping[str, Sequence[Any]] | Sequence[Any] | None = None
+    ) -> np.ndarray:
+        """How much worse rows are predicted, by the model without them, if a feature has the values of other rows.
+
+        `groups` are features that are exchanged together, as lists of names or positions: one share for each, in
+        their order. "columns" takes all features of a categorical column together, see `feature_groups_`; None takes
+        every feature for itself.
+        """
+        self._check_fitted()
+        if self.sample_ is None:  # an AttributeError, so that hasattr(model, "feature_importances_") is False
+            raise AttributeError(
+                f"this {type(self).__name__} was saved without a sample of its rows, which the relevance of features "
+                "is measured on; fit it again"
+            )
+        if isinstance(groups, str) and groups != "columns":
+            raise ConfigError(f"groups={groups!r} is unknown; pass 'columns', None or lists of features")
+        if isinstance(groups, str):
+            groups = self.feature_groups_
+        chosen: Any = range(self.n_features_in_) if groups is None else groups
+        members = list(chosen.values()) if isinstance(chosen, Mapping) else list(chosen)
+        kernel, lam, inputs = self._kernel_of_rows()
+        with blas_threads(1):
+            found = exchange_relevance(
+                kernel,
+                *self.sample_,
+                len(self.classes_),
+                lam,
+                [self._positions(group) for group in members],
+                inputs=inputs,
+                floor=self.probability_floor_,
+                seed=self._seed(),
+            )
+        return shares(found)
+
+    @property
+    def feature_groups_(self) -> dict[str, list[int]]:
+        """Positions of the features that each column was encoded as; one each, unless a data set says otherwise."""
+        self._check_fitted()
+        if self._groups:
+            return {name: list(group) for name, group in self._groups.items()}
+        names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])
+        return {str(name): [i] for i, name in enumerate(names)}
+
+    def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
+        """The kernel of the fit, its λ, and what makes its inputs of raw rows."""
+        raise TypeError(f"{type(self).__name__} must define _kernel_of_rows")
+
+    def _positions(self, group: Any) -> list[int]:
+        names = [str(name) for name in getattr(self, "feature_names_in_", [])]
+        found = []
+        for feature in [group] if isinstance(group, str | int | np.integer) else group:
+            if isinstance(feature, str) and feature in names:
+                found.append(names.index(feature))
+            elif not isinstance(feature, str) and 0 <= int(feature) < self.n_features_in_:
+                found.append(int(feature))
+            else:
+                raise DataError(
+                    f"feature_importances: {feature!r} is not a feature; pass names of feature_names_in_ or positions "
+                    f"from 0 to {self.n_features_in_ - 1}"
+                )
+        return found
+
+    def _keep_sample(self, data: RowSource, split: str | None) -> None:
+        """Keep what relevance is measured on: raw rows, their labels, and the columns that features come from."""
+        most = sample_rows(data.features)
+        X, y = RowsRef.of(data, split=split).sample(most, self._seed())
+        self.sample_ = np.asarray(X)[:most].copy(), np.asarray(y)[:most].copy()
+        self._importances, self._groups = None, {}
+        if isinstance(data, Dataset) and any(column.kind == "one_hot" for column in data.schema.columns):
+            ends = np.cumsum([len(column.outputs) for column in data.schema.columns])
+            if int(ends[-1]) == data.features:
+                self._groups = {
+                    column.name: list(range(int(end) - len(column.outputs), int(end)))
+                    for column, end in zip(data.schema.columns, ends, strict=True)
+                }
+
+    def _pack_sample(self) -> tuple[Arrays, Facts]:
+        arrays = {} if self.sample_ is None else {"sample/rows": self.sample_[0], "sample/labels": self.sample_[1]}
+        return arrays, {"feature_groups": self._groups}
+
+    def _unpack_sample(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+        self._importances, self._groups = None, dict(facts.get("feature_groups") or {})
+        self.sample_ = None  # of models of older versions
+        if "sample/rows" in arrays:
+            self.sample_ = np.asarray(arrays["sample/rows"]), np.asarray(arrays["sample/labels"])
 
 
 def in_memory(part: Any) -> Any:

@@ -45,10 +45,10 @@ from kme_dist.data.rows import rows_of
 from kme_dist.data.scaling import Scaling
 from kme_dist.data.validation import as_values, check_labels, check_not_path
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, scaling_arrays, stored_scaling
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, on_workers, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
-from kme_dist.models.settings import Rule, integer, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
 from kme_dist.run.conditional import (
     ConditionalLearner,
     Inverse,
@@ -92,7 +92,7 @@ class ConditionalMeanEmbedding(Estimator):
     target_centres : number of targets to project on, so that the model's size does not grow with the rows; None keeps
         all targets, if they are in memory.
     scaling : {"standard", "unit", None} of numeric inputs.
-    client : a distributed.Client.   random_state : integer >= 0.
+    client : a distributed.Client.   random_state, n_jobs : as in MCEClassifier.
 
     Attributes
     ----------
@@ -111,7 +111,8 @@ class ConditionalMeanEmbedding(Estimator):
         "centres": integer(1, optional=True),
         "target_centres": integer(1, optional=True),
         "folds": integer(2, optional=True),
-        "random_state": integer(0),
+        "random_state": seed(),
+        "n_jobs": jobs(),
     }
     _IN_FACTS: ClassVar[tuple[str, ...]] = ("kernel", "target_kernel", "regularization", "solver", "scaling")
     _left: LeftOut | None = None
@@ -133,7 +134,8 @@ class ConditionalMeanEmbedding(Estimator):
         tolerance: float = 1e-8,
         scaling: str | None = "standard",
         client: Any = None,
-        random_state: int = 0,
+        random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.kernel = kernel
         self.target_kernel = target_kernel
@@ -151,25 +153,27 @@ class ConditionalMeanEmbedding(Estimator):
         self.scaling = scaling
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
+    @on_workers
     def fit(self, X: Any, Y: Any = None) -> Self:
         """Fit to pairs of rows, or to a data set whose labels (or columns, named by Y) are the targets."""
-        self._check_settings()
+        self._begin_fit()
         with blas_threads(1):  # the same bits on any number of cores
             return self._fit(self._pairs(X, Y))
 
     def _fit(self, pairs: Pairs) -> Self:
         self._left = None
-        some_X, some_Y = pairs.sample(_SELECTION_ROWS, self.random_state)
-        self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self.random_state)
+        some_X, some_Y = pairs.sample(_SELECTION_ROWS, self._seed())
+        self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self._seed())
         some_Y = as_targets(some_Y, self.target_kernel_)
         kernel, lam = self._choose(some_X, some_Y, pairs.count)
         self.history_: list[dict[str, Any]] = []
         if self.learn_steps:
             learner = ConditionalLearner(
-                kernel, self.target_kernel_, complexity_weight=self.complexity_weight, seed=self.random_state
+                kernel, self.target_kernel_, complexity_weight=self.complexity_weight, seed=self._seed()
             )
             kernel, lam, self.history_ = learn_kernel(
                 learner, some_X, some_Y, lam, steps=self.learn_steps, learning_rate=self.learning_rate
@@ -235,13 +239,13 @@ class ConditionalMeanEmbedding(Estimator):
     def _choose(self, X: Any, Y: Any, rows: int, candidates: Sequence[Kernel] | None = None) -> tuple[Kernel, float]:
         """The kernel and λ with the least held-out error of (at most) _SELECTION_ROWS pairs, at the same shift nλ."""
         if candidates is None:
-            candidates = input_kernels(self.kernel, self.features, X, self.random_state)
+            candidates = input_kernels(self.kernel, self.features, X, self._seed())
         self.scores_: list[Score] = []
         if len(candidates) == 1 and self.regularization is not None:
             return candidates[0], float(self.regularization)
         self.scores_ = score_kernels(
             candidates, self.target_kernel_, X, Y,
-            rows=rows, regularization=self.regularization, folds=self.folds, seed=self.random_state,
+            rows=rows, regularization=self.regularization, folds=self.folds, seed=self._seed(),
         )  # fmt: skip
         kernel, lam, _ = min(self.scores_, key=lambda found: found[2])
         return kernel, lam
@@ -259,13 +263,13 @@ class ConditionalMeanEmbedding(Estimator):
         if self.solver != "features" and self.features is None:
             return None
         if self.features is not None and not isinstance(self.features, int | np.integer):
-            return as_features(self.features, np.shape(X)[1], self.random_state)  # type: ignore[no-any-return]
+            return as_features(self.features, np.shape(X)[1], self._seed())  # type: ignore[no-any-return]
         if kernel.name not in SAMPLERS:
             raise ConfigError(
                 f"{kernel!r} has no random features; choose one of {', '.join(SAMPLERS)}, set `features` to a feature "
                 "map, or use another solver"
             )
-        return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self.random_state)
+        return random_features(kernel, np.shape(X)[1], int(self.features or _FEATURES), self._seed())
 
     def _fit_exact(self, pairs: Pairs) -> ConditionalEmbedding:
         """By one factorisation here, or by tiles or conjugate gradients over the stored rows."""
@@ -295,12 +299,12 @@ class ConditionalMeanEmbedding(Estimator):
             self.kernel_, self.target_kernel_, X, D, small, self.regularization_, None, base
         )  # fmt: skip
         if are_numbers(Y, self.target_kernel_):
-            self._left = left_out(projected, weights, Y, self.random_state)
+            self._left = left_out(projected, weights, Y, self._seed())
         return projected
 
     def _inverse(self, pairs: Pairs) -> Inverse:
-        if self.client is not None and pairs.in_memory:
-            hosts = {worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()}
+        if self._client is not None and pairs.in_memory:
+            hosts = {worker["host"] for worker in self._client.scheduler_info(n_workers=-1)["workers"].values()}
             if not hosts <= {"127.0.0.1", "::1", "localhost"}:
                 raise DataError(
                     f"rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
@@ -308,7 +312,7 @@ class ConditionalMeanEmbedding(Estimator):
                 )
         return Inverse(
             pairs, self.kernel_, self.regularization_, self.solver_, executor=self._executor(),
-            tolerance=self.tolerance, seed=self.random_state,
+            tolerance=self.tolerance, seed=self._seed(),
         )  # fmt: skip
 
     def _target_centres(self, pairs: Pairs) -> Any:
@@ -317,21 +321,21 @@ class ConditionalMeanEmbedding(Estimator):
             return np.unique(pairs.targets.read()[0])
         if labels and pairs.targets is None and (classes := pairs.inputs.source.classes) is not None:
             return np.asarray(classes)  # a sample may miss a rare class
-        Y = as_targets(pairs.sample(_CHOICE_ROWS, self.random_state)[1], self.target_kernel_)
+        Y = as_targets(pairs.sample(_CHOICE_ROWS, self._seed())[1], self.target_kernel_)
         if labels:
             return np.unique(Y)
         count = min(self.target_centres or _TARGET_CENTRES, row_count(Y))
-        return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self.random_state))
+        return select(Y, choose_centres(self.target_kernel_, Y, count, "rpcholesky", self._seed()))
 
     def _fit_sums(self, pairs: Pairs, features: FeatureMap | None) -> ConditionalEmbedding:
         """Centres or features of the inputs; targets projected, or all kept if requested and in memory."""
-        X, _ = pairs.sample(_CHOICE_ROWS, self.random_state)
+        X, _ = pairs.sample(_CHOICE_ROWS, self._seed())
         basis: Basis
         if features is not None:
             basis = FeatureBasis(features, int(features.forward(X[:1]).shape[1]))
         else:
             count = min(self.centres or _CENTRES, row_count(X))
-            chosen = choose_centres(self.kernel_, X, count, self.centre_choice, self.random_state)
+            chosen = choose_centres(self.kernel_, X, count, self.centre_choice, self._seed())
             basis = Centres(self.kernel_, select(X, chosen))
         keep = self.target_centres is None and pairs.in_memory and not isinstance(self.target_kernel_, Delta)
         needed = 3 * 8 * pairs.count * basis.size
@@ -344,7 +348,7 @@ class ConditionalMeanEmbedding(Estimator):
         found, self.retuned_, self._left = fit_sums(
             self.kernel_, self.target_kernel_, pairs, self.regularization_, basis, self._target_centres(pairs),
             executor=self._executor(), keep_targets=keep, retune=self.regularization is None,
-            seed=self.random_state, variance=variance,
+            seed=self._seed(), variance=variance,
         )  # fmt: skip
         self.regularization_ = found.regularization
         return found
@@ -435,7 +439,7 @@ class ConditionalMeanEmbedding(Estimator):
                         "this embedding has no residuals (a sparse form of centres, or stored by an older version); "
                         "use the embedding it was made from, or fit again"
                     )
-                self._left = left_out(model, model.weights, model.targets, self.random_state)
+                self._left = left_out(model, model.weights, model.targets, self._seed())
             assert self._left is not None
             predicted = np.asarray(model.centred_expectation(rows, model.targets))
             for part in row_blocks(row_count(rows), _QUERY_ROWS):
@@ -470,7 +474,7 @@ class ConditionalMeanEmbedding(Estimator):
     def _fitted(self) -> ConditionalEmbedding:
         self._check_fitted()
         weights = self.embedding_.weights
-        if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self.client:
+        if isinstance(weights, Inverse) and getattr(weights.executor, "client", None) is not self._client:
             weights.executor = self._executor()  # the client was closed, or another one was set
         return self.embedding_
 
@@ -506,8 +510,7 @@ class ConditionalMeanEmbedding(Estimator):
         arrays, facts = pack(self._fitted(), self._left)
         if self.scaling_ is not None:
             arrays |= scaling_arrays(self.scaling_, at="")
-        seed = int(self.random_state)
-        return arrays, {**facts, "solver": self.solver_, "scaling": self.scaling, "random_state": seed}
+        return arrays, {**facts, "solver": self.solver_, "scaling": self.scaling, "random_state": self._seed()}
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         self.solver = self.solver_ = facts["solver"]

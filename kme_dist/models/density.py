@@ -27,9 +27,9 @@ from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.core.means import ESTIMATORS
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers
 from kme_dist.models.means import kernel_for
-from kme_dist.models.settings import Rule, integer, one_of
+from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean
 
@@ -48,7 +48,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         on stays as in the initial clusters.
     estimator : the mean to match: "kme", "b-kmse", "r-kmse" or "s-kmse". (A shrunk mean has weights with the
         common factor 1 - α; the mixture, whose shares add up to one, is the nearest one to it.)
-    starts : number of initial clusterings; the best fit is kept.   client, random_state : as in KernelMean.
+    starts : number of initial clusterings; the best fit is kept.   client, random_state, n_jobs : as in KernelMean.
 
     Attributes
     ----------
@@ -61,7 +61,8 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         "n_components": integer(1),
         "estimator": one_of(*ESTIMATORS),
         "starts": integer(1),
-        "random_state": integer(0),
+        "random_state": seed(),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -71,7 +72,8 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         estimator: str = "kme",
         starts: int = 3,
         client: Any = None,
-        random_state: int = 0,
+        random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.n_components = n_components
         self.kernel = kernel
@@ -79,10 +81,12 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         self.starts = starts
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
+    @on_workers
     def fit(self, X: Any, y: Any = None) -> Self:
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
-        self._check_settings()
+        self._begin_fit()
         sample = rows_of(X)
         if not sample.source.features:
             raise DataError(
@@ -91,13 +95,13 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         self._record_columns(X, sample.read()[0] if sample.in_memory else None)
         if self.n_components > sample.count:
             raise ConfigError(f"n_components={self.n_components}: must be at most {sample.count}, the number of rows")
-        self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self.random_state))
+        self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self._seed()))
         executor = self._executor()
         target = fit_mean(self.kernel_, sample, self.estimator, executor=executor)
-        rows = np.asarray(sample.sample(_START_ROWS, self.random_state)[0])
+        rows = np.asarray(sample.sample(_START_ROWS, self._seed())[0])
         with blas_threads(1):
             fits = [
-                self._matched(target, _clusters(rows, self.n_components, self.random_state + start), executor)
+                self._matched(target, _clusters(rows, self.n_components, self._seed() + start), executor)
                 for start in range(self.starts)
             ]
         self.loss_, self.shares_, mixture = min(fits, key=lambda found: found[0])
@@ -141,10 +145,10 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         """Mean log density of the rows."""
         return float(self.score_samples(X).mean())
 
-    def sample(self, size: int, random_state: int | None = None) -> np.ndarray:
-        """Rows drawn from the mixture."""
+    def sample(self, size: int, random_state: RandomState = None) -> np.ndarray:
+        """Rows drawn from the mixture; None draws the same rows every time."""
         self._check_fitted()
-        rng = np.random.default_rng(self.random_state if random_state is None else random_state)
+        rng = np.random.default_rng(self._seed() if random_state is None else drawn_seed(random_state))
         parts = rng.choice(len(self.shares_), size=size, p=self.shares_)
         noise = rng.standard_normal((size, self.means_.shape[1]))
         return np.asarray(self.means_[parts] + noise * np.sqrt(self.variances_[parts]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -30,9 +31,31 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
+from kme_dist.models.account import Account
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Facts,
+    Own,
+    get_labels,
+    on_workers,
+    put_labels,
+    scaling_arrays,
+    stored_scaling,
+)
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
+from kme_dist.models.settings import (
+    RandomState,
+    Rule,
+    below_one,
+    integer,
+    jobs,
+    one_of,
+    positive,
+    seed,
+    truth,
+    truth_or,
+)
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
@@ -63,7 +86,9 @@ class MCEClassifier(EmbeddingClassifier):
     solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it gives three digits;
         solves that need more, and unscaled rows whose differences it cannot resolve, use float64.
-    random_state : integer >= 0; determines batches, splits and centres.
+    random_state : an integer >= 0, a RandomState or Generator (each fit draws its seed from it) or None (random);
+        determines batches, splits and centres. The seed of the fit is `seed_`.
+    verbose : 0 is silent, 1 prints a short account of the fit to stderr, 2 also every step.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot support anything rarer; 0 is the published clip-normalisation.
     calibration : {"none", "temperature", "isotonic"}
@@ -72,11 +97,20 @@ class MCEClassifier(EmbeddingClassifier):
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
         linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
         the number of random features of the learned kernel.
+    early_stopping, n_iter_no_change : stop learning when the smoothed objective has not decreased by 0.1 % for this
+        many steps (None: 50 for objective="auto", else 100), and keep the best kernel. "auto" stops all but "rcb" and
+        "erm", which run all steps as published.
+    warm_start : `fit` of a fitted model starts from the learned kernel and λ instead of `kernel` and `regularization`;
+        with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
+    client, n_jobs : a dask.distributed.Client, or a number of worker processes of this machine that `fit` opens and
+        closes (None: 1, this process; -1: one for each core). The same bits in any case; pays from minutes on.
 
     Attributes
     ----------
     kernel_, regularization_ : what was learned.   classes_ : the labels.   objective_ : that of the best candidate.
-    history_ : one record per step.   bound_ : the generalisation bound at the training rows, a diagnostic.
+    history_ : one record per step.   n_iter_ : their number.
+    bound_ : the generalisation bound at the training rows, a diagnostic.
+    feature_importances_ : measured relevance of the features; `feature_importances(groups)` for several together.
 
     Examples
     --------
@@ -97,7 +131,12 @@ class MCEClassifier(EmbeddingClassifier):
         "regularization": positive(),
         "learning_rate": positive(),
         "probability_floor": below_one(optional=True),
-        "random_state": integer(0, optional=True),
+        "random_state": seed(),
+        "early_stopping": truth_or("auto"),
+        "n_iter_no_change": integer(1, optional=True),
+        "warm_start": truth(),
+        "verbose": integer(0),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -118,11 +157,15 @@ class MCEClassifier(EmbeddingClassifier):
         backend: str = "auto",
         dtype: str = "float32",
         client: Any = None,
-        random_state: int | None = 0,
-        verbose: bool = False,
+        random_state: RandomState = 0,
+        verbose: int = 0,
         probability_floor: float | None = None,
         calibration: str = "none",
         features: Any = None,
+        early_stopping: bool | str = "auto",
+        n_iter_no_change: int | None = None,
+        warm_start: bool = False,
+        n_jobs: int | None = None,
     ) -> None:
         self.kernel = kernel
         self.objective = objective
@@ -145,9 +188,14 @@ class MCEClassifier(EmbeddingClassifier):
         self.probability_floor = probability_floor
         self.calibration = calibration
         self.features = features
+        self.early_stopping = early_stopping
+        self.n_iter_no_change = n_iter_no_change
+        self.warm_start = warm_start
+        self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
 
+    @on_workers
     def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
@@ -156,33 +204,63 @@ class MCEClassifier(EmbeddingClassifier):
 
         The result has the same bits in this process and with a `client`.
         """
-        self._check_settings()
-        report = callback or (_print_record if self.verbose else None)
+        self._begin_fit()
         records: list[Record] = []
-
-        def step(record: Record) -> None:
-            records.append(record)
-            if report is not None:
-                report(record)
-
+        if self.warm_start:
+            self._check_same_width(X)
         with contextlib.ExitStack() as stack:
             data, folder = self._labelled_rows(X, y, stack)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
-            recipe = self.recipe(data)
+            recipe, rows = self.recipe(data), data.split_rows(data.training_split())
+            account = Account(self.verbose, type(self).__name__, lambda name: recipe.settings(name, rows).patience)
+            account.begin(
+                f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
+            )
+            if recipe.warm:
+                account.say(f"starts from what was learned before: {recipe.kernel!r}")
+
+            def step(record: Record) -> None:
+                records.append(record)
+                account.step(record)
+                if callback is not None:
+                    callback(record)
+
             candidates = learn_candidates(data, recipe, executor=executor, callback=step)
-            trained = fit_candidates(data, recipe, candidates, executor=executor, scratch=scratch)
+            account.finish_learning()
+            trained = fit_candidates(
+                data, recipe, candidates, executor=executor, scratch=scratch, report=account.say_once
+            )
             self.adopt(data, recipe, trained)
         self.history_ = records
+        self._tell_result(account)
         return self
+
+    def _tell_result(self, account: Account) -> None:
+        if self.loo_log_loss_:
+            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.loo_log_loss_.items())
+            kept = f"; kept {self.objective_}" if len(self.loo_log_loss_) > 1 else ""
+            account.say(f"leave-one-out log loss: {losses}{kept}")
+        tuned = " (by leave-one-out on all rows)" if self.loo_log_loss_ and self.refit_regularization else ""
+        account.say(f"lambda {self.regularization_:.3g}{tuned}, kernel {self.kernel_!r}")
+        kind = self.calibration_.kind
+        shown = f" {self.calibration_.temperature:.3g}" if kind == "temperature" else ""
+        account.say(f"calibration {kind}{shown}")
+        account.done()
 
     def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
         """Where tasks exchange arrays: beside a data set, since workers on other hosts cannot reach a folder of this
         machine."""
-        if self.client is None or not isinstance(data, Dataset):
+        if self._client is None or not isinstance(data, Dataset):
             return folder
         place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
         stack.callback(place.delete_all)
         return place
+
+    @property
+    def n_iter_(self) -> int:
+        """Steps of learning made, by all candidates together."""
+        self._check_fitted()
+        return sum({record["phase"]: int(record["step"]) for record in self.history_}.values())
 
     def _check_together(self) -> None:
         count = isinstance(self.features, int | np.integer)
@@ -219,14 +297,17 @@ class MCEClassifier(EmbeddingClassifier):
             width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
         linear = self.solver == "features" and not isinstance(self.features, int | np.integer)
         chosen = "linear" if linear and isinstance(self.kernel, str) else self.kernel
-        start = kernels.from_config(chosen, n_features=width)
+        start, lam = kernels.from_config(chosen, n_features=width), float(self.regularization)
+        warm = self.warm_start and hasattr(self, "kernel_") and _form(self.kernel_) == _form(start)
+        if warm:
+            start, lam = self.kernel_, float(self.regularization_)
         return Recipe(
             kernel=start,
             objective=self.objective,
             refit_regularization=bool(self.refit_regularization),
             risk=self.risk,
             complexity_weight=self.complexity_weight,
-            regularization=float(self.regularization),
+            regularization=lam,
             batch_size=None if self.batch_size is None else int(self.batch_size),
             steps=int(self.steps),
             learning_rate=self.learning_rate,
@@ -239,6 +320,9 @@ class MCEClassifier(EmbeddingClassifier):
             probability_floor=None if self.probability_floor is None else self._floor(0),
             features=int(self.features) if isinstance(self.features, np.integer) else self.features,
             backend=self._device(),
+            early_stopping=self.early_stopping,
+            n_iter_no_change=None if self.n_iter_no_change is None else int(self.n_iter_no_change),
+            warm=warm,
         )
 
     def adopt(self, data: RowSource, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
@@ -257,6 +341,7 @@ class MCEClassifier(EmbeddingClassifier):
         ref = RowsRef.of(data, split=split, scaling=self.scaling_, dtype=devices.precision(fit.embedding.weights))
         X, y = ref.batch(ref.plan(_SAMPLE_ROWS, recipe.seed), 0)
         rows = devices.to_device(X, self._device())
+        self._keep_sample(data, split)
         with devices.blas_threads(1):
             self.bound_ = self._bound(rows, np.asarray(y), fit.rows)
             self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(y), fit.rows)
@@ -354,6 +439,11 @@ class MCEClassifier(EmbeddingClassifier):
         small.compression_ = facts
         return small
 
+    def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
+        embedding = self._with_centres()  # features of a map are part of the scaling
+        scaled = functools.partial(self.scaling_.apply, dtype="float64")
+        return embedding.kernel, embedding.regularization, scaled
+
     # --- storing ---------------------------------------------------------------------------------
 
     def _pack(self) -> tuple[Arrays, Facts]:
@@ -361,7 +451,9 @@ class MCEClassifier(EmbeddingClassifier):
         arrays = {"weights": self.embedding_.weights, **scaling_arrays(self.scaling_), **map_arrays}
         if not isinstance(self.embedding_, FeatureEmbedding):
             arrays["centres"] = self.embedding_.centres
-        return arrays, {
+        sample_arrays, sample_facts = self._pack_sample()
+        return arrays | sample_arrays, {
+            **sample_facts,
             "kernel": self.kernel_.to_config(),
             "feature_map": map_config,
             "regularization": self.regularization_,
@@ -398,6 +490,7 @@ class MCEClassifier(EmbeddingClassifier):
         self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
         self.loo_log_loss_, self.history_ = facts["loo_log_loss"], facts["history"]
         self.calibration_ = Calibration.from_plain(facts["calibration"]) if "calibration" in facts else Calibration()
+        self._unpack_sample(arrays, facts)
         if facts.get("compression"):
             self.compression_ = facts["compression"]
 
@@ -407,9 +500,6 @@ class MCEClassifier(EmbeddingClassifier):
             self._record_names(found["columns"])
 
 
-def _print_record(record: Record) -> None:
-    if record["step"] == 1 or record["step"] % 50 == 0:
-        print(
-            f"{record['phase']:>10} step {record['step']:>5}/{record['steps']}  q {record['objective']:.4g}  "
-            f"risk {record['risk']:.4g}  r {record['complexity']:.4g}  lambda {record['regularization']:.2e}"
-        )
+def _form(kernel: Kernel) -> Kernel:
+    """The kernel with every parameter 1: equal for two kernels if one may be learned from the other."""
+    return kernel.replace({name: np.ones(value.shape) for name, value in kernel.parameters.items()})

@@ -42,13 +42,14 @@ from kme_dist.models.base import (
     check_texts,
     get_labels,
     get_rows,
+    on_workers,
     put_labels,
     put_rows,
     scaling_arrays,
     stored_scaling,
 )
 from kme_dist.models.classifier import Classifier, classes_of
-from kme_dist.models.settings import Rule, integer, one_of, positive
+from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, mean_inner, spectrum_sample
 
 _MEDIAN_ROWS = 2_000
@@ -87,7 +88,7 @@ class KernelMean(Estimator):
         error of the estimate is `rho_error_`.
     features : number of random frequencies.
     centres : of "s-kmse": number of rows to project on; None: exact up to 5,000 rows, else 1,000 centres.
-    dtype : precision of the tiles.   client : a distributed.Client.   random_state : integer >= 0.
+    dtype : precision of the tiles.   client : a distributed.Client.   random_state, n_jobs : as in MCEClassifier.
 
     Attributes
     ----------
@@ -107,7 +108,8 @@ class KernelMean(Estimator):
         "features": integer(1),
         "centres": integer(1, optional=True),
         "dtype": one_of(*DTYPES),
-        "random_state": integer(0),
+        "random_state": seed(),
+        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -122,7 +124,8 @@ class KernelMean(Estimator):
         centres: int | None = None,
         dtype: str = "float64",
         client: Any = None,
-        random_state: int = 0,
+        random_state: RandomState = 0,
+        n_jobs: int | None = None,
     ) -> None:
         self.estimator = estimator
         self.kernel = kernel
@@ -135,18 +138,20 @@ class KernelMean(Estimator):
         self.dtype = dtype
         self.client = client
         self.random_state = random_state
+        self.n_jobs = n_jobs
 
+    @on_workers
     def fit(self, X: Any, y: Any = None) -> Self:
         """Estimate the mean from the rows of an array, a list, or a data set (its "train" split if it has one)."""
-        self._check_settings()
+        self._begin_fit()
         sample = rows_of(X, self.dtype)
         self._record_columns(X, sample.read()[0] if sample.in_memory else None)
-        kernel = kernel_for(self.kernel, sample, self.random_state)
+        kernel = kernel_for(self.kernel, sample, self._seed())
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
         frequencies = None
         if self.sums == "features":
             width = np.asarray(sample.sample(1, 0)[0]).shape[-1]
-            frequencies = spectrum_sample(kernel, width, self.features, self.random_state)
+            frequencies = spectrum_sample(kernel, width, self.features, self._seed())
         self._keep(
             fit_mean(
                 kernel,
@@ -158,7 +163,7 @@ class KernelMean(Estimator):
                 target=target,
                 frequencies=frequencies,
                 centres=self.centres,
-                seed=self.random_state,
+                seed=self._seed(),
             )
         )
         return self
@@ -312,7 +317,7 @@ class ParzenClassifier(Classifier):
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "estimator": one_of(*ESTIMATORS),
         "folds": integer(1),
-        "random_state": integer(0),
+        "random_state": seed(),
     }
 
     def __init__(
@@ -323,7 +328,7 @@ class ParzenClassifier(Classifier):
         folds: int = 5,
         scaling: str | None = "standard",
         positive_part: bool = False,
-        random_state: int = 0,
+        random_state: RandomState = 0,
     ) -> None:
         self.estimator = estimator
         self.kernel = kernel
@@ -335,7 +340,7 @@ class ParzenClassifier(Classifier):
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Choose length scale and slope by cross-validation, then compute the means of all rows."""
-        self._check_settings()
+        self._begin_fit()
         X, y = self._fit_rows(X, y)
         self.classes_, codes = classes_of(y)
         self.scaling_ = Scaling.learn(X, self.scaling)
@@ -362,7 +367,7 @@ class ParzenClassifier(Classifier):
         if not names:
             return [kernel]
         if self.length_scales is None:
-            scales = median_length_scale(rows, self.random_state) * np.linspace(0.1, 2.0, 20)
+            scales = median_length_scale(rows, self._seed()) * np.linspace(0.1, 2.0, 20)
         else:
             scales = np.asarray(self.length_scales, dtype=np.float64)
         return [kernel.replace({name: float(scale) for name in names}) for scale in scales]
@@ -370,7 +375,7 @@ class ParzenClassifier(Classifier):
     def _selection_rows(self, rows: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if len(rows) <= _SELECTION_ROWS:
             return rows, codes
-        chosen = np.random.default_rng(self.random_state).choice(len(rows), _SELECTION_ROWS, replace=False)
+        chosen = np.random.default_rng(self._seed()).choice(len(rows), _SELECTION_ROWS, replace=False)
         return rows[chosen], codes[chosen]
 
     def _splits(self, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -380,7 +385,7 @@ class ParzenClassifier(Classifier):
         if folds < 2 or (self.estimator != "kme" and counts.min() - -(-counts.min() // folds) < 2):
             every = np.arange(len(labels))
             return [(every, every)]
-        shuffled = StratifiedKFold(folds, shuffle=True, random_state=self.random_state)
+        shuffled = StratifiedKFold(folds, shuffle=True, random_state=self._seed())
         return list(shuffled.split(np.zeros(len(labels)), labels))
 
     def _held_out(

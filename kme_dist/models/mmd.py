@@ -25,6 +25,7 @@ from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbias
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.means import kernel_for
+from kme_dist.models.settings import RandomState, drawn_seed, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import block_pairs
 from kme_dist.run.sharing import executor_for
@@ -60,7 +61,7 @@ def mmd_test(
     permutations: int = 200,
     block_size: int | None = None,
     client: Any = None,
-    random_state: int = 0,
+    random_state: RandomState = 0,
 ) -> MMDTest:
     """Kernel two-sample test.
 
@@ -78,6 +79,7 @@ def mmd_test(
     null = _NULLS[method][0] if null is None else null
     if null not in _NULLS[method]:
         raise ConfigError(f"null={null!r}: for method {method!r} choose {' or '.join(map(repr, _NULLS[method]))}")
+    seed().check("random_state", random_state)
     if permutations < 1:
         raise ConfigError(f"permutations={permutations}: must be an integer >= 1")
     first, second = rows_of(X), rows_of(Y)
@@ -89,11 +91,12 @@ def mmd_test(
         shown = ["no numeric features" if width is None else f"{width} features" for width in widths]
         raise DataError(f"the first sample has {shown[0]}, the second {shown[1]}; they must have the same columns")
     _check_names(X, Y)
-    pooled = _pooled(first, second, _SPECTRAL_ROWS, random_state)
-    found = kernel_for(kernel, rows_of(pooled), random_state)
+    drawn = drawn_seed(random_state)
+    pooled = _pooled(first, second, _SPECTRAL_ROWS, drawn)
+    found = kernel_for(kernel, rows_of(pooled), drawn)
     executor = executor_for(client)
     if method == "unbiased":
-        rng = np.random.default_rng([random_state, 2])
+        rng = np.random.default_rng([drawn, 2])
         labels = _labels(m, n, permutations if null == "permutation" else 0, rng)
         values = _relabelled(found, first, second, labels, executor)
         statistic = float(values[0])

@@ -16,6 +16,9 @@ import numpy as np
 
 from kme_dist.errors import ConfigError
 
+RandomState = int | np.random.RandomState | np.random.Generator | None
+_SEEDS = 2**31 - 1  # drawn seeds are below; scikit-learn's own splitters take no more than 2**32 - 1
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -48,11 +51,50 @@ def up_to_one() -> Rule:
     return _number(int | float | np.number, lambda value: 0 < value <= 1, "a number > 0 and <= 1", False)
 
 
+def seed() -> Rule:
+    """What scikit-learn accepts as `random_state`, and a Generator; see `drawn_seed`."""
+    whole = integer(0)
+
+    def is_valid(value: Any) -> bool:
+        given = value is None or isinstance(value, np.random.RandomState | np.random.Generator)
+        return given or (whole.is_valid(value) and not isinstance(value, bool))
+
+    return Rule(is_valid, f"{whole.message}, a numpy.random.RandomState or Generator, or None")
+
+
+def jobs() -> Rule:
+    return _number(int | np.integer, lambda value: value != 0, "an integer other than 0 (-1: every core)", True)
+
+
+def drawn_seed(random_state: RandomState) -> int:
+    """The seed that `random_state` stands for: itself, a draw from a generator, or a random one for None."""
+    if random_state is None:
+        return int(np.random.SeedSequence().generate_state(1)[0])
+    if isinstance(random_state, np.random.RandomState):
+        return int(random_state.randint(_SEEDS))
+    if isinstance(random_state, np.random.Generator):
+        return int(random_state.integers(_SEEDS))
+    return int(random_state)
+
+
 def one_of(*known: str | None) -> Rule:
     shown = [repr(name) for name in known]
     choices = f"{', '.join(shown[:-1])} or {shown[-1]}"
     return Rule(
         lambda value: (value is None or isinstance(value, str)) and value in known, f" is unknown; choose {choices}"
+    )
+
+
+def truth() -> Rule:
+    return Rule(lambda value: isinstance(value, bool | np.bool_), ": must be True or False")
+
+
+def truth_or(*known: str) -> Rule:
+    """True, False, or one of some words."""
+    words = " or ".join(repr(name) for name in known)
+    return Rule(
+        lambda value: isinstance(value, bool | np.bool_) or (isinstance(value, str) and value in known),
+        f": must be True, False or {words}",
     )
 
 

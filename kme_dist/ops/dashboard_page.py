@@ -145,7 +145,7 @@ class Page:
         )
         self.pace_part = column(_heading("Pace, by seconds"), _wrapped(pace), sizing_mode="stretch_width")
         self.scales_part = column(
-            _heading("Length scales (smaller: more relevant)"),
+            _heading("Length scales (small: large inverse length scale)"),
             _wrapped([plot.figure for plot in self.scales]),
             sizing_mode="stretch_width",
         )

@@ -216,7 +216,7 @@ def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) 
         axes.set_yticks(range(len(order)), labels)
         axes.set_ylim(max(len(order), 8) - 0.4, -0.6)  # keeps a few bars slim
         axes.set_xlim(left=0)
-        axes.set_xlabel("relevance (1 / length scale)")
+        axes.set_xlabel("share of the relevance")
         axes.grid(axis="x")
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)

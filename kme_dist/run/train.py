@@ -62,6 +62,9 @@ class Recipe:
     seed: int = 0
     probability_floor: float | None = None
     features: Any = None  # a map applied to scaled rows, or a number of random features for the fit
+    early_stopping: bool | str = "auto"  # stop at a plateau; "auto": all but the published objectives
+    n_iter_no_change: int | None = None  # steps of a plateau; None: 50 under objective "auto", else 100
+    warm: bool = False  # kernel and λ were learned before: "auto" starts from them, without a search
     # Only in a config:
     batches_per_step: int = 1
     local_steps: int | None = None
@@ -78,9 +81,10 @@ class Recipe:
         return SELECTED if self.objective == "auto" else (self.objective,)
 
     def settings(self, objective: str, rows: int) -> LearnSettings:
-        """Settings for one objective. Under "auto" steps are smaller, length scales are kept near their start, and
-        learning stops at a plateau; the published objectives run all steps."""
+        """Settings for one objective. Under "auto" steps are smaller and length scales are kept near their start.
+        Unless set, learning stops at a plateau, but the published objectives run all steps."""
         auto, as_published = self.objective == "auto", self.objective in ("rcb", "erm")
+        stops = not as_published if self.early_stopping == "auto" else bool(self.early_stopping)
         share = 0.8 if auto else 0.5
         batch = WHOLE_BATCH_ROWS if self.batch_size is None and rows > WHOLE_BATCH_ROWS else self.batch_size
         return LearnSettings(
@@ -94,7 +98,7 @@ class Recipe:
             optimizer=self.optimizer,
             train_share=share if self.train_share is None else self.train_share,
             prior_width=1.0 if auto else None,
-            patience=None if as_published else 50 if auto else 100,
+            patience=(self.n_iter_no_change or (50 if auto else 100)) if stops else None,
             seed=self.seed,
         )
 
@@ -160,7 +164,7 @@ def learn_candidates(
     kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
-    if recipe.objective in ("auto", *SEARCHED):
+    if recipe.objective in SEARCHED or (recipe.objective == "auto" and not recipe.warm):
         kernel, lam = _start(dataset, recipe, split, rows, executor)
     if recipe.objective in SEARCHED:
         return [Candidate(recipe.objective, kernel, lam)]

@@ -384,3 +384,48 @@ def test_the_derivative_of_a_kernel_on_features_goes_through_the_map_once():
     calls.clear()
     validation_objective(kernel, X, y, train_rows=300, regularization=0.01, n_classes=3)
     assert sorted(calls) == [200, 300]
+
+
+# --- settings by name, as in scikit-learn -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*VECTOR_KERNELS, *OWN_KERNELS, *FEATURE_KERNELS, *STRING_KERNELS])
+def test_settings_are_read_and_changed_by_name(name):
+    kernel = {**VECTOR_KERNELS, **OWN_KERNELS, **FEATURE_KERNELS, **STRING_KERNELS}[name]
+    found = kernel.get_params()
+    assert kernel.with_params(**kernel.get_params(deep=False)) == kernel
+    inner = {key: value for key, value in found.items() if not isinstance(value, kernels.Kernel)}
+    assert kernel.with_params(**inner) == kernel
+    before = repr(kernel.to_config())
+    for key, value in inner.items():
+        if key.rsplit("__", 1)[-1] in ("length_scale", "scale") and value is not None:
+            changed = kernel.with_params(**{key: 3.5})
+            assert changed.get_params()[key] == 3.5
+            assert changed != kernel
+    assert repr(kernel.to_config()) == before
+
+
+def test_parts_have_the_names_of_scikit_learn():
+    kernel = Gaussian() + 0.5 * Matern(nu=0.5)
+    assert kernel.with_params(k1=Linear(), k2__k1__nu=2.5) == Linear() + 0.5 * Matern(nu=2.5)
+    assert kernel.with_params(k1=Matern(), k1__nu=2.5).parts[0] == Matern(nu=2.5)
+    assert Polynomial().with_params(degree=np.int64(3)).to_config()["degree"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nuu": 1}, r"has no setting 'nuu'; did you mean 'nu'\? \(it has length_scale, scale, nu\)"),
+        ({"k1__nu": 1}, "has no setting 'k1__nu'"),
+        ({"scale__nu": 1}, "has no setting 'scale__nu'"),
+        ({"nu": 7}, "nu must be 0.5, 1.5 or 2.5"),
+    ],
+)
+def test_unknown_settings_are_named(changes, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        Matern().with_params(**changes)
+
+
+def test_a_kernel_is_never_changed_in_place():
+    with pytest.raises(errors.ConfigError, match=r"immutable; make a changed copy: kernel\.with_params\(nu=0\.5\)"):
+        Matern().set_params(nu=0.5)

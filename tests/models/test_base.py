@@ -50,6 +50,26 @@ def test_every_estimator_checks_its_seed_before_it_computes(name):
             FITS[name](random_state=seed)
 
 
+@pytest.mark.parametrize("name", FITS)
+def test_a_generator_gives_the_seed_of_a_fit_and_what_is_saved_repeats_it(name, tmp_path):
+    """As in scikit-learn: equal generators give equal models, a second fit draws again, a clone draws for itself."""
+    for kind in (np.random.RandomState, np.random.default_rng):
+        first, second = FITS[name](random_state=kind(7)), FITS[name](random_state=kind(7))
+        assert first.seed_ == second.seed_
+    assert FITS[name](random_state=first.random_state).seed_ != first.seed_
+    assert not hasattr(clone(first), "seed_")
+    first.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    assert again.random_state == first.seed_
+    assert isinstance(FITS[name](random_state=None).seed_, int)
+
+
+def test_all_random_choices_of_a_fit_follow_from_one_seed():
+    drawn = kme.CENClassifier(hidden=(3,), steps=2, batch_size=10, random_state=None).fit(X, Y)
+    given = kme.CENClassifier(hidden=(3,), steps=2, batch_size=10, random_state=drawn.seed_).fit(X, Y)
+    np.testing.assert_array_equal(drawn.predict_proba(X), given.predict_proba(X))
+
+
 def test_every_rule_is_of_a_setting_and_every_default_keeps_it():
     for name in FITS:
         model = getattr(kme, name)()
@@ -158,6 +178,7 @@ def test_classifiers_answer_alike(name):
     model = FITS[name]()
     p, worth = model.predict_proba(X), {"low": 1.0, "mid": 0.0, "high": -1.0}
     np.testing.assert_array_equal(model.predict(X), model.classes_[p.argmax(axis=1)])
+    np.testing.assert_array_equal(model.predict_log_proba(X), np.log(p))
     np.testing.assert_allclose(model.entropy(X), -np.sum(p * np.log(p), axis=1), rtol=1e-9)
     expected = p @ [worth[label] for label in model.classes_]
     for g in (worth, worth.get, [worth[label] for label in model.classes_]):
@@ -171,7 +192,16 @@ def test_classifiers_answer_alike(name):
 
 def test_there_is_no_expectation_without_probabilities():
     model = kme.ASKLClassifier(features=5, epochs=1, loss="hinge").fit(X, Y)
-    assert not any(hasattr(model, question) for question in ("predict_proba", "entropy", "expectation"))
+    questions = ("predict_proba", "predict_log_proba", "entropy", "expectation")
+    assert not any(hasattr(model, question) for question in questions)
+
+
+def test_the_logarithm_of_no_probability_is_minus_infinity_without_a_warning(recwarn):
+    model = kme.MCEClassifier(steps=0, regularization=1e-6, probability_floor=0).fit(X, Y)
+    p, logs = model.predict_proba(X), model.predict_log_proba(X)
+    assert (p == 0).any()
+    np.testing.assert_array_equal(np.isneginf(logs), p == 0)
+    assert not len(recwarn)
 
 
 def test_networks_have_the_entropy_of_the_embedding_too():

@@ -147,11 +147,6 @@ def test_callback_hears_every_step(iris):
     assert heard == clf.history_
 
 
-def test_verbose_tells_the_story(iris, capsys):
-    MCEClassifier(steps=2, objective="rcb", verbose=True).fit(*iris)
-    assert "step     1/2" in capsys.readouterr().out
-
-
 # --- labels and tables -----------------------------------------------------------------------------
 
 LABELS = {

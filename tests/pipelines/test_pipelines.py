@@ -518,8 +518,27 @@ def test_named_features_are_ranked_by_their_relevance(tmp_path):
     bars = page[page.index("<h2>Feature relevance</h2>") :]
     names = tables.load(config.data).feature_names
     shown = sorted((bars.index(f">{name}<"), name) for name in names)
-    scales = kme_dist.load(tmp_path / "wine" / "model.zarr").kernel_.parameters["length_scale"]
-    assert [name for _, name in shown] == [names[index] for index in np.argsort(scales, kind="stable")]
+    relevance = kme_dist.load(tmp_path / "wine" / "model.zarr").feature_importances_
+    assert [name for _, name in shown] == [names[i] for i in np.argsort(relevance, kind="stable")[::-1]]
+
+
+def test_a_categorical_column_is_one_bar_of_relevance(tmp_path, rng):
+    kind, size, noise = rng.choice(["alder", "birch", "cedar"], 90), rng.normal(size=90), rng.normal(size=90)
+    label = np.where((kind == "birch") ^ (rng.random(90) < 0.05), "yes", "no")
+    lines = [
+        "kind,size,noise,label",
+        *(f"{k},{s},{n},{y}" for k, s, n, y in zip(kind, size, noise, label, strict=True)),
+    ]
+    (tmp_path / "trees.csv").write_text("\n".join(lines))
+    config = quick(tmp_path / "run", data={"source": str(tmp_path / "trees.csv"), "label": "label", "features": None})
+    run(config, name="x")
+    page = (tmp_path / "run" / "report.html").read_text()
+    bars = page[page.index("<h2>Feature relevance</h2>") :]
+    assert bars.index(">kind<") < min(bars.index(">size<"), bars.index(">noise<"))
+    assert "kind=birch" not in bars[: bars.index("</figure>")]
+    model = kme_dist.load(tmp_path / "run" / "model.zarr")
+    assert model.feature_groups_ == {"kind": [0, 1, 2], "size": [3], "noise": [4]}
+    assert model.feature_importances("columns")[0] > 0.8
 
 
 def test_the_start_with_the_lowest_objective_is_kept(tmp_path, no_pictures):

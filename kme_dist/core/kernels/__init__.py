@@ -17,6 +17,7 @@ Interface of every kernel:
     alpha(X)                sqrt(sup_x k(x, x)); over the rows of X where the kernel is unbounded
     vjp(X, X2, K_bar)       sum_ij K_bar_ij dK_ij/d log θ, by parameter name
     parameters, replace()   the positive parameters by name, and a copy with other values
+    get_params(), with_params()  all settings by name, as in scikit-learn, and a copy with other values
     +, *, convex_combination, scalar *
 
 Your own kernel is a subclass with the formula for a tile of pairs; everything else (symmetric Gram matrices by tiles,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -140,6 +141,10 @@ class Kernel:
             cls.prepare_beside = Kernel.prepare_beside  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):  # e.g. a degree from a grid of np.arange
+                object.__setattr__(self, field.name, value.item())
         for name in self.learned:
             value = getattr(self, name)
             if value is None:
@@ -171,6 +176,47 @@ class Kernel:
 
     def _replaced(self, changes: Mapping[str, Any]) -> Kernel:
         return dataclasses.replace(self, **changes)
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The settings by name, as scikit-learn asks for them; `deep` adds those of kernels within, "k1__scale"."""
+        found: dict[str, Any] = {}
+        for name, value in self._settings().items():
+            found[name] = float(value) if isinstance(value, np.ndarray) and value.ndim == 0 else value
+            if deep and isinstance(value, Kernel):
+                found.update({f"{name}__{inner}": v for inner, v in value.get_params().items()})
+        return found
+
+    def with_params(self, **changes: Any) -> Kernel:
+        """A copy with other settings, by the names of `get_params`."""
+        known, own = self._settings(), {}
+        within: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            name, nested, inner = key.partition("__")
+            if name not in known or (nested and not isinstance(changes.get(name, known[name]), Kernel)):
+                names = list(self.get_params())
+                near = difflib.get_close_matches(key, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{self!r} has no setting {key!r}{hint} (it has {', '.join(names)})")
+            if nested:
+                within.setdefault(name, {})[inner] = value
+            else:
+                own[name] = value
+        for name, inner_changes in within.items():
+            own[name] = own.get(name, known[name]).with_params(**inner_changes)
+        return self._with_settings(own)
+
+    def set_params(self, **changes: Any) -> Kernel:
+        """Raises an error: kernels never change. `set_params` of an estimator replaces its kernel."""
+        raise ConfigError(f"{self!r} is immutable; make a changed copy: kernel.with_params({_arguments(changes)})")
+
+    def __sklearn_clone__(self) -> Kernel:
+        return self
+
+    def _settings(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+
+    def _with_settings(self, own: Mapping[str, Any]) -> Kernel:
+        return dataclasses.replace(self, **own)
 
     def gram(self, X: Any, X2: Any = None, out: Array = None, prepared: Any = None) -> Array:
         """The Gram matrix. Without X2 (or with X2 the same object) it is symmetric with an exact diagonal.
@@ -370,6 +416,10 @@ def _given_rows(prepared: Any) -> tuple[Any, Frame | None]:
 def tile_rows(reference: Array) -> int:
     """Rows in a tile: small enough for a core's cache on the host, large enough for a GPU's launch cost."""
     return 128 if isinstance(reference, np.ndarray) else 2048
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def _short(value: Any) -> str:

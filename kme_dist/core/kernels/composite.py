@@ -59,6 +59,15 @@ class Composite(Kernel):
         own = {name: changes[name] for name in self.learned if name in changes}
         return dataclasses.replace(self, parts=tuple(parts), **own)
 
+    def _settings(self) -> dict[str, Any]:
+        """Parts are k1, k2, ..., as in scikit-learn's kernels."""
+        own = {name: value for name, value in super()._settings().items() if name != "parts"}
+        return {f"k{i}": part for i, part in enumerate(self.parts, start=1)} | own
+
+    def _with_settings(self, own: Mapping[str, Any]) -> Kernel:
+        parts = tuple(own.get(f"k{i}", part) for i, part in enumerate(self.parts, start=1))
+        return dataclasses.replace(self, parts=parts, **{n: v for n, v in own.items() if hasattr(self, n)})
+
     def prepare(self, X: Any) -> Any:
         return tuple(part.prepare(X) for part in self.parts)
 
