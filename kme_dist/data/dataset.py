@@ -150,6 +150,10 @@ class RowSource:
         """The sum of the weights that the rows of a split are learned with; without weights the number of rows."""
         return float(self._factors @ self.weight_totals(split)[:, 0]) if self.weighted else self.split_rows(split)
 
+    def split_positive(self, split: str | None = None) -> int:
+        """The number of rows of a split with a positive weight."""
+        return int(self.weight_totals(split)[self._factors > 0, 1].sum()) if self.weighted else self.split_rows(split)
+
     def with_class_factors(self, factors: Sequence[float]) -> Self:
         """The same rows, whose weights have a further factor for each class."""
         other = copy.copy(self)

@@ -246,14 +246,25 @@ class RowsRef:
     @functools.cached_property
     def weight(self) -> float:
         """The sum of the weights; without weights the number of rows."""
-        if not self.weighted:
-            return self.count
-        whole = tuple(span for span in self.source.ranges(self.split) if span[0] < span[1])
-        if self.ranges == whole:
+        if self._is_whole:
             return self.source.split_weight(self.split)
         found = self.weights()
-        assert found is not None
-        return float(found.sum())
+        return self.count if found is None else float(found.sum())
+
+    @functools.cached_property
+    def positive(self) -> int:
+        """The number of rows with a positive weight."""
+        if self._is_whole:
+            return self.source.split_positive(self.split)
+        found = self.weights()
+        return self.count if found is None else int(np.count_nonzero(found))
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether these are all rows of the split, whose sums are known."""
+        return self.weighted and self.ranges == tuple(
+            span for span in self.source.ranges(self.split) if span[0] < span[1]
+        )
 
     def weights(self, start: int = 0, stop: int | None = None) -> np.ndarray | None:
         """The weights of the rows that `read` gives: their own times the factor of their class. None: no weights."""
