@@ -24,6 +24,7 @@ from scipy.optimize import isotonic_regression, minimize_scalar
 from kme_dist.backend import Array, astype, cholesky, diagonal, namespace_of, set_diagonal
 from kme_dist.core.embedding import Embedding, clip_normalise
 from kme_dist.core.kernels.base import row_count
+from kme_dist.core.weights import column, total_weight
 from kme_dist.errors import ConfigError, NumericalError
 
 KINDS = ("none", "temperature", "isotonic")
@@ -45,19 +46,21 @@ class Calibration:
             raise ConfigError(f"calibration={self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
 
     @classmethod
-    def fit(cls, kind: str, p: np.ndarray, codes: np.ndarray, floor: float = 0.0) -> Calibration:
+    def fit(
+        cls, kind: str, p: np.ndarray, codes: np.ndarray, floor: float = 0.0, weights: np.ndarray | None = None
+    ) -> Calibration:
         """Fit to clip-normalised probabilities p that were computed without the labels (codes) of their rows."""
         p = np.asarray(p, np.float64)
         if kind == "temperature":
 
             def loss(log_temperature: float) -> float:
                 own = cls(kind, float(np.exp(log_temperature)), floor).apply(p)[np.arange(len(codes)), codes]
-                return float(-np.log(np.maximum(own, _TINY)).mean())
+                return float(-np.average(np.log(np.maximum(own, _TINY)), weights=weights))
 
             best = minimize_scalar(loss, bounds=_LOG_TEMPERATURES, method="bounded")
             return cls(kind, float(np.exp(best.x)), floor)
         if kind == "isotonic":
-            knots = tuple(_isotonic(p[:, c], codes == c) for c in range(p.shape[1]))
+            knots = tuple(_isotonic(p[:, c], codes == c, weights) for c in range(p.shape[1]))
             return cls(kind, floor=floor, knots=knots)
         return cls(kind)
 
@@ -129,32 +132,40 @@ def _order_preserving(q: np.ndarray, p: np.ndarray, label: np.ndarray) -> np.nda
     return found
 
 
-def _isotonic(p: np.ndarray, hits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _isotonic(p: np.ndarray, hits: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The non-decreasing step function nearest to the hits, as knots to interpolate between.
 
     Two pseudo-rows, one at each end (Laplace's rule), keep it away from 0 and 1, which no finite sample can establish.
     """
+    if weights is not None:  # the regression requires positive ones
+        p, hits, weights = p[weights > 0], hits[weights > 0], weights[weights > 0]
     order = np.argsort(p, kind="stable")
     x = np.concatenate([[0.0], p[order], [1.0]])
     y = np.concatenate([[0.5], hits[order].astype(np.float64), [0.5]])
-    levels = isotonic_regression(y).x
+    own = None if weights is None else np.concatenate([[1.0], weights[order], [1.0]])
+    levels = isotonic_regression(y, weights=own).x
     keep = np.concatenate([[True], (levels[1:-1] != levels[:-2]) | (levels[1:-1] != levels[2:]), [True]])
     return x[keep], levels[keep]
 
 
-def leave_one_out_decisions(embedding: Embedding, X: Any, Y: Array, rows: int) -> Array:
+def leave_one_out_decisions(
+    embedding: Embedding, X: Any, Y: Array, rows: float, weights: np.ndarray | None = None
+) -> Array:
     """Leave-one-out decisions at the rows of X, in double precision.
 
     With centres C the fit is a ridge regression on k(C, x), whose hat matrix has the diagonal
     h_i = k_iᵀ (K_nCᵀ K_nC + nλ K_CC)⁻¹ k_i, and f without row i is Y_i - (Y_i - f_i) / (1 - h_i). X may be a sample of
-    the `rows` rows of the fit, whose moments it then estimates. Exact where X holds all of them.
+    the `rows` rows of the fit, whose moments it then estimates. Exact where X holds all of them. With weights `rows` is
+    their sum over all rows, K_nCᵀ diag(w) K_nC the matrix, and h_i has the factor w_i.
     """
     wide = astype(X, "float64") if hasattr(X, "dtype") else X
     C = astype(embedding.centres, "float64") if hasattr(X, "dtype") else embedding.centres
     kernel, shift = embedding.kernel, rows * embedding.regularization
     K = kernel.gram(wide, C)
     xp = namespace_of(K)
-    moments = (K.T @ K) * (rows / row_count(X)) + kernel.gram(C) * shift
+    w = column(weights, K)
+    moments = (K.T @ (K if weights is None else K * w)) * (rows / total_weight(weights, row_count(X)))
+    moments = moments + kernel.gram(C) * shift
     spread = diagonal(moments)
     typical = float(xp.mean(spread))
     for jitter in (1e-13, 1e-11, 1e-9, 1e-7):
@@ -167,7 +178,7 @@ def leave_one_out_decisions(embedding: Embedding, X: Any, Y: Array, rows: int) -
         break
     else:
         raise NumericalError(f"the moments of {row_count(X)} rows are singular; calibrate on held-out rows instead")
-    leverage = xp.sum(half * half, axis=0)[:, None]
+    leverage = xp.sum(half * half, axis=0)[:, None] * w
     room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
     f = K @ astype(embedding.weights, "float64")
     Y = astype(Y, "float64")

@@ -23,6 +23,7 @@ from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, warn_of_padding
+from kme_dist.core.weights import flat, per_row_shift, total_weight
 from kme_dist.errors import NumericalError
 
 # Rows and centres of a tile: wide enough for the matrix products, small enough to stay in a core's cache; on a device
@@ -151,28 +152,43 @@ def sufficient_precision(
 
 
 def solve_dual(
-    kernel: Kernel, X: Any, Y: Array, regularization: float, jitter: float = 0.0, workspace: Workspace | None = None
+    kernel: Kernel,
+    X: Any,
+    Y: Array,
+    regularization: float,
+    jitter: float = 0.0,
+    workspace: Workspace | None = None,
+    weights: np.ndarray | None = None,
 ) -> Array:
-    """V = (K + nλI)⁻¹ Y by one Cholesky factorisation in place."""
+    """V = (K + nλI)⁻¹ Y, with weights (K + Wλ diag(1/w))⁻¹ Y, by one Cholesky factorisation in place."""
     n, diag = row_count(X), kernel.diag(X)
     K = kernel.gram(X, out=(workspace or Workspace()).square(n, diag))
-    set_diagonal(K, diag + (n * regularization + jitter))
+    shift = total_weight(weights, n) * regularization + jitter
+    set_diagonal(K, diag + flat(per_row_shift(shift, weights, diag)))
     return cholesky(K).solve(Y)
 
 
 def exact_weights(
-    kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, lam: float, workspace: Workspace | None = None
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    lam: float,
+    workspace: Workspace | None = None,
+    row_weights: np.ndarray | None = None,
 ) -> Array:
     """V = (K + nλI)⁻¹ Y in the precision that the solve needs; with jitter where a factorisation still fails.
 
-    Weights keep the precision they were computed in: rounding large ones of both signs would lose their sum.
+    V keeps the precision it was computed in: rounding large entries of both signs would lose their sum. With weights
+    of rows V = (K + Wλ diag(1/w))⁻¹ Y; all of them must be positive.
     """
-    n, space = row_count(X), workspace or Workspace()
-    need = need_of_solve(kernel, X, n * lam)
+    n, space, w = row_count(X), workspace or Workspace(), row_weights
+    total = total_weight(w, n)
+    need = need_of_solve(kernel, X, total * lam, weights=w)
     if need.missing:
-        warn_of_padding(n, lam, need)
+        warn_of_padding(total, lam, need)
     diag = kernel.diag(X)
-    scale = float(namespace_of(diag).mean(astype(diag, "float64")))
+    scale = float(namespace_of(diag).mean(astype(diag, "float64"))) * (total / n)
     wide = Need("float64").promoted(X)
     attempts = [(need.promoted(X), need.missing)]
     attempts += [(wide, need.missing)] if need.dtype == "float32" else []
@@ -180,7 +196,7 @@ def exact_weights(
     for rows, jitter in attempts:
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
-            return solve_dual(kernel, rows, Y, lam, jitter, space)
+            return solve_dual(kernel, rows, Y, lam, jitter, space, w)
         except NumericalError:
             continue
     raise NumericalError(
@@ -193,15 +209,21 @@ def exact_weights(
 
 
 def leave_one_out(
-    kernel: Kernel, X: Any, Y: Array, regularization: float, workspace: Workspace | None = None
+    kernel: Kernel,
+    X: Any,
+    Y: Array,
+    regularization: float,
+    workspace: Workspace | None = None,
+    weights: np.ndarray | None = None,
 ) -> tuple[Array, Array]:
     """Decision probabilities of every row under the model fitted without it, and V.
 
-    P_i = Y_i - V_i / [A⁻¹]_ii, equal to n refits with the same shift nλ.
+    P_i = Y_i - V_i / [A⁻¹]_ii, equal to n refits with the same shift nλ (with weights, the same shifts Wλ/w). A row of
+    weight 2 is left out as a whole; of two equal rows one stays.
     """
     n, diag = row_count(X), kernel.diag(X)
     K = kernel.gram(X, out=(workspace or Workspace()).square(n, diag))
-    set_diagonal(K, diag + n * regularization)
+    set_diagonal(K, diag + flat(per_row_shift(total_weight(weights, n) * regularization, weights, diag)))
     factor = cholesky(K)
     V = factor.solve(Y)
     return Y - V / factor.inverse_diagonal()[:, None], V
@@ -240,8 +262,12 @@ def expectation(P: Array, g: Any) -> Array:
     return P @ like(g, P)
 
 
-def log_loss(Y: Array, P: Array, floor: float = 0.0) -> Array:
-    """Mean of -log p̃_y over the rows, p̃ clip-normalised with `floor` and never below 1e-15."""
+def log_loss(Y: Array, P: Array, floor: float = 0.0, weights: np.ndarray | None = None) -> Array:
+    """(Weighted) mean of -log p̃_y over the rows, p̃ clip-normalised with `floor` and never below 1e-15."""
     xp = namespace_of(P)
     p = xp.sum(Y * clip_normalise(P, floor), axis=1)
-    return -xp.mean(xp.log(xp.where(p > 1e-15, p, p * 0 + 1e-15)))
+    logs = xp.log(xp.where(p > 1e-15, p, p * 0 + 1e-15))
+    if weights is None:
+        return -xp.mean(logs)
+    w = like(weights, P)
+    return -xp.sum(logs * w) / xp.sum(w)

@@ -5,7 +5,7 @@ With z(x) = k(centres, x), or any explicit features φ(x), the model f(x) = Vᵀ
     (G + nλM) V = B,     G = Σ z zᵀ,  B = Σ z yᵀ,     M = K(centres, centres), or I for features
 
     sums = sum_rows(basis, X, y, OneHot(n_classes))        # one pass, chunk by chunk (kme_dist.core.sums)
-    system = System(sums.G, sums.B, basis.metric(), rows=sums.rows, noise=sums.noise)
+    system = System(sums.G, sums.B, basis.metric(), rows=sums.weight, noise=sums.noise)
     V = system.solve(lam)
     system.leave_one_out(lam, Z, y, floor)                 # log loss of sampled rows under fits without them
 
@@ -30,6 +30,7 @@ from scipy.linalg import blas
 
 from kme_dist.backend import Array, cholesky, empty_square, like, namespace_of
 from kme_dist.core.embedding import log_loss
+from kme_dist.core.weights import column
 from kme_dist.errors import NumericalError
 
 SAMPLE_ROWS = 4_000  # rows kept for leave-one-out
@@ -46,30 +47,46 @@ class Sample:
     X: np.ndarray
     y: np.ndarray
     keys: np.ndarray  # (rows, 2): random key, and the chunk's own number
+    weights: np.ndarray | None = None
 
     @classmethod
-    def of(cls, X: np.ndarray, y: np.ndarray, digest: str, size: int = SAMPLE_ROWS) -> Sample:
+    def of(
+        cls,
+        X: np.ndarray,
+        y: np.ndarray,
+        digest: str,
+        size: int = SAMPLE_ROWS,
+        weights: np.ndarray | None = None,
+    ) -> Sample:
         number = int(digest[:15], 16)
         drawn = np.random.default_rng([number, 5]).integers(0, 2**62, size=len(X))
         keys = np.stack([drawn, np.full(len(X), number)], axis=1)
-        return cls(X, y.astype(np.int64), keys)._smallest(size)
+        return cls(X, y.astype(np.int64), keys, weights)._smallest(size)
 
     def _smallest(self, size: int) -> Sample:
         order = np.lexsort((self.keys[:, 1], self.keys[:, 0]))[:size]
-        return Sample(self.X[order], self.y[order], self.keys[order])
+        return self._some(order)
+
+    def _some(self, rows: np.ndarray) -> Sample:
+        weights = None if self.weights is None else self.weights[rows]
+        return Sample(self.X[rows], self.y[rows], self.keys[rows], weights)
 
     def __add__(self, other: Sample) -> Sample:
+        weights = None
+        if self.weights is not None or other.weights is not None:
+            weights = np.concatenate([np.ones(len(s.y)) if s.weights is None else s.weights for s in (self, other)])
         joined = Sample(
             np.concatenate([self.X, other.X]),
             np.concatenate([self.y, other.y]),
             np.concatenate([self.keys, other.keys]),
+            weights,
         )
         return joined._smallest(SAMPLE_ROWS)
 
     def without(self, digests: list[str]) -> Sample:
         gone = np.array([int(digest[:15], 16) for digest in digests], dtype=np.int64)
         kept = ~np.isin(self.keys[:, 1], gone)
-        return Sample(self.X[kept], self.y[kept], self.keys[kept])
+        return self._some(kept)
 
 
 # --- the p x p system -------------------------------------------------------------------------------
@@ -83,12 +100,13 @@ def evaluated_rows(centres: int) -> int:
 
 @dataclass
 class System:
-    """(G + nλM + noise I) V = B; G and M by their lower triangles."""
+    """(G + nλM + noise I) V = B; G and M by their lower triangles. `rows` is n, the sum of the weights if there are
+    any."""
 
     G: Array
     B: Array
     M: Array | None
-    rows: int
+    rows: float
     noise: float
 
     def factor(self, lam: float) -> Any:
@@ -107,7 +125,7 @@ class System:
         raise NumericalError(
             f"the system of {self.B.shape[0]} centres or features is singular at regularization {lam:.1e}; raise "
             "`regularization`, use fewer centres, or dtype='float64'",
-            rows=self.rows,
+            rows=round(self.rows),
             regularization=lam,
             dtype="float64",
         )
@@ -115,7 +133,9 @@ class System:
     def solve(self, lam: float) -> Array:
         return self.factor(lam).solve(self.B)
 
-    def leave_one_out(self, lam: float, Z: Array, Y: Array, floor: float) -> tuple[float, float]:
+    def leave_one_out(
+        self, lam: float, Z: Array, Y: Array, floor: float, weights: np.ndarray | None = None
+    ) -> tuple[float, float]:
         """Log loss of rows Z (in double) under the fits without them, and the sum of their leverages.
 
         A λ at which the system is singular has an infinite loss.
@@ -126,9 +146,9 @@ class System:
             return math.inf, math.nan
         xp = namespace_of(Z)
         V, half = factor.solve(self.B), factor.half_solve(Z.T)
-        leverage = xp.sum(half * half, axis=0)[:, None]
+        leverage = xp.sum(half * half, axis=0)[:, None] * column(weights, Z)
         room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
-        return float(log_loss(Y, Y - (Y - Z @ V) / room, floor)), float(xp.sum(leverage))
+        return float(log_loss(Y, Y - (Y - Z @ V) / room, floor, weights)), float(xp.sum(leverage))
 
     def residual(self, lam: float, V: Array) -> float:
         """|(G + nλM) V - B| / |B|, without the noise on the diagonal."""

@@ -18,6 +18,9 @@ HNR: Hsu, Nock, Ramos, "Hyperparameter Learning for Conditional Kernel Mean Embe
 Bounds". `risk="sum"`, the default, reproduces the published figures: with the mean, as printed, the complexity term
 outweighs the loss and the objective collapses.
 
+Rows may have weights w_i, W = Σ w_i: then A = K + Wλ diag(1/w), P = Y - Wλ V/w, and the risk is Σ w_i L_i
+(`kme_dist.core.weights`).
+
 Single precision is used where nλ leaves it three digits (`kme_dist.core.precision`), else the batch is promoted to
 double before it is factorised. If a factorisation still fails, a growing multiple of the identity is added before an
 error is raised. `Objective.dtype` and `.jitter` record what was used.
@@ -56,11 +59,35 @@ from kme_dist.core.kernels.base import (
     take,
     tile_rows,
 )
+from kme_dist.core.losses import (
+    COMPLEXITY_WEIGHT,
+    LOSS_FLOOR,
+    Terms,
+    clipped_loss,
+    complexity_term,
+    hits,
+    one_hot,
+    ratio,
+    terms_of,
+)
 from kme_dist.core.precision import Need, need_of_features, need_of_solve
+from kme_dist.core.weights import checked_weights, column, flat, per_row_shift, positive_rows, total_weight
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
-COMPLEXITY_WEIGHT = 4 * math.e
-LOSS_FLOOR = 1e-15
+__all__ = [
+    "COMPLEXITY_WEIGHT",
+    "LOSS_FLOOR",
+    "Objective",
+    "Workspace",
+    "clipped_loss",
+    "feature_objective",
+    "generalisation_bound",
+    "loo_objective",
+    "one_hot",
+    "rcb_objective",
+    "validation_objective",
+]
+
 CONFIDENCE = 0.95
 _JITTERS = (0.0, 1e-10, 1e-8, 1e-6, 1e-4)  # relative to the mean of the kernel's diagonal
 
@@ -110,88 +137,6 @@ class Workspace:
 # --- the pieces that all objectives share ----------------------------------------------------------
 
 
-def one_hot(y: Any, n_classes: int, reference: Array) -> Array:
-    """Labels 0..m-1 as an n x m matrix, on the device and in the precision of `reference`."""
-    if not isinstance(n_classes, int | np.integer) or n_classes < 1:
-        raise ConfigError(f"n_classes={n_classes!r}: must be an integer >= 1")
-    labels = to_host(y)
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise DataError(f"labels must be integers 0..{n_classes - 1}, got {labels.dtype} of shape {labels.shape}")
-    if labels.size and (labels.min() < 0 or labels.max() >= n_classes):
-        raise DataError(f"labels must be in 0..{n_classes - 1}, got {labels.min()}..{labels.max()}")
-    return like(labels[:, None] == np.arange(n_classes)[None, :], reference)
-
-
-def clipped_loss(Y: Array, P: Array, floor: float) -> tuple[Array, Array]:
-    """Σ_i L_i with L_i = -log clip(P_i,y_i, floor, 1), and its derivative S by P.   [HNR, equation 7]"""
-    xp = namespace_of(P)
-    p = xp.sum(Y * P, axis=1, keepdims=True)
-    inside = (p > floor) & (p < 1)
-    safe = xp.where(inside, p, p * 0 + 1)
-    # below the floor the loss is -log(floor), above one it is 0; `safe` = 1 covers the latter
-    loss = xp.where(p > floor, -xp.log(safe), p * 0 - math.log(floor))
-    S = xp.where(inside, -1 / safe, p * 0) * Y
-    return xp.sum(loss), S
-
-
-def _hits(Y: Array, P: Array) -> Array:
-    """The number of rows whose true class has the largest probability."""
-    xp = namespace_of(P)
-    best = xp.max(P, axis=1, keepdims=True)
-    return xp.sum(astype(xp.sum(Y * P, axis=1, keepdims=True) >= best, precision(P)))
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """How the parts of the objective are combined."""
-
-    risk: str
-    tau: float
-    floor: float
-
-    def __post_init__(self) -> None:
-        if self.risk not in ("sum", "mean"):
-            raise ConfigError(f"risk={self.risk!r} is unknown; choose 'sum' or 'mean'")
-        if not self.tau >= 0:
-            raise ConfigError(f"complexity_weight={self.tau!r}: must be a number >= 0")
-        if not 0 < self.floor < 1:
-            raise ConfigError(f"loss_floor={self.floor!r}: must be a number between 0 and 1")
-
-    def per_row(self, n: int) -> float:
-        return 1.0 if self.risk == "sum" else 1.0 / n
-
-
-def _number(name: str, value: Any) -> float:
-    """A plain float: a NumPy scalar of double precision would turn single-precision arrays into double ones."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r}: must be a number") from None
-
-
-def _settings(risk: str, complexity_weight: Any, loss_floor: Any, regularization: Any) -> tuple[_Weights, float]:
-    """The weights of the objective and λ, checked."""
-    weights = _Weights(risk, _number("complexity_weight", complexity_weight), _number("loss_floor", loss_floor))
-    lam = _number("regularization", regularization)
-    if not 0 < lam < math.inf:
-        raise ConfigError(f"regularization={regularization!r}: must be a positive number")
-    return weights, lam
-
-
-def _over(numerator: Array, denominator: Array) -> Array:
-    """numerator / denominator, 0 where the denominator is not positive."""
-    xp = namespace_of(denominator)
-    positive = denominator > 0
-    return xp.where(positive, numerator / xp.where(positive, denominator, denominator * 0 + 1), denominator * 0)
-
-
-def _complexity_term(weights: _Weights, alpha: Array, t: Array) -> tuple[Array, Array, Array]:
-    """r = α sqrt(t), c = τ α / (2 sqrt t), and the direct derivative dq/dα = τ sqrt(t); all 0 where t vanishes."""
-    xp = namespace_of(t)
-    root = xp.sqrt(xp.where(t > 0, t, t * 0))
-    return alpha * root, _over(weights.tau * alpha, 2 * root), weights.tau * root
-
-
 def _alpha_term(kernel: Kernel, X: Any, alpha: float | None, reference: Array) -> tuple[Array, int | None]:
     """α as a 0-d array, and the row where the supremum is attained (None for a fixed α)."""
     if alpha is not None:
@@ -205,7 +150,7 @@ def _alpha_pullback(kernel: Kernel, prepared: Any, row: int | None, alpha: Array
     if row is None:
         return {}
     there = take(prepared, slice(row, row + 1))
-    return kernel.pullback(there, there, None, _over(alpha_bar, 2 * alpha)[None, None] + 0)
+    return kernel.pullback(there, there, None, ratio(alpha_bar, 2 * alpha)[None, None] + 0)
 
 
 @dataclass(frozen=True)
@@ -243,11 +188,11 @@ def _rank_pullback(kernel: Kernel, solved: _Solved, H: Array) -> Gradients:
     return total
 
 
-def _solve_batch(kernel: Kernel, X: Any, diag: Array, Y: Array, shift: float, workspace: Workspace) -> _Solved:
-    """Factorise K + shift I in place and solve for V = A⁻¹ Y."""
+def _solve_batch(kernel: Kernel, X: Any, diag: Array, Y: Array, shift: Any, workspace: Workspace) -> _Solved:
+    """Factorise K + shift I (or a shift for each row) in place and solve for V = A⁻¹ Y."""
     prepared = kernel.prepare(X)
     K = kernel.gram(X, out=workspace.square(row_count(X), diag), prepared=prepared)
-    set_diagonal(K, diag + shift)
+    set_diagonal(K, diag + flat(shift))
     factor = cholesky(K)
     return _Solved(prepared, K, diag, factor, factor.solve(Y))
 
@@ -274,8 +219,8 @@ def _gather(
 
 
 def _assemble(
-    n: int,
-    weights: _Weights,
+    n: float,
+    terms: Terms,
     kernel: Kernel,
     gradients: Gradients,
     by_log_lam: Array,
@@ -283,21 +228,21 @@ def _assemble(
     dtype: str,
 ) -> Objective:
     gradient, found = _gather(gradients, by_log_lam, scalars, kernel)
-    risk = found["loss"] * weights.per_row(n)
-    mean_risk = found["loss"] / max(n, 1)
+    risk = found["loss"] * terms.per_row(n)
+    mean_risk = found["loss"] / n
     r = found["complexity"]
     return Objective(
-        value=risk + weights.tau * r,
+        value=risk + terms.tau * r,
         risk=risk,
         complexity=r,
         bound=generalisation_bound(mean_risk, r, n),
         gradient=gradient,
-        accuracy=found["hits"] / max(n, 1),
+        accuracy=found["hits"] / n,
         dtype=dtype,
     )
 
 
-def generalisation_bound(mean_risk: float, complexity: float, n: int, confidence: float = CONFIDENCE) -> float:
+def generalisation_bound(mean_risk: float, complexity: float, n: float, confidence: float = CONFIDENCE) -> float:
     """mean risk + 4e r + sqrt(8 log(2/β)/n), which holds with probability 1 - β.   [HNR, theorem 4]"""
     return mean_risk + 4 * math.e * complexity + math.sqrt(8 * math.log(2 / (1 - confidence)) / max(n, 1))
 
@@ -311,6 +256,7 @@ def _with_promotion(
     diag_of: Callable[[Any], Array],
     regularization: float,
     need_of: Callable[[], Need],
+    weights: np.ndarray | None = None,
 ) -> Objective:
     """Run `compute(X, jitter)` in the precision that the solve needs, then in double, then with growing jitter."""
     n = row_count(X)
@@ -327,7 +273,9 @@ def _with_promotion(
         start = precision(diag_of(X))
         wide = astype(X, "float64") if hasattr(X, "dtype") and start == "float32" else X
         diag = diag_of(wide)
-        scale = float(namespace_of(diag).mean(diag))
+        # Shifts are divided by the weights of the rows, so that jitter is in their unit.
+        unit = 1.0 if weights is None else float(np.mean(weights))
+        scale = float(namespace_of(diag).mean(diag)) * unit
         if not math.isfinite(scale):
             raise DataError(f"the kernel of the batch ({n} rows) is not finite; scale the features down")
         for jitter in _JITTERS:
@@ -340,9 +288,9 @@ def _with_promotion(
                 continue
     raise NumericalError(
         f"Gram matrix of {n} rows is not positive definite: the shift n x regularization is "
-        f"{n * regularization:.1e} against a kernel diagonal of {scale:.1e}, tried {start} and float64 and "
-        f"jitter up to {_JITTERS[-1]:g} of the diagonal. Raise `regularization` above {regularization:.1e}, "
-        "check that the kernel is positive semi-definite and that all rows are finite.",
+        f"{total_weight(weights, n) * regularization:.1e} against a kernel diagonal of {scale:.1e}, tried {start} and "
+        f"float64 and jitter up to {_JITTERS[-1]:g} of the diagonal. Raise `regularization` above "
+        f"{regularization:.1e}, check that the kernel is positive semi-definite and that all rows are finite.",
         rows=n,
         regularization=regularization,
         dtype="float64",
@@ -374,6 +322,7 @@ def rcb_objective(
     loss_floor: float = LOSS_FLOOR,
     alpha: float | None = None,
     workspace: Workspace | None = None,
+    weights: Any = None,
 ) -> Objective:
     """Training risk plus complexity, q = Σ_i L(y_i, f(x_i)) + τ r.   [HNR, algorithm 1]
 
@@ -387,35 +336,37 @@ def rcb_objective(
     complexity_weight : τ; 4e by default, 0 for empirical risk minimisation
     alpha : sup sqrt k(x, x); by default that of the kernel, over the batch where it is unbounded
     workspace : memory to reuse between calls
+    weights : one number >= 0 per row; W = Σ w takes the place of n, a row of weight 2 that of two equal rows
     """
-    weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
+    terms, lam = terms_of(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
+    X, y, w = _weighted(X, y, weights)
+    n = total_weight(w, row_count(X))
 
     def compute(X: Any, jitter: float) -> Objective:
-        n = row_count(X)
-        shift = n * lam + jitter
         diag = kernel.diag(X)
+        shift = per_row_shift(n * lam + jitter, w, diag)
         Y = one_hot(y, n_classes, diag)
         _same_length(X, Y)
         solved = _solve_batch(kernel, X, diag, Y, shift, space)
         factor, V = solved.factor, solved.V
         xp = namespace_of(V)
         P = Y - shift * V  # = K V, without the product
-        loss, S = clipped_loss(Y, P, weights.floor)
-        S *= weights.per_row(n)
+        loss, S = clipped_loss(Y, P, terms.floor, w)
+        S *= terms.per_row(n)
         t = xp.sum(V * P)
         sup, row = _alpha_term(kernel, X, alpha, V)
-        r, c, sup_bar = _complexity_term(weights, sup, t)
+        r, c, sup_bar = complexity_term(terms, sup, t)
         U = S + factor.solve(2 * c * P - shift * S)  # one solve with m columns serves both terms
         H = S + c * V - U
         gradients = _rank_pullback(kernel, solved, H)
-        if weights.tau:
+        if terms.tau:
             add_gradients(gradients, _alpha_pullback(kernel, solved.prepared, row, sup, sup_bar))
-        by_log_lam = -n * lam * xp.sum(U * V)
-        scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, P)}
-        return _assemble(n, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
+        by_log_lam = -n * lam * xp.sum(U * V * per_row_shift(1.0, w, V))
+        scalars = {"loss": loss, "complexity": r, "hits": hits(Y, P, w)}
+        return _assemble(n, terms, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, row_count(X) * lam))
+    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
 
 
 def validation_objective(
@@ -431,10 +382,16 @@ def validation_objective(
     loss_floor: float = LOSS_FLOOR,
     alpha: float | None = None,
     workspace: Workspace | None = None,
+    weights: Any = None,
 ) -> Objective:
     """Risk on held-out rows plus complexity: V solved on the first `train_rows`, risk of the others.   [HNR, (13)]"""
-    weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
+    terms, lam = terms_of(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
+    if weights is not None:
+        train_rows = int(np.count_nonzero(np.asarray(weights)[:train_rows]))
+    X, y, w = _weighted(X, y, weights)
+    w_T, w_D = (None, None) if w is None else (w[:train_rows], w[train_rows:])
+    n_T, n_D = total_weight(w_T, train_rows), total_weight(w_D, row_count(X) - train_rows)
     if not 0 < train_rows < row_count(X):
         raise ConfigError(
             f"train_rows={train_rows}: must be between 1 and {row_count(X) - 1} (batch of {row_count(X)})"
@@ -442,36 +399,35 @@ def validation_objective(
 
     def compute(X: Any, jitter: float) -> Objective:
         train, held = take(X, slice(0, train_rows)), take(X, slice(train_rows, row_count(X)))
-        n_T, n_D = train_rows, row_count(held)
-        shift = n_T * lam + jitter
         Y = one_hot(y, n_classes, kernel.diag(X))
         _same_length(X, Y)
         Y_T, Y_D = Y[:train_rows, :], Y[train_rows:, :]
         diag = kernel.diag(train)
+        shift = per_row_shift(n_T * lam + jitter, w_T, diag)
         solved = _solve_batch(kernel, train, diag, Y_T, shift, space)
         factor, V, prepared = solved.factor, solved.V, solved.prepared
         xp = namespace_of(V)
         prepared_held = kernel.prepare_beside(held, prepared)
         cross = kernel.evaluate(prepared_held, prepared)  # K_DT
         P_D, P_T = cross @ V, Y_T - shift * V
-        loss, S = clipped_loss(Y_D, P_D, weights.floor)
-        S *= weights.per_row(n_D)
+        loss, S = clipped_loss(Y_D, P_D, terms.floor, w_D)
+        S *= terms.per_row(n_D)
         t = xp.sum(V * P_T)
         sup, row = _alpha_term(kernel, train, alpha, V)
-        r, c, sup_bar = _complexity_term(weights, sup, t)
+        r, c, sup_bar = complexity_term(terms, sup, t)
         U = factor.solve(cross.T @ S + 2 * c * P_T)
         gradients = _rank_pullback(kernel, solved, c * V - U)
         add_gradients(gradients, kernel.pullback(prepared_held, prepared, cross, S @ V.T))
-        if weights.tau:
+        if terms.tau:
             add_gradients(gradients, _alpha_pullback(kernel, prepared, row, sup, sup_bar))
-        by_log_lam = -n_T * lam * xp.sum(U * V)
-        scalars = {"loss": loss, "complexity": r, "hits": _hits(Y_D, P_D)}
-        return _assemble(n_D, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
+        by_log_lam = -n_T * lam * xp.sum(U * V * per_row_shift(1.0, w_T, V))
+        scalars = {"loss": loss, "complexity": r, "hits": hits(Y_D, P_D, w_D)}
+        return _assemble(n_D, terms, kernel, gradients, by_log_lam, scalars, precision(diag))
 
     def need() -> Need:
-        return need_of_solve(kernel, take(X, slice(0, train_rows)), train_rows * lam)
+        return need_of_solve(kernel, take(X, slice(0, train_rows)), n_T * lam, weights=w_T)
 
-    return _with_promotion(compute, X, kernel.diag, lam, need)
+    return _with_promotion(compute, X, kernel.diag, lam, need, w_T)
 
 
 def loo_objective(
@@ -486,45 +442,47 @@ def loo_objective(
     loss_floor: float = LOSS_FLOOR,
     alpha: float | None = None,
     workspace: Workspace | None = None,
+    weights: Any = None,
 ) -> Objective:
     """Leave-one-out risk plus complexity, without n refits: P_i = Y_i - V_i / [A⁻¹]_ii.
 
     The derivative of the diagonal of A⁻¹ requires A⁻¹ itself: about nine times the work of `rcb_objective`, and two
     more n x n matrices.
     """
-    weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
+    terms, lam = terms_of(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
+    X, y, w = _weighted(X, y, weights)
+    n = total_weight(w, row_count(X))
 
     def compute(X: Any, jitter: float) -> Objective:
-        n = row_count(X)
-        shift = n * lam + jitter
         diag = kernel.diag(X)
+        shift = per_row_shift(n * lam + jitter, w, diag)
         Y = one_hot(y, n_classes, diag)
         _same_length(X, Y)
         solved = _solve_batch(kernel, X, diag, Y, shift, space)
         factor, V, prepared = solved.factor, solved.V, solved.prepared
         xp = namespace_of(V)
-        inverse = factor.solve(like(np.eye(n), V))
+        inverse = factor.solve(like(np.eye(row_count(X)), V))
         D = diagonal(inverse)[:, None]
         P = Y - shift * V
         loo = Y - V / D
-        loss, S = clipped_loss(Y, loo, weights.floor)
-        S *= weights.per_row(n)
+        loss, S = clipped_loss(Y, loo, terms.floor, w)
+        S *= terms.per_row(n)
         t = xp.sum(V * P)
         sup, row = _alpha_term(kernel, X, alpha, V)
-        r, c, sup_bar = _complexity_term(weights, sup, t)
+        r, c, sup_bar = complexity_term(terms, sup, t)
         U = factor.solve(2 * c * P - S / D)
         D_bar = xp.sum(S * V, axis=1, keepdims=True) / (D * D)
         # A_bar = -A⁻¹ diag(D_bar) A⁻¹ - U Vᵀ; K_bar adds the direct part c V Vᵀ
         A_bar = -(inverse @ (D_bar * inverse)) - U @ V.T
-        by_log_lam = n * lam * xp.sum(diagonal(A_bar))
+        by_log_lam = n * lam * xp.sum(diagonal(A_bar) * flat(per_row_shift(1.0, w, V)))
         gradients = kernel.pullback(prepared, prepared, None, A_bar + c * (V @ V.T))
-        if weights.tau:
+        if terms.tau:
             add_gradients(gradients, _alpha_pullback(kernel, prepared, row, sup, sup_bar))
-        scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, loo)}
-        return _assemble(n, weights, kernel, gradients, by_log_lam, scalars, precision(diag))
+        scalars = {"loss": loss, "complexity": r, "hits": hits(Y, loo, w)}
+        return _assemble(n, terms, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, row_count(X) * lam))
+    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
 
 
 class ExplicitFeatures(Kernel):
@@ -541,41 +499,44 @@ def feature_objective(
     complexity_weight: float = COMPLEXITY_WEIGHT,
     loss_floor: float = LOSS_FLOOR,
     alpha: float | None = 1.0,
+    weights: Any = None,
 ) -> Objective:
     """Training risk plus complexity for explicit features, in p x p instead of n x n.   [HNR, algorithm 2]
 
-        G = ZᵀZ + nλI,  W = G⁻¹ ZᵀY,  P = Z W,  r = α |W|_F
+        G = ZᵀZ + nλI,  W = G⁻¹ ZᵀY,  P = Z W,  r = α |W|_F        (with weights: Zᵀ diag(w) Z, Zᵀ diag(w) Y)
 
     `feature_gradient` is dq/dZ (n x p), in the precision of Z, for the vjp of the feature map; `gradient` holds the
     derivative by log λ. `alpha=1` as in the published runs; `alpha=None` takes the supremum max_i |φ(x_i)| over the
     batch.
     """
-    weights, lam = _settings(risk, complexity_weight, loss_floor, regularization)
+    terms, lam = terms_of(risk, complexity_weight, loss_floor, regularization)
     given = precision(check_vectors(Z, ExplicitFeatures(), None))
+    w = checked_weights(weights, Z.shape[0])
+    n = total_weight(w, Z.shape[0])
 
     def compute(Z: Any, jitter: float) -> Objective:
-        xp = namespace_of(Z)
-        n = Z.shape[0]
+        xp, rows = namespace_of(Z), column(w, Z)
         Y = one_hot(y, n_classes, Z)
         _same_length(Z, Y)
-        G = _as_square(Z.T @ Z)
+        Zw = Z if w is None else Z * rows
+        G = _as_square(Zw.T @ Z)
         set_diagonal(G, diagonal(G) + (n * lam + jitter))
         factor = cholesky(G)
-        W = factor.solve(Z.T @ Y)
+        W = factor.solve(Zw.T @ Y)
         P = Z @ W
-        loss, S = clipped_loss(Y, P, weights.floor)
-        S *= weights.per_row(n)
-        squares = xp.sum(Z * Z, axis=1)
+        loss, S = clipped_loss(Y, P, terms.floor, w)
+        S *= terms.per_row(n)
+        squares = xp.sum(Z * Z, axis=1) if w is None else xp.sum(Z * Z * (rows > 0), axis=1)
         row = None if alpha is not None else int(xp.argmax(squares))
         sup = like(alpha, Z) if row is None else xp.sqrt(squares[row])
-        r, c, sup_bar = _complexity_term(weights, sup, xp.sum(W * W))
+        r, c, sup_bar = complexity_term(terms, sup, xp.sum(W * W))
         U = factor.solve(Z.T @ S + 2 * c * W)
-        Z_bar = (S - Z @ U) @ W.T + (Y - P) @ U.T
-        if row is not None and weights.tau:
-            Z_bar[row, :] = Z_bar[row, :] + _over(sup_bar, sup) * Z[row, :]
+        Z_bar = (S - Zw @ U) @ W.T + (rows * (Y - P)) @ U.T
+        if row is not None and terms.tau:
+            Z_bar[row, :] = Z_bar[row, :] + ratio(sup_bar, sup) * Z[row, :]
         by_log_lam = -n * lam * xp.sum(U * W)
-        scalars = {"loss": loss, "complexity": r, "hits": _hits(Y, P)}
-        result = _assemble(n, weights, ExplicitFeatures(), {}, by_log_lam, scalars, precision(Z))
+        scalars = {"loss": loss, "complexity": r, "hits": hits(Y, P, w)}
+        result = _assemble(n, terms, ExplicitFeatures(), {}, by_log_lam, scalars, precision(Z))
         return Objective(**{**vars(result), "feature_gradient": astype(Z_bar, given)})
 
     return _with_promotion(
@@ -583,12 +544,18 @@ def feature_objective(
         Z,
         lambda Z: namespace_of(Z).sum(Z * Z, axis=1),
         lam,
-        lambda: need_of_features(Z, Z.shape[0] * lam),
+        lambda: need_of_features(Z, n * lam, w),
+        w,
     )
 
 
 def _as_square(G: Array) -> Array:
     return np.asfortranarray(G) if isinstance(G, np.ndarray) else (G.copy() if is_cupy(G) else G)
+
+
+def _weighted(X: Any, y: Any, weights: Any) -> tuple[Any, Any, np.ndarray | None]:
+    """Rows, labels and weights, without the rows of weight 0."""
+    return (X, y, None) if weights is None else positive_rows(X, to_host(y), weights)
 
 
 def _same_length(X: Any, Y: Array) -> None:

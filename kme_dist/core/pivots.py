@@ -96,9 +96,19 @@ def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int, threads: int = 1) -
     return pivots, F[:, :done]
 
 
-def columns(kernel: Kernel, X: Any, chosen: Any, F: np.ndarray, F_chosen: np.ndarray, L: np.ndarray) -> np.ndarray:
-    """New columns (K(X, chosen) - F F_chosenᵀ) L⁻ᵀ for prepared rows."""
+def columns(
+    kernel: Kernel,
+    X: Any,
+    chosen: Any,
+    F: np.ndarray,
+    F_chosen: np.ndarray,
+    L: np.ndarray,
+    roots: tuple[np.ndarray | None, np.ndarray | None] = (None, None),
+) -> np.ndarray:
+    """New columns (K(X, chosen) - F F_chosenᵀ) L⁻ᵀ for prepared rows; of √w K √w with the `roots` √w of both sides."""
     residual = kernel.evaluate(X, chosen)
+    if roots[0] is not None and roots[1] is not None:
+        residual = residual * roots[0].astype(residual.dtype)[:, None] * roots[1].astype(residual.dtype)[None, :]
     residual -= F @ F_chosen.T
     inverse = np.linalg.inv(L).astype(residual.dtype)  # a small, well-scaled triangle: a product beats a solve
     return np.asarray(residual @ inverse.T)

@@ -29,6 +29,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, like, namespace_of, precision
 from kme_dist.core.kernels.base import Kernel, row_count
+from kme_dist.core.weights import column, total_weight
 from kme_dist.errors import PrecisionWarning
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -67,28 +68,35 @@ def smallest_shift(dtype: str, norm: float) -> float:
     return worst * norm / (TOLERANCE - worst)
 
 
-def need_of_solve(kernel: Kernel, X: Any, shift: float, top: float | None = None) -> Need:
-    """What solving with K + shift I of these rows needs; `top` is the largest k(x, x), if the caller knows it."""
+def need_of_solve(
+    kernel: Kernel, X: Any, shift: float, top: float | None = None, weights: np.ndarray | None = None
+) -> Need:
+    """What solving with K + shift I of these rows needs; `top` is the largest k(x, x), if the caller knows it.
+
+    With weights the matrix is √w K √w: as if each row were there w times.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         diag = kernel.diag(X) if top is None or not hasattr(X, "dtype") else X
         largest = float(namespace_of(diag).max(diag)) if top is None else top
-        return decide(precision(diag), row_count(X), largest, shift, lambda: gram_norm(kernel, X))
+        n = total_weight(weights, row_count(X))
+        return decide(precision(diag), n, largest, shift, lambda: gram_norm(kernel, X, weights))
 
 
-def need_of_features(Z: Array, shift: float) -> Need:
+def need_of_features(Z: Array, shift: float, weights: np.ndarray | None = None) -> Need:
     """The same for ZᵀZ + shift I, whose eigenvalues are those of Z Zᵀ."""
     xp, n = namespace_of(Z), Z.shape[0]
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = xp.sum(Z * Z, axis=1)
+        w = column(weights, Z)
+        squares = xp.sum(Z * Z * w, axis=1)
         total = float(xp.sum(squares))  # the trace: no eigenvalue is larger
 
         def norm() -> float:
-            return float(xp.max(xp.sum(xp.abs(_some_rows(Z, n) @ Z.T), axis=1)))
+            return float(xp.max(xp.sum(xp.abs(_some_rows(Z, n) @ (Z * w).T), axis=1)))
 
         return decide(precision(Z), 1, total, shift, norm)
 
 
-def decide(dtype: str, n: int, top: float, shift: float, norm: Callable[[], float]) -> Need:
+def decide(dtype: str, n: float, top: float, shift: float, norm: Callable[[], float]) -> Need:
     """The precision for n rows whose largest k(x, x) is `top`; `norm` is called only where n · top does not decide."""
     bound = n * top
     if is_sufficient(dtype, bound, shift):
@@ -107,25 +115,26 @@ def decide(dtype: str, n: int, top: float, shift: float, norm: Callable[[], floa
     return Need("float64", max(smallest_shift("float64", found) - shift, 0.0), found)
 
 
-def warn_of_padding(n: int, lam: float, need: Need) -> None:
+def warn_of_padding(n: float, lam: float, need: Need) -> None:
     """Warn that λ is too small for double precision, and say which λ was used instead."""
     least = lam + need.missing / n
     warnings.warn(
-        f"regularization {lam:.1e} is too small for double precision: n x regularization is {n * lam:.1e} for {n} rows "
-        f"against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit uses "
+        f"regularization {lam:.1e} is too small for double precision: n x regularization is {n * lam:.1e} for {n:g} "
+        f"rows against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit uses "
         f"regularization {least:.1e}; set it to at least that, or keep `refit_regularization=True`",
         PrecisionWarning,
         stacklevel=2,
     )
 
 
-def gram_norm(kernel: Kernel, X: Any) -> float:
-    """Estimate of the largest eigenvalue of K: the largest Σ_j |K_ij| among at most 64 rows i."""
+def gram_norm(kernel: Kernel, X: Any, weights: np.ndarray | None = None) -> float:
+    """Estimate of the largest eigenvalue of K (of √w K √w): the largest Σ_j |K_ij| w_j among at most 64 rows i."""
     n = row_count(X)
     prepared = kernel.prepare(X)
     tile = kernel.evaluate(kernel.prepare_beside(_some_rows(X, n), prepared), prepared)
     xp = namespace_of(tile)
-    return float(xp.max(xp.sum(xp.abs(tile), axis=1)))
+    sizes = xp.abs(tile) if weights is None else xp.abs(tile) * like(weights, tile)[None, :]
+    return float(xp.max(xp.sum(sizes, axis=1)))
 
 
 def _some_rows(X: Any, n: int) -> Any:

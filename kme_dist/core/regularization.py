@@ -22,6 +22,7 @@ from kme_dist.core.embedding import leave_one_out, log_loss
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import Need, need_of_solve
+from kme_dist.core.weights import positive_rows, total_weight
 from kme_dist.errors import NumericalError
 
 # The search range of n λ / α²: from interpolating every label to averaging over all rows.
@@ -43,20 +44,23 @@ def retune_regularization(
     floor: float = 0.0,
     seed: int = 0,
     workspace: Workspace | None = None,
+    weights: np.ndarray | None = None,
 ) -> tuple[float, float, dict[float, float]]:
     """The λ with the lowest leave-one-out log loss, that loss, and the loss of every λ tried (λ in terms of all rows).
 
     Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of that size is evaluated, at the same
     shift nλ: the shift acts as a noise variance, which does not depend on the number of rows.
     """
-    space, n = workspace or Workspace(), len(X)
+    space, n, total = workspace or Workspace(), len(X), total_weight(weights, len(X))
     if n > LOO_ROWS:
         rows = np.sort(np.random.default_rng(seed).choice(n, LOO_ROWS, replace=False))
-        X, y = select(X, rows), y[rows]
+        X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]
     variance = kernel.alpha(X) ** 2 or 1.0
 
     def evaluate(lams: list[float]) -> list[float]:
-        return [leave_one_out_loss(kernel, X, y, n_classes, lam, n, variance, floor, space) for lam in lams]
+        return [
+            leave_one_out_loss(kernel, X, y, n_classes, lam, total, variance, floor, space, weights) for lam in lams
+        ]
 
     return search_regularization(evaluate, scale=variance / n, start=start)
 
@@ -67,28 +71,37 @@ def leave_one_out_loss(
     y: np.ndarray,
     n_classes: int,
     lam: float,
-    n: int,
+    n: float,
     variance: float,
     floor: float,
     workspace: Workspace | None = None,
+    weights: np.ndarray | None = None,
 ) -> float:
     """Leave-one-out log loss of a sample of `n` rows, at the shift nλ; infinite where no precision is sufficient.
 
-    `variance` is the largest k(x, x).
+    `variance` is the largest k(x, x). With weights `n` is their sum over all rows, and the shifts are nλ/w.
     """
-    need = need_of_solve(kernel, X, lam * n, variance)
+    X, y, weights = positive_rows(X, y, weights)
+    need = need_of_solve(kernel, X, lam * n, variance, weights)
     for rows in (need.promoted(X), Need("float64").promoted(X)):
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
-            P, _ = leave_one_out(kernel, rows, Y, lam * n / len(y), workspace)
+            P, _ = leave_one_out(kernel, rows, Y, lam * n / total_weight(weights, len(y)), workspace, weights)
         except NumericalError:
             continue
-        return math.inf if need.missing else float(log_loss(Y, P, floor))
+        return math.inf if need.missing else float(log_loss(Y, P, floor, weights))
     return math.inf
 
 
 def scale_to_data(
-    kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, *, floor: float, seed: int
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    *,
+    floor: float,
+    seed: int,
+    weights: np.ndarray | None = None,
 ) -> tuple[Kernel, float]:
     """A starting point: length scales times one common factor, and λ, by leave-one-out on a sample of rows.
 
@@ -98,7 +111,7 @@ def scale_to_data(
     names = length_scale_names(kernel)
     if len(X) > _START_ROWS:
         rows = np.sort(np.random.default_rng([seed, 2]).choice(len(X), _START_ROWS, replace=False))
-        X, y = select(X, rows), y[rows]
+        X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]
     best: tuple[float, float, Kernel] | None = None
     workspace = Workspace()
     factors = [1.0]
@@ -108,7 +121,9 @@ def scale_to_data(
     for factor in factors:
         trial = kernel.replace({name: kernel.parameters[name] * factor for name in names})
         start = best[1] if best else 1e-2 / len(X)
-        lam, loss, _ = retune_regularization(trial, X, y, n_classes, start=start, floor=floor, workspace=workspace)
+        lam, loss, _ = retune_regularization(
+            trial, X, y, n_classes, start=start, floor=floor, workspace=workspace, weights=weights
+        )
         if best is None or loss < best[0]:
             best = (loss, lam, trial)
     assert best is not None

@@ -22,6 +22,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, like, namespace_of, precision, to_host
 from kme_dist.core.objective import Objective, one_hot
+from kme_dist.core.weights import column, total_weight
 from kme_dist.errors import ConfigError
 
 LOSSES = ("hinge", "cross_entropy", "squared")
@@ -91,28 +92,33 @@ def spectral_objective(
     ridge: float = 0.0,
     feature_penalty: float = 0.0,
     learn_features: bool = True,
+    row_weights: np.ndarray | None = None,
 ) -> Objective:
     """The smooth part of the objective at a batch; gradients by "W" and "features.NAME".
 
     `ridge` multiplies |W|²_F, `feature_penalty` the mean of |φ(x)|². `n_classes` None means regression.
-    `complexity` is |W|_*; for `bound` see `generalisation_bound`.
+    `complexity` is |W|_*; for `bound` see `generalisation_bound`. With weights of rows all means are weighted.
     """
     Z, pull = features.linearise(X) if learn_features else (features.forward(X), None)
-    xp, n = namespace_of(Z), Z.shape[0]
+    xp, n = namespace_of(Z), total_weight(row_weights, Z.shape[0])
+    own = column(row_weights, Z)
     weights = like(W, Z)
-    T = one_hot(y, n_classes, Z) if n_classes is not None else like(np.asarray(y).reshape(n, -1), Z)
+    T = one_hot(y, n_classes, Z) if n_classes is not None else like(np.asarray(y).reshape(Z.shape[0], -1), Z)
     F = Z @ weights
     each, slope = losses(loss, F, T)
     lipschitz = lipschitz_constant(loss, slope)
-    slope = slope / n
+    slope = slope / n if row_weights is None else slope * (own / n)
     W_bar = Z.T @ slope + 2 * ridge * weights
-    squares = xp.sum(Z * Z)
-    hits = xp.sum(astype(xp.sum(F * T, axis=1) >= xp.max(F, axis=1), precision(F)))
-    mean, size, right = (float(to_host(v)) for v in (xp.mean(each), squares, hits))
+    hit = astype(xp.sum(F * T, axis=1) >= xp.max(F, axis=1), precision(F))
+    if row_weights is None:
+        sums = xp.mean(each), xp.sum(Z * Z), xp.sum(hit)
+    else:
+        sums = xp.sum(each * own[:, 0]) / n, xp.sum(Z * Z * own), xp.sum(hit * own[:, 0])
+    mean, size, right = (float(to_host(v)) for v in sums)
     trace = nuclear_norm(W)
     gradient: dict[str, np.ndarray] = {"W": np.asarray(to_host(W_bar), np.float64)}
     if pull is not None:
-        Z_bar = slope @ weights.T + (2 * feature_penalty / n) * Z
+        Z_bar = slope @ weights.T + (2 * feature_penalty / n) * (Z if row_weights is None else Z * own)
         gradient.update({f"features.{name}": to_host(value) for name, value in pull(Z_bar)[0].items()})
     value = mean + ridge * float(np.sum(np.square(W))) + feature_penalty * size / n
     return Objective(
@@ -148,7 +154,7 @@ def generalisation_bound(
     mean_risk: float,
     trace_norm: float,
     squares: float,
-    n: int,
+    n: float,
     outputs: int,
     lipschitz: float,
     confidence: float = 0.95,

@@ -12,6 +12,8 @@ of the equations: a one-hot label (`OneHot`), l(D, y) for target centres D (`Tar
 Fits with centres and features, exact gradients of feature maps, conditional embeddings and spectral means all use these
 sums; each solves its own system (`kme_dist.core.nystrom.System` for classes).
 
+With weights of rows G = Σ w z zᵀ, B = Σ w z t(y)ᵀ: rows of z and t are multiplied by √w before the products.
+
 Rows are multiplied in the precision of the data, tile by tile, and summed in double. The sums have rounding errors of
 the precision of the rows: `Sums.noise` is a bound on the spectral norm of those in G.
 """
@@ -30,6 +32,7 @@ from scipy.linalg import blas
 from kme_dist.backend import Array, astype, empty_square, like, namespace_of, precision, to_host
 from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import one_hot
+from kme_dist.core.weights import column
 from kme_dist.meter import metered
 
 TILE_ROWS = 4_096  # rows of one product zᵀz: enough to make adding it to the sum cheap
@@ -180,6 +183,12 @@ class Sums:
     totals: np.ndarray  # Σ t(y): for labels, the rows of each class
     rows: int
     variance: float = 0.0  # of the rounding error of an entry of G
+    excess: float = 0.0  # Σ w - rows; 0 without weights
+
+    @property
+    def weight(self) -> float:
+        """Σ w: what stands for the number of rows in nλ."""
+        return self.rows + self.excess
 
     def copy(self) -> Sums:
         return replace(self, G=self.G.copy(order="K"), B=self.B.copy(), totals=self.totals.copy())
@@ -203,7 +212,7 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return Sums(
             self.G + other.G, self.B + other.B, self.totals + other.totals, self.rows + other.rows,
-            self.variance + other.variance,
+            self.variance + other.variance, self.excess + other.excess,
         )  # fmt: skip
 
     def __iadd__(self, other: Sums) -> Sums:
@@ -216,6 +225,7 @@ class Sums:
         self.B -= other.B
         self.totals -= other.totals
         self.rows -= other.rows
+        self.excess -= other.excess
         self.variance = max(self.variance - other.variance, 0.0)
         return self
 
@@ -223,6 +233,7 @@ class Sums:
         self.B += other.B
         self.totals += other.totals
         self.rows += other.rows
+        self.excess += other.excess
         self.variance += other.variance
 
 
@@ -268,19 +279,26 @@ class Accumulator:
         self._G[...] = like(np.zeros((1, 1)), wide)
         self._B, self._B_lead = (like(np.zeros((rows, targets.size)), wide) for rows in (size, lead))
         self._cross, self._square = like(np.zeros((size, lead)), wide), like(np.zeros((lead, lead)), wide)
-        self._totals, self._rows, self._variance = np.zeros(targets.size), 0, 0.0
+        self._totals, self._rows, self._variance, self._excess = np.zeros(targets.size), 0, 0.0, 0.0
         self._held: dict[str, np.ndarray] = {}
         self._product: np.ndarray | None = None
 
-    def add(self, X: Any, y: Any) -> None:
-        """Add rows and their targets."""
+    def add(self, X: Any, y: Any, weights: np.ndarray | None = None) -> None:
+        """Add rows, their targets, and their weights if they have any."""
         with metered("reduce"):  # without the tiles, which are metered separately
-            self._add(X, y)
+            self._add(X, y, weights)
 
-    def _add(self, X: Any, y: Any) -> None:
+    def _add(self, X: Any, y: Any, weights: np.ndarray | None) -> None:
         for part in row_blocks(row_count(X), self._tile_rows):
             Z, A = self._split(take(X, part))
             T = self._targets.rows(take(y, part), Z)
+            if weights is not None:
+                own = weights[part]
+                self._excess += float(np.sum(own - 1.0))
+                root = np.sqrt(own)
+                self._totals += to_host(namespace_of(T).sum(T * column(own, T), axis=0))
+                Z, T = Z * column(root, Z), T * column(root, T)
+                A = None if A is None else A * column(root, A)
             if A is not None:
                 self._square += A.T @ A
                 # The part along the leading directions is large, so its rounding in double precision counts too.
@@ -289,7 +307,8 @@ class Accumulator:
                 self._B_lead += A.T @ astype(T, "float64")
             self._add_square(Z)
             self._B += astype(Z.T @ T, "float64")
-            self._totals += to_host(namespace_of(T).sum(T, axis=0))
+            if weights is None:
+                self._totals += to_host(namespace_of(T).sum(T, axis=0))
         self._rows += row_count(X)
 
     def _split(self, X: Any) -> tuple[Array, Array | None]:
@@ -346,11 +365,18 @@ class Accumulator:
                 below = slice(stripe.start, None)
                 self._G[below, stripe] += half[below, ...] @ Q[stripe, ...].T + Q[below, ...] @ half[stripe, ...].T
             self._B += Q @ self._B_lead
-        return Sums(self._G, self._B, self._totals, self._rows, self._variance)
+        return Sums(self._G, self._B, self._totals, self._rows, self._variance, self._excess)
 
 
-def sum_rows(basis: Basis, X: Any, y: Any, targets: Targets, tile_rows: int = TILE_ROWS) -> Sums:
+def sum_rows(
+    basis: Basis,
+    X: Any,
+    y: Any,
+    targets: Targets,
+    tile_rows: int = TILE_ROWS,
+    weights: np.ndarray | None = None,
+) -> Sums:
     """The sums over rows in memory, in their precision (double where they are not numeric)."""
     accumulator = Accumulator(basis, targets, X if hasattr(X, "dtype") else np.zeros(0), tile_rows)
-    accumulator.add(X, y)
+    accumulator.add(X, y, weights)
     return accumulator.sums()

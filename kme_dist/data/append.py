@@ -19,17 +19,24 @@ import numpy as np
 from kme_dist.data.chunks import read_metadata, write_attributes
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.encode import Encoder
-from kme_dist.data.ingest import DEFAULT_MEMORY, IngestPlan, Progress, parse_bytes, silent, sort_options, split_entry
+from kme_dist.data.ingest import (
+    DEFAULT_MEMORY,
+    IngestPlan,
+    Progress,
+    parse_bytes,
+    silent,
+    sort_options,
+)
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import MatrixSource, open_source
 from kme_dist.data.splits import Split
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import sealed
-from kme_dist.data.writer import ChunkLayout, ShardWriter
+from kme_dist.data.writer import ChunkLayout, ShardWriter, padded_sum, split_entry, weight_entry
 from kme_dist.errors import ConfigError, DataError
 
-_FIXED = ("label", "features", "exclude", "task", "one_hot", "ordinal", "missing", "dtype", "class_names")
+_FIXED = ("label", "weight", "features", "exclude", "task", "one_hot", "ordinal", "missing", "dtype", "class_names")
 
 
 def append(
@@ -63,7 +70,7 @@ def append(
         files, _ = sort_options(source, {**options, "label": target})
         opened = open_source(source, files)
         if isinstance(opened, MatrixSource):
-            needed = 1 + max([c.position for c in data.schema.columns] + [data.schema.label_position or 0])
+            needed = 1 + max(data.schema.positions)
             if len(opened.feature_names) < needed:
                 raise DataError(
                     f"{opened.name} has {len(opened.feature_names)} columns, the data set requires {needed}."
@@ -114,10 +121,12 @@ def _reopen_writer(data: Dataset) -> ShardWriter:
         first_row=first,
         settled=True,
         segments=[(None, first)],
+        with_weights=data.has_weights,
     )
     if first < data.rows:
         X, y = data.read_rows(first, data.rows)
-        writer.add(X, y, None if data.row is None else data.row.read(first, data.rows))
+        row = None if data.row is None else data.row.read(first, data.rows)
+        writer.add(X, y, row, data.read_weights(first, data.rows))
     return writer
 
 
@@ -139,12 +148,14 @@ def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, An
     if data.task == "regression":
         target = Statistics.from_json(data.attributes["target_statistics"], 1)
     counts = None if data.class_counts is None else np.array(data.class_counts)
+    weights = np.array(data.attributes.get("weight_totals", np.zeros((0, 2))))
     splits = {name: dict(entry) for name, entry in data.attributes["splits"].items()}
     bounds = [start for _, start in writer.segments] + [writer.total]
     for i, (name, start) in enumerate(writer.segments):
         if name is None or name not in writer.statistics:
             continue
-        features, targets, found = writer.statistics[name]
+        features, targets, found, own = writer.statistics[name]
+        weights = padded_sum(weights, own)
         total = total + features
         target = target + targets if target is not None and targets is not None else target
         found = np.pad(found, (0, len(counts) - len(found))) if counts is not None else found
@@ -153,13 +164,15 @@ def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, An
             old = splits.get(name, split_entry([], Statistics.empty(data.features), 0 * found))
             merged = Statistics.from_json(old["statistics"], data.features) + features
             classes = None if counts is None else np.array(old["class_counts"], np.int64) + found
-            splits[name] = split_entry([*old["ranges"], [start, bounds[i + 1]]], merged, classes)
+            own = padded_sum(np.array(old.get("weight_totals", np.zeros((0, 2)))), own)
+            splits[name] = split_entry([*old["ranges"], [start, bounds[i + 1]]], merged, classes, own)
     source = data.attributes["source"]
     new.update(
         rows=writer.total,
         statistics=total.to_json(),
         target_statistics=None if target is None else target.to_json(),
         class_counts=None if counts is None else counts.tolist(),
+        **weight_entry(weights),
         splits=splits,
         shuffled=None,
         source={

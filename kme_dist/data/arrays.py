@@ -22,7 +22,7 @@ import numpy as np
 from kme_dist.data.dataset import RowSource, generated_names, joined
 from kme_dist.data.plan import Span
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest
+from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest, padded_sum, weight_totals
 from kme_dist.errors import DataError
 
 OUTPUT_ROWS = 8192  # rows of a chunk of predictions, where the rows have no chunks
@@ -40,6 +40,7 @@ class ArrayRows(RowSource):
         y: np.ndarray | None,
         classes: Sequence[Any] | np.ndarray | None = None,
         feature_names: Sequence[str] | None = None,
+        weights: np.ndarray | None = None,
     ) -> None:
         # C-ordered, as a data set returns them: sums in another memory order would round differently.
         self._X, self._y = np.ascontiguousarray(X) if isinstance(X, np.ndarray) else X, y
@@ -56,6 +57,9 @@ class ArrayRows(RowSource):
         self._files: tuple[str, ...] = ()
         if y is not None and len(y) != self.rows:
             raise DataError(f"got {self.rows} rows but {len(y)} labels; give one label per row")
+        self._weights, self.has_weights = weights, weights is not None
+        if weights is not None and len(weights) != self.rows:
+            raise DataError(f"got {self.rows} rows but {len(weights)} weights; give one weight per row")
 
     def __repr__(self) -> str:
         return f"ArrayRows({self.rows} rows, {self.features} features)"
@@ -68,18 +72,20 @@ class ArrayRows(RowSource):
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.classes, self.feature_names)
+        weighted = (self.class_factors, self._factors) if self.weighted else None
         if not self._files:
-            return (ArrayRows, (self._X, self._y, *about))
-        return (_mapped, (self._files, *about))
+            return (_restored, (self._X, self._y, self._weights, *about, weighted))
+        return (_mapped, (self._files, *about, weighted))
 
     def spill(self, folder: str | Path) -> ArrayRows:
         """Write the arrays to `folder`; afterwards it is pickled as the file names. Returns itself."""
         if not isinstance(self._X, np.ndarray) or self._y is None:
             raise DataError("only numeric matrices with labels can be shared with workers; ingest other rows first")
-        files = [os.path.join(folder, f"{name}.npy") for name in ("X", "y")]
-        for file, array in zip(files, (self._X, self._y), strict=True):
-            np.save(file, array, allow_pickle=False)
-        self._files = tuple(files)
+        arrays = {"X": self._X, "y": self._y} | ({} if self._weights is None else {"weight": self._weights})
+        files = {name: os.path.join(folder, f"{name}.npy") for name in arrays}
+        for name, file in files.items():
+            np.save(file, arrays[name], allow_pickle=False)
+        self._files = tuple(files.values())
         return self
 
     @functools.cached_property
@@ -98,12 +104,35 @@ class ArrayRows(RowSource):
         by the count."""
         total = Statistics.empty(values.shape[1])
         for start in range(0, self.rows, self._shard_rows):
-            total = total + Statistics.of(values[start : start + self._shard_rows])
+            part = slice(start, start + self._shard_rows)
+            total = total + Statistics.of(values[part], None if self._weights is None else self._weights[part])
         return Statistics.from_json(total.to_json(), values.shape[1])
 
     def split_statistics(self, split: str | None = None) -> Statistics:
         self.ranges(split)
         return self.statistics
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self._weights is None else self._weights[start:stop]
+
+    def take_weights(self, rows: np.ndarray) -> np.ndarray | None:
+        return None if self._weights is None else self._weights[rows]
+
+    def weight_totals(self, split: str | None = None) -> np.ndarray:
+        self.ranges(split)
+        return self._weight_totals
+
+    @functools.cached_property
+    def _weight_totals(self) -> np.ndarray:
+        """As `ingest` computes them, shard by shard."""
+        total = np.zeros((self.n_classes or 1, 2))
+        for start in range(0, self.rows, self._shard_rows):
+            part = slice(start, min(start + self._shard_rows, self.rows))
+            own = np.ones(part.stop - start) if self._weights is None else self._weights[part]
+            total = padded_sum(
+                total, weight_totals(own, self._y[part] if self.n_classes and self._y is not None else None)
+            )
+        return total
 
     def read_rows(self, start: int, stop: int) -> tuple[Any, np.ndarray | None]:
         if not 0 <= start <= stop <= self.rows:
@@ -119,7 +148,10 @@ class ArrayRows(RowSource):
             return self, ranges  # memory-mapped, read on access
         X = joined([self._X[start:stop] for start, stop in ranges])
         y = None if self._y is None else joined([self._y[start:stop] for start, stop in ranges])
-        rows = ArrayRows(X, y, self.classes, self.feature_names if self.features else None)
+        w = None if self._weights is None else joined([self._weights[start:stop] for start, stop in ranges])
+        rows = ArrayRows(X, y, self.classes, self.feature_names if self.features else None, w)
+        if self.weighted:  # the factors are those of all rows
+            rows.class_factors, rows._factors = self.class_factors, self._factors
         return rows, ((0, rows.rows),)
 
     def identity(self, ranges: tuple[Span, ...]) -> str:
@@ -128,9 +160,11 @@ class ArrayRows(RowSource):
             sha.update(np.ascontiguousarray(self._X[start:stop]).data)
         return sha.hexdigest()[:32]
 
-    def span_digests(self, start: int, stop: int) -> tuple[str, str]:
+    def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         X, y = self.read_rows(start, stop)
-        return digest(np.asarray(X, np.float64)), digest(np.asarray(y))
+        found = [digest(np.asarray(X, np.float64)), digest(np.asarray(y))]
+        found += [] if self._weights is None else [digest(self._weights[start:stop])]
+        return (*found, *(() if self.class_factors is None else (repr(self.class_factors),)))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -140,6 +174,10 @@ class ArrayRows(RowSource):
         sha.update(np.ascontiguousarray(self._X).data if isinstance(self._X, np.ndarray) else repr(self._X).encode())
         if self._y is not None:
             sha.update(np.ascontiguousarray(self._y).data)
+        if self._weights is not None:
+            sha.update(np.ascontiguousarray(self._weights).data)
+        if self.class_factors is not None:
+            sha.update(repr(self.class_factors).encode())
         return sha.hexdigest()
 
 
@@ -148,6 +186,15 @@ def _mapped_arrays(files: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     return tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files)
 
 
-def _mapped(files: tuple[str, ...], classes: Any, feature_names: list[str]) -> ArrayRows:
-    X, y = _mapped_arrays(files)
-    return ArrayRows(X, y, classes, feature_names)
+def _mapped(files: tuple[str, ...], classes: Any, feature_names: list[str], weighted: Any = None) -> ArrayRows:
+    X, y, *weights = _mapped_arrays(files)
+    return _restored(X, y, weights[0] if weights else None, classes, feature_names, weighted)
+
+
+def _restored(
+    X: Any, y: Any, weights: np.ndarray | None, classes: Any, feature_names: list[str], weighted: Any
+) -> ArrayRows:
+    rows = ArrayRows(X, y, classes, feature_names, weights)
+    if weighted is not None:  # not computed again by every task
+        rows.class_factors, rows._factors = weighted
+    return rows

@@ -128,7 +128,7 @@ def write_in_parallel(client: Any, job: IngestPlan, writer: ShardWriter) -> bool
         schema = replace(schema, classes=tuple(classes))
     layout = writer.layout
     if layout.compressed is None:
-        unlabelled = replace(schema, label=None, task="none")
+        unlabelled = replace(schema, label=None, task="none", weight=None)
         first = next(iter(_encoder(origin, unlabelled, (0, layout.chunk_rows)).encoded()))
         layout = ChunkLayout(layout.chunk_rows, layout.shard_rows, pays_off(first.X))
     shared = (origin, schema, writer.place.address, layout)
@@ -171,7 +171,7 @@ def _encoder(origin: Origin, schema: Schema, window: Window) -> Encoder:
 
 
 def _find_classes(origin: Origin, schema: Schema, window: Window) -> list[Any]:
-    encoder = _encoder(origin, replace(schema, columns=schema.columns[:1], missing="fill"), window)
+    encoder = _encoder(origin, replace(schema, columns=schema.columns[:1], missing="fill", weight=None), window)
     for _ in encoder.encoded():
         continue
     return list(encoder.codes)
@@ -189,10 +189,11 @@ def _store_window(
         layout=layout,
         first_row=window[0],
         settled=True,
+        with_weights=schema.weight is not None,
     )
     try:
         for block in _encoder(origin, schema, window).encoded():
-            writer.add(block.X, block.y, None)
+            writer.add(block.X, block.y, None, block.weights)
         writer.finish()
     finally:
         writer.abandon()

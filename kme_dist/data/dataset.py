@@ -5,21 +5,22 @@
     data.splits["train"]                 # row ranges, ((0, 464809),)
     data.verify()                        # every chunk against its digest
 
-A data set is a Zarr v3 group: X (rows, features), y (rows,) if there are labels, row (rows,) with the position in the
-source if rows were moved or dropped; all chunked at the same rows. Only the group's attributes define the number of
-rows, so an append becomes visible atomically when they are replaced. Classes are stored as codes 0, 1, 2, ... into
-`classes`.
+A data set is a Zarr v3 group: X (rows, features), y (rows,) if there are labels, weight (rows,) if rows have weights,
+row (rows,) with the position in the source if rows were moved or dropped; all chunked at the same rows. Only the
+group's attributes define the number of rows, so an append becomes visible atomically when they are replaced. Classes
+are stored as codes 0, 1, 2, ... into `classes`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -74,6 +75,8 @@ class RowSource:
     splits: dict[str, tuple[tuple[int, int], ...]]
     statistics: Statistics
     id_field: tuple[str, str] | None = None  # name and type of the row ids, if they are not row numbers
+    has_weights: bool = False  # whether rows come with weights of their own
+    class_factors: tuple[float, ...] | None = None  # further factors of the weights, one for each class
 
     @property
     def output_rows(self) -> int:
@@ -105,6 +108,59 @@ class RowSource:
 
     def split_rows(self, split: str | None = None) -> int:
         return sum(stop - start for start, stop in self.ranges(split))
+
+    # --- weights: those of the rows times the factor of their class, at least 1 on average over the training rows ---
+
+    @property
+    def weighted(self) -> bool:
+        return self.has_weights or self.class_factors is not None
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray | None:
+        """The weights of rows [start, stop) as given; None if there are none."""
+        return None
+
+    def take_weights(self, rows: np.ndarray) -> np.ndarray | None:
+        """The same for single rows."""
+        return None
+
+    def weight_totals(self, split: str | None = None) -> np.ndarray:
+        """The sum of the weights as given and the number of positive ones, in one row for each class."""
+        raise ConfigError(f"{type(self).__name__} must define weight_totals(split)")
+
+    @functools.cached_property
+    def _factors(self) -> np.ndarray:
+        """The factor of every class. Weights below 1 on average are scaled up: a table whose weights sum to 1 is not a
+        table of one row, and a summed risk would count it as such. Integers >= 1 are never scaled."""
+        totals = self.weight_totals(self.training_split())
+        given = np.ones(len(totals)) if self.class_factors is None else np.asarray(self.class_factors)
+        weight, rows = float(given @ totals[:, 0]), float(totals[given > 0, 1].sum())
+        if not weight > 0:
+            raise DataError(f"{self.path}: all weights are 0; at least one row must have a positive weight")
+        return given * max(1.0, rows / weight)
+
+    def learning_weights(self, given: np.ndarray | None, y: Callable[[], Any]) -> np.ndarray | None:
+        """The weights that rows are learned with, from those given; `y` reads their labels."""
+        if not self.weighted:
+            return None
+        factors = self._factors
+        own = factors[0] if self.class_factors is None else factors[np.asarray(y())]
+        return np.asarray(own if given is None else given * own)
+
+    def split_weight(self, split: str | None = None) -> float:
+        """The sum of the weights that the rows of a split are learned with; without weights the number of rows."""
+        return float(self._factors @ self.weight_totals(split)[:, 0]) if self.weighted else self.split_rows(split)
+
+    def split_positive(self, split: str | None = None) -> int:
+        """The number of rows of a split with a positive weight."""
+        return int(self.weight_totals(split)[self._factors > 0, 1].sum()) if self.weighted else self.split_rows(split)
+
+    def with_class_factors(self, factors: Sequence[float]) -> Self:
+        """The same rows, whose weights have a further factor for each class."""
+        other = copy.copy(self)
+        for name in ("_factors", "digest"):
+            other.__dict__.pop(name, None)
+        other.class_factors = tuple(float(factor) for factor in factors)
+        return other
 
     @property
     def target_statistics(self) -> Statistics:
@@ -139,8 +195,8 @@ class RowSource:
         """Changes when the features of these rows change; known without reading them if digests are stored."""
         return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
 
-    def span_digests(self, start: int, stop: int) -> tuple[str, str]:
-        """Digests of X and y in rows [start, stop)."""
+    def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
+        """Digests of X and y (and of the weights, if there are any) in rows [start, stop)."""
         raise ConfigError(f"{type(self).__name__} must define span_digests(start, stop)")
 
     @property
@@ -190,6 +246,8 @@ class Dataset(RowSource):
         self.y = self._array("y") if self.task != "none" else None
         self.row = self._array("row") if "row" in a["digests"] else None
         self.id_field = None if self.row is None else ("row", "int64")
+        self.weight = self._array("weight") if "weight" in a["digests"] else None
+        self.has_weights = self.weight is not None
         self.dtype = self.X.layout.dtype
 
     def _array(self, name: str) -> StoredArray:
@@ -227,10 +285,10 @@ class Dataset(RowSource):
         return (array.layout.shape[0] - self.rows) * row_bytes
 
     def _arrays(self) -> Iterator[StoredArray]:
-        yield from (array for array in (self.X, self.y, self.row) if array is not None)
+        yield from (array for array in (self.X, self.y, self.row, self.weight) if array is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (self.place, self.verify_reads, self._cache_bytes, self.digest))
+        return (_reopen, (self.place, self.verify_reads, self._cache_bytes, self.digest, self.class_factors))
 
     def __len__(self) -> int:
         return self.rows
@@ -250,6 +308,7 @@ class Dataset(RowSource):
     def digest(self) -> str:
         names = ("digests", "rows", "classes", "feature_names")
         known = json.dumps({name: self.attributes[name] for name in names}, sort_keys=True, default=str)
+        known += "" if self.class_factors is None else repr(self.class_factors)
         return hashlib.sha256(known.encode()).hexdigest()
 
     @property
@@ -266,16 +325,40 @@ class Dataset(RowSource):
         """The position of every row in the source, if rows were moved or dropped."""
         return super().read_ids(start, stop) if self.row is None else self.row.read(start, stop)
 
+    def weights(self, split: str | None = None) -> np.ndarray | None:
+        """The weights of all rows of a split, as given; None if there are none."""
+        if self.weight is None:
+            return None
+        return np.concatenate([np.zeros(0), *(self.weight.read(*span) for span in self.ranges(split))])
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self.weight is None else self.weight.read(start, stop)
+
+    def take_weights(self, rows: np.ndarray) -> np.ndarray | None:
+        return None if self.weight is None else self.weight.take(np.asarray(rows, np.int64))
+
+    def weight_totals(self, split: str | None = None) -> np.ndarray:
+        self.ranges(split)
+        found = self.attributes if split is None else self.attributes["splits"][split]
+        if self.weight is not None:
+            return np.array(found["weight_totals"], np.float64)
+        counts = [self.split_rows(split)] if found["class_counts"] is None else found["class_counts"]
+        return np.stack([np.asarray(counts, np.float64)] * 2, axis=1)
+
     def identity(self, ranges: tuple[Span, ...]) -> str:
         digests, size = self.attributes["digests"]["X"], self.chunk_rows
         return short_digest([(low, high, digests[low // size : -(-high // size)]) for low, high in ranges])
 
-    def span_digests(self, start: int, stop: int) -> tuple[str, str]:
+    def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         number, begun = divmod(start, self.chunk_rows)
         if not begun and stop == min(start + self.chunk_rows, self.rows):  # a whole chunk: its digest is stored
-            return self.attributes["digests"]["X"][number], self.attributes["digests"]["y"][number]
-        X, y = self.read_rows(start, stop)
-        return digest(X), digest(np.asarray(y))
+            names = ("X", "y", "weight") if self.has_weights else ("X", "y")
+            found = tuple(self.attributes["digests"][name][number] for name in names)
+        else:
+            X, y = self.read_rows(start, stop)
+            w = self.read_weights(start, stop)
+            found = (digest(X), digest(np.asarray(y)), *(() if w is None else (digest(w),)))
+        return found if self.class_factors is None else (*found, repr(self.class_factors))
 
     @property
     def class_names(self) -> list[str] | None:
@@ -336,12 +419,15 @@ class Dataset(RowSource):
 
 
 @functools.lru_cache(maxsize=1)  # one, as `kme-dist plan` counts
-def _reopen(place: Place, verify: bool, cache_bytes: int, content: str) -> Dataset:
+def _reopen(
+    place: Place, verify: bool, cache_bytes: int, content: str, factors: tuple[float, ...] | None = None
+) -> Dataset:
     """Opened once per process for all tasks, which share its cache.
 
     `content` is the expected digest, so that a data set that has changed is opened again.
     """
-    return Dataset(place, verify=verify, cache_bytes=cache_bytes)
+    found = Dataset(place, verify=verify, cache_bytes=cache_bytes)
+    return found if factors is None else found.with_class_factors(factors)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -413,6 +499,7 @@ def describe_dataset(attributes: Mapping[str, Any]) -> dict[str, Any]:
         "splits",
         "classes",
         "class_counts",
+        "weight_totals",
     )
     shown = {key: value for key, value in attributes.items() if key not in hidden}
     names, stats = attributes["feature_names"], attributes["statistics"]
@@ -420,6 +507,13 @@ def describe_dataset(attributes: Mapping[str, Any]) -> dict[str, Any]:
     shown["label"] = attributes["schema"]["label"]
     if attributes["classes"] is not None:
         shown["classes"] = dict(zip(map(str, attributes["classes"]), attributes["class_counts"], strict=True))
+    if attributes.get("weight_totals"):
+        totals = np.array(attributes["weight_totals"])
+        positive = int(totals[:, 1].sum())
+        shown["weight"] = {
+            "column": attributes["schema"].get("weight", "weight"), "sum": float(totals[:, 0].sum()),
+            "rows_of_weight_zero": attributes["rows"] - positive,
+        }  # fmt: skip
     if attributes.get("target_statistics"):
         shown["target"] = {
             key: value[0] for key, value in attributes["target_statistics"].items() if key != "count" and value

@@ -27,6 +27,7 @@ class Encoded:
     y: np.ndarray | None  # codes in order of first occurrence, or targets
     rows: np.ndarray
     extras: dict[str, pa.Array] = field(default_factory=dict)
+    weights: np.ndarray | None = None
     seen: int = 0  # rows of the source up to the end of this block, including dropped ones
 
 
@@ -81,6 +82,12 @@ class Encoder:
                 )
             label_types = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
             wanted[self.schema.label] = label_types.get(self.schema.label_kind, pa.string())
+        if self.schema.weight is not None:
+            if self.schema.weight not in kinds:
+                raise DataError(
+                    f"{self.source.name}: the weight {self.schema.weight!r} is missing; found {', '.join(kinds)}."
+                )
+            wanted[self.schema.weight] = pa.float64()
         for name in self.extras:
             wanted.setdefault(name, pa.string())
         return self.source.blocks(wanted)
@@ -88,6 +95,7 @@ class Encoder:
     def _encode(self, block: Block, start: int) -> Encoded:
         X = self._features(block)
         labels, no_label = self._labels(block)
+        weights = self._weights(block)
         count = len(X)
         keep = np.ones(count, bool)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -102,14 +110,17 @@ class Encoder:
                     "missing. Correct it, or set `missing` to drop, which drops such rows."
                 )
             keep &= ~no_label
+        if weights is not None:
+            self._check_weights(block, weights, keep)
         rows = np.arange(start, start + count)
         extras = {name: self._extra(block, name) for name in self.extras}
         if keep.all():
             y = None if labels is None else self._codes(block, labels, rows - start)
-            return Encoded(X, y, rows, extras, count)
+            return Encoded(X, y, rows, extras, weights, count)
         kept = np.flatnonzero(keep)
         y = None if labels is None else self._codes(block, labels.take(pa.array(kept)), kept)
-        return Encoded(X[kept], y, rows[kept], {k: v.take(pa.array(kept)) for k, v in extras.items()}, count)
+        extras = {k: v.take(pa.array(kept)) for k, v in extras.items()}
+        return Encoded(X[kept], y, rows[kept], extras, None if weights is None else weights[kept], count)
 
     # features
 
@@ -218,6 +229,30 @@ class Encoder:
         assert isinstance(self.source, MatrixSource)
         assert block.matrix is not None
         return pa.array(texts_of(block.matrix[:, self.source.feature_names.index(name)]))
+
+    def _weights(self, block: Block) -> np.ndarray | None:
+        if self.schema.weight is None:
+            return None
+        if block.table is not None:
+            array = _as_number(block.table.column(self.schema.weight), pa.float64())
+            return np.array(array.to_numpy(zero_copy_only=False), np.float64)
+        if block.weights is not None:
+            return np.asarray(block.weights, np.float64)
+        if self.schema.weight_position is None or block.matrix is None:
+            raise DataError(f"{block.origin} has no weights, the data set has {self.schema.weight!r}.")
+        return np.asarray(block.matrix[:, self.schema.weight_position], np.float64)
+
+    def _check_weights(self, block: Block, weights: np.ndarray, keep: np.ndarray) -> None:
+        """Numbers >= 0. Rows without one are dropped where missing values are dropped, otherwise an error."""
+        missing = np.isnan(weights)
+        if self.schema.missing == "drop":
+            keep &= ~missing
+        wrong = ~(np.isfinite(weights) & (weights >= 0)) & keep
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            what = "missing" if missing[row] else f"{weights[row]:g}"
+            hint = "; correct it, or set `missing` to drop" if missing[row] else ""
+            raise self._bad(block, row, str(self.schema.weight), f"the weight is {what}, it must be >= 0{hint}")
 
     def _labels(self, block: Block) -> tuple[pa.Array | None, np.ndarray | None]:
         """The labels as an Arrow array, and where they are missing (None: nowhere)."""

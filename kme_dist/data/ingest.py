@@ -31,13 +31,24 @@ from kme_dist.data.encode import Encoded, Encoder
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.prefetch import Prefetched
-from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
+from kme_dist.data.readers import Block, FileOptions, MatrixSource, Source, open_source
 from kme_dist.data.schema import Schema, TableOptions
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_replaceable, publish, sealed, sweep
 from kme_dist.data.survey import plan_schema
-from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, ShardWriter, Spool, declare_arrays, write_shard
+from kme_dist.data.writer import (
+    CHUNK_BYTES,
+    SHARD_BYTES,
+    ChunkLayout,
+    ShardWriter,
+    Spool,
+    declare_arrays,
+    padded_sum,
+    split_entry,
+    weight_entry,
+    write_shard,
+)
 from kme_dist.errors import ConfigError, DataError
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
@@ -58,6 +69,8 @@ class Table:
     ids: list[str | None] | None = None
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # positions in the source
     schema: Schema | None = None  # the encoding; `ingest` of a table stores it with the rows
+    weights: np.ndarray | None = None
+    weight: str = "weight"  # the column of the weights
 
     @property
     def n_classes(self) -> int:
@@ -100,6 +113,8 @@ def read_table(source: Any, *, id: str | int | None = None, schema: Schema | Non
         schema = plan_schema(opened, table, reserved=extras)
     else:
         _check_width(opened, schema, table)
+        if not isinstance(opened, MatrixSource) and schema.weight not in opened.kinds:
+            schema = replace(schema, weight=None)
     encoder = Encoder(opened, schema, extras, table.max_classes)
     blocks = list(encoder.encoded())
     X = np.concatenate([b.X for b in blocks]) if blocks else np.zeros((0, len(schema.feature_names)), schema.dtype)
@@ -111,14 +126,18 @@ def read_table(source: Any, *, id: str | int | None = None, schema: Schema | Non
         y = places[y] if len(places) else y
     ids = [value for b in blocks for value in b.extras[encoder.extras[0]].to_pylist()] if extras else None
     rows = np.concatenate([b.rows for b in blocks]) if blocks else np.zeros(0, np.int64)
-    return Table(X, y, schema.feature_names, classes, schema.label, ids, rows, schema)
+    weights = None
+    if schema.weight is not None:
+        weights = np.concatenate([np.zeros(0), *(b.weights for b in blocks if b.weights is not None)])
+    names = (schema.feature_names, classes, schema.label)
+    return Table(X, y, *names, ids, rows, schema, weights, schema.weight or "weight")
 
 
 def _check_width(source: Source, schema: Schema, options: TableOptions) -> None:
     """Columns of a matrix are identified by position: a different number of them is a different table."""
     if not isinstance(source, MatrixSource):
         return
-    known = 1 + max([column.position for column in schema.columns] + [schema.label_position or 0])
+    known = 1 + max(schema.positions)
     found = len(source.feature_names)
     if found < known or (found > known and options.features is None):
         raise DataError(f"{source.name} has {found} columns instead of {known}.")
@@ -131,19 +150,31 @@ def _table_source(table: Table, options: FileOptions) -> MatrixSource:
     source = numpy_source(table.X, table.y, "table", options)
     names = None if table.class_names is None else tuple(table.class_names)
     shape = source.sample_shape if table.schema is None else table.schema.sample_shape
-    return replace(source, feature_names=list(table.feature_names), class_names=names, sample_shape=shape)
+    source = replace(source, feature_names=list(table.feature_names), class_names=names, sample_shape=shape)
+    if (weights := table.weights) is None:
+        return source
+    plain = source.blocks
+
+    def blocks() -> Iterator[Block]:
+        for block in plain():
+            assert block.matrix is not None
+            yield replace(block, weights=weights[block.first_row : block.first_row + len(block.matrix)])
+
+    return replace(source, blocks=blocks)
 
 
 def _schema_like(example: Dataset, source: Source, options: TableOptions) -> Schema:
     """The encoding of another data set, for rows that may have no labels."""
-    if options.label is not None or options.features is not None:
-        raise ConfigError(f"like: label and features are those of {example.path}; do not pass them.")
+    if options.label is not None or options.features is not None or options.weight is not None:
+        raise ConfigError(f"like: label, weight and features are those of {example.path}; do not pass them.")
     schema = example.schema
     if isinstance(source, MatrixSource):
         _check_width(source, schema, options)
         labelled = source.target_dtype is not None or schema.label_position is not None
+        weighted = schema.weight_position is not None
     else:
-        labelled = schema.label in source.kinds
+        labelled, weighted = schema.label in source.kinds, schema.weight in source.kinds
+    schema = schema if weighted else replace(schema, weight=None, weight_position=None)
     return schema if labelled else replace(schema, label=None, label_kind="none", task="none", classes=None)
 
 
@@ -169,6 +200,7 @@ def ingest(
     dest: str | Path,
     *,
     label: str | int | None = None,
+    weight: str | int | None = None,
     like: str | Path | Dataset | None = None,
     shuffle: int | None = None,
     split: Any = None,
@@ -193,7 +225,10 @@ def ingest(
         a pandas or Dask data frame, a NumPy or Dask array, a pair of arrays (X, y), or a `Table` of `read_table`
     dest : folder or s3://, gs:// address of the new data set
     label : column of the classes or targets, by name or position; None: no labels (npz, IDX and LIBSVM contain them)
-    like : a data set whose encoding is reused: columns, categories, fill values, classes; labels may be absent
+    weight : column of the weights of rows, numbers >= 0, by name or position: weight 2 counts as the row twice, 0 as no
+        row; it is not a feature
+    like : a data set whose encoding is reused: columns, categories, fill values, classes; labels and weights
+        may be absent
     shuffle : seed of a global random order, so that a batch is one contiguous read; None keeps the order
     split : "train=0.8,test=0.2", or row ranges "train=0:60000,test=60000:70000", or a mapping of the same; with
         `split_key` rows with equal keys stay together, with `stratify` class proportions are kept; `split_column` is a
@@ -212,7 +247,7 @@ def ingest(
     if budget < 16 << 20:
         raise ConfigError(f"memory is {budget} bytes; it must be at least 16 MiB.")
     options.setdefault("block_bytes", min(4 << 20, budget // 64))
-    files, table = sort_options(source, {**options, "label": label})
+    files, table = sort_options(source, {**options, "label": label, "weight": weight})
     division = Split.of(split, key=split_key, column=split_column, stratify=stratify, seed=shuffle or 0)
     with store_errors(place), writer_lease(place) as still_held:
         if check_replaceable(place, DATASET_FORMAT) and not overwrite and place.exists():
@@ -224,6 +259,8 @@ def ingest(
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         if like is None:
             schema = plan_schema(opened, table, reserved=extras)
+            if isinstance(source, Table) and source.weights is not None:
+                schema = replace(schema, weight=source.weight)
         else:
             schema = _schema_like(like if isinstance(like, Dataset) else open_dataset(like), opened, table)
         if division is not None and division.stratify and schema.task != "classification":
@@ -327,6 +364,7 @@ class IngestPlan:
             self.schema.target_dtype if labelled else None,
             self.reorders or self.schema.missing == "drop",
             layout,
+            with_weights=self.schema.weight is not None,
         )
 
     def run(self, writer: ShardWriter, scratch: Path) -> None:
@@ -336,7 +374,7 @@ class IngestPlan:
                 self._through_spool(writer, scratch)
             else:
                 for block in self.blocks("rows"):
-                    writer.add(block.X, block.y, block.rows if writer.with_rows else None)
+                    writer.add(block.X, block.y, block.rows if writer.with_rows else None, block.weights)
             writer.finish()
         finally:
             writer.abandon()
@@ -351,7 +389,8 @@ class IngestPlan:
 
     def _through_spool(self, writer: ShardWriter, scratch: Path) -> None:
         bits = Spool.FAN_OUT_BITS if self.seed is not None else 0
-        with Spool(scratch, writer.width, writer.dtype, writer.target_dtype or np.dtype(np.uint8)) as spool:
+        target = writer.target_dtype or np.dtype(np.uint8)
+        with Spool(scratch, writer.width, writer.dtype, target, writer.with_weights) as spool:
             parts, classes = self._deal(spool, bits)
             spool.close()
             by_rank = self.division is not None and self.division.by_rank
@@ -359,7 +398,8 @@ class IngestPlan:
             for name, records in chosen:
                 if name != writer.segments[-1][0]:
                     writer.begin(name)
-                writer.add(records["X"], records["y"] if writer.target_dtype is not None else None, records["row"])
+                y = records["y"] if writer.target_dtype is not None else None
+                writer.add(records["X"], y, records["row"], records["weight"] if writer.with_weights else None)
                 self.progress("storing", writer.total, self.kept)
 
     def _deal(self, spool: Spool, bits: int) -> tuple[list[str], np.ndarray]:
@@ -370,6 +410,8 @@ class IngestPlan:
             records = np.empty(len(block.X), spool.record)
             records["X"], records["row"] = block.X, block.rows
             records["y"] = 0 if block.y is None else block.y
+            if block.weights is not None:
+                records["weight"] = block.weights
             bucket = np.zeros(len(records), np.int64)
             records["key"] = 0
             if self.seed is not None:
@@ -415,7 +457,8 @@ class IngestPlan:
         cuts_of = np.array([cut_points(self.division.fractions, int(n)) for n in classes]).reshape(-1, len(names) + 1)
         # One pass over the sorted buckets for each split; after the first they are stored sorted.
         shape, dtype = spool.record["X"].shape[0], spool.record["X"].base
-        with Spool(spool.folder / "sorted", shape, dtype, spool.record["y"]) as ordered:
+        weighted = self.schema.weight is not None
+        with Spool(spool.folder / "sorted", shape, dtype, spool.record["y"], weighted) as ordered:
             files: list[str] = []
             for records in self._buckets(spool, bits, 0):
                 files.append(f"{len(files):08x}")
@@ -484,10 +527,11 @@ def _recode(writer: ShardWriter, target: Place, places: np.ndarray) -> None:
 
 
 def _permute_counts(writer: ShardWriter, places: np.ndarray, count: int) -> None:
-    for split, (features, target, found) in writer.statistics.items():
-        counts = np.zeros(count, np.int64)
-        counts[places[: len(found)]] = found
-        writer.statistics[split] = (features, target, counts)
+    for split, (features, target, *found) in writer.statistics.items():
+        counts, weights = (np.zeros((count, *part.shape[1:]), part.dtype) for part in found)
+        for ordered, part in zip((counts, weights), found, strict=True):
+            ordered[places[: len(part)]] = part
+        writer.statistics[split] = (features, target, counts, weights)
 
 
 def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[Any] | None) -> dict[str, Any]:
@@ -500,17 +544,20 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
         written_by = "unknown"
     width = writer.width
     whole, target, counts = Statistics.empty(width), Statistics.empty(1), np.zeros(len(classes or ()), np.int64)
+    weights = np.zeros((0, 2))
     splits = {}
     bounds = [start for _, start in writer.segments] + [writer.total]
     for i, (name, start) in enumerate(writer.segments):
         if name is None or name not in writer.statistics:
             continue
-        features, targets, found = writer.statistics[name]
+        features, targets, found, own = writer.statistics[name]
+        weights = padded_sum(weights, own)
         whole, target = whole + features, target if targets is None else target + targets
         if classes is not None:
             counts = counts + found
         if name != "all":
-            splits[name] = split_entry([[start, bounds[i + 1]]], features, found if classes is not None else None)
+            found_classes = found if classes is not None else None
+            splits[name] = split_entry([[start, bounds[i + 1]]], features, found_classes, own)
     schema = job.schema
     return {
         "format": DATASET_FORMAT,
@@ -522,6 +569,7 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
         "task": schema.task,
         "classes": classes,
         "class_counts": None if classes is None else counts.tolist(),
+        **weight_entry(weights if writer.with_weights else None),
         "schema": (job.encoding or schema).to_json(),
         "statistics": whole.to_json(),
         "target_statistics": target.to_json() if schema.task == "regression" else None,
@@ -535,13 +583,4 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
         "source": {"name": job.source.name, "rows": job.seen, "dropped": job.seen - writer.total},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "written_by": f"kme-dist {written_by}",
-    }
-
-
-def split_entry(ranges: list[list[int]], features: Statistics, classes: np.ndarray | None) -> dict[str, Any]:
-    return {
-        "ranges": ranges,
-        "rows": features.count,
-        "class_counts": None if classes is None else classes.tolist(),
-        "statistics": features.to_json(),
     }

@@ -115,7 +115,7 @@ def _parquet_schema(
                 f"{', '.join(source.kinds)}. Add it, or rename the column that holds it"
             )
         missing = "error" if like.schema.missing == "drop" else like.schema.missing
-        return replace(like.schema, label=None, label_kind="none", task="none", classes=None, missing=missing)
+        return replace(like.schema.without_label(), missing=missing)
     wanted = list(names) if names else [c for c, kind in source.kinds.items() if c != id_column and kind != "text"]
     absent = [name for name in wanted if name not in source.kinds]
     if absent or len(wanted) != features:

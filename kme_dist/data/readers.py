@@ -70,6 +70,7 @@ class Block:
     table: pa.RecordBatch | None = None
     matrix: np.ndarray | None = None
     target: np.ndarray | None = None
+    weights: np.ndarray | None = None  # of a matrix, where they are no column of it
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     rows.part(0, 2048)                   # a record of these rows only, for one task
     rows.sample(1000, seed=0)            # random rows, in few reads
     rows.blocks(4096), rows.chunks()     # row ranges for tasks
+    rows.weights(0, 2048)                # weights of the rows that `read` gives; None if rows have none
 
 Rows are numbered within the split, from 0 to `rows.count`, even if its ranges have gaps. Of a data set only the address
 is pickled, and a process opens it once; rows in memory are pickled themselves, or as files that all workers memory-map
@@ -13,6 +14,7 @@ is pickled, and a process opens it once; rows in memory are pickled themselves, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -234,6 +236,61 @@ class RowsRef:
                 return self._scaled(X), y
             parts = [self.source.read_rows(*span) for span in drawn.spans]
         return self._scaled(joined([X for X, _ in parts])), _labels(y for _, y in parts)
+
+    # --- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weighted(self) -> bool:
+        return self.source.weighted
+
+    @functools.cached_property
+    def weight(self) -> float:
+        """The sum of the weights; without weights the number of rows."""
+        if self._is_whole:
+            return self.source.split_weight(self.split)
+        found = self.weights()
+        return self.count if found is None else float(found.sum())
+
+    @functools.cached_property
+    def positive(self) -> int:
+        """The number of rows with a positive weight."""
+        if self._is_whole:
+            return self.source.split_positive(self.split)
+        found = self.weights()
+        return self.count if found is None else int(np.count_nonzero(found))
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether these are all rows of the split, whose sums are known."""
+        return self.weighted and self.ranges == tuple(
+            span for span in self.source.ranges(self.split) if span[0] < span[1]
+        )
+
+    def weights(self, start: int = 0, stop: int | None = None) -> np.ndarray | None:
+        """The weights of the rows that `read` gives: their own times the factor of their class. None: no weights."""
+        return self._weights_of(self.stored(start, self.count if stop is None else stop))
+
+    def batch_weights(self, plan: BatchPlan, number: int) -> np.ndarray | None:
+        """The weights of the rows of `batch`."""
+        return self.drawn_weights(plan.batch(number)) if self.weighted else None
+
+    def sample_weights(self, size: int, seed: int) -> np.ndarray | None:
+        """The weights of the rows of `sample`."""
+        return self.drawn_weights(self.draw(size, seed)) if self.weighted else None
+
+    def drawn_weights(self, drawn: BatchRef) -> np.ndarray | None:
+        """The weights of the rows of `read_drawn`."""
+        if drawn.rows is None:
+            return self._weights_of(drawn.spans)
+        numbers = drawn.rows
+        return self.source.learning_weights(self.source.take_weights(numbers), lambda: self.source.take(numbers)[1])
+
+    def _weights_of(self, spans: Sequence[Span]) -> np.ndarray | None:
+        if not self.weighted:
+            return None
+        given = [self.source.read_weights(*span) for span in spans] if self.source.has_weights else []
+        own = np.concatenate([np.zeros(0), *(part for part in given if part is not None)]) if given else None
+        return self.source.learning_weights(own, lambda: _labels(self.source.read_labels(*span) for span in spans))
 
     def _scaled(self, X: Any) -> Any:
         if self.columns:

@@ -35,6 +35,7 @@ class TableOptions:
     max_classes: int = 10_000
     class_names: tuple[str, ...] | None = None  # for labels 0, 1, 2, ...
     feature_names: tuple[str, ...] | None = None  # for sources without names
+    weight: str | int | None = None  # column of the weights of rows
 
     def __post_init__(self) -> None:
         if self.task not in ("auto", "classification", "regression"):
@@ -74,6 +75,8 @@ class Schema:
     sample_shape: tuple[int, ...]
     classes: tuple[Any, ...] | None = None  # once known
     class_names: tuple[Any, ...] | None = None
+    weight: str | None = None  # column of the weights of rows
+    weight_position: int | None = None  # of a matrix
 
     @property
     def feature_names(self) -> list[str]:
@@ -96,6 +99,7 @@ class Schema:
             "label_kind": self.label_kind,
             "label_position": self.label_position,
             "missing": self.missing,
+            **({} if self.weight is None else {"weight": self.weight, "weight_position": self.weight_position}),
         }
 
     @classmethod
@@ -116,7 +120,19 @@ class Schema:
             tuple(attributes["sample_shape"]),
             None if attributes.get("classes") is None else tuple(attributes["classes"]),
             None if attributes.get("class_names") is None else tuple(attributes["class_names"]),
+            stored.get("weight"),
+            stored.get("weight_position"),
         )
+
+    @property
+    def positions(self) -> list[int]:
+        """Columns of a matrix that are read."""
+        others = [at for at in (self.label_position, self.weight_position) if at is not None]
+        return [column.position for column in self.columns] + others
+
+    def without_label(self) -> Schema:
+        """For rows to predict, which need no labels and no weights."""
+        return replace(self, label=None, label_kind="none", task="none", classes=None, weight=None)
 
 
 def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
@@ -127,14 +143,18 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
     taken = {find(name) for name in reserved} | {find(name) for name in options.exclude}
     if label is not None:
         taken.add(label)
+    weight = None if options.weight is None else _weight_name(source, find(options.weight), label, kinds)
+    if weight is not None:
+        taken.add(weight)
     if options.features is None:
         features = [name for name in names if name not in taken]
     else:
         features = [find(name) for name in options.features]
-        if label in features:
-            raise ConfigError(
-                f"{source.name}: the label {label!r} is also listed in features; remove it from one of them."
-            )
+        for what, name in (("label", label), ("weight", weight)):
+            if name in features:
+                raise ConfigError(
+                    f"{source.name}: the {what} {name!r} is also listed in features; remove it from one of them."
+                )
     if not features:
         raise DataError(f"{source.name}: no feature columns; found columns {names}.")
     schema = Schema(
@@ -144,6 +164,8 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
         missing=options.missing if options.missing in ("error", "drop") else "fill",
         sample_shape=source.sample_shape if isinstance(source, MatrixSource) and len(features) == len(names) else (),
         class_names=options.class_names or (source.class_names if isinstance(source, MatrixSource) else None),
+        weight=weight,
+        weight_position=names.index(weight) if weight is not None and isinstance(source, MatrixSource) else None,
     )
     if not schema.sample_shape:
         schema = replace(schema, sample_shape=(len(schema.feature_names),))
@@ -184,6 +206,14 @@ def _label_name(source: Source, options: TableOptions, find: Callable[[str | int
     if isinstance(source, MatrixSource) and source.target_dtype is not None:
         return None  # the target of the matrix is the label
     return find(options.label)  # type: ignore[arg-type]
+
+
+def _weight_name(source: Source, name: str, label: str | None, kinds: Mapping[str, Kind]) -> str:
+    if name == label:
+        raise ConfigError(f"{source.name}: the column {name!r} is both label and weight; choose one of them.")
+    if kinds[name] not in ("number", "integer", "boolean"):
+        raise DataError(f"{source.name}: the weight {name!r} holds {kinds[name]} values; it must hold numbers >= 0.")
+    return name
 
 
 def _label_plan(

@@ -105,7 +105,9 @@ def _sorted_texts(values: set[str]) -> list[str]:
 
 def _find_fills(source: Source, schema: Schema, columns: list[Column], how: str) -> list[float]:
     """Mean, or exact median, of each column over the values that are not missing."""
-    probe = Encoder(source, replace(schema, columns=tuple(columns), missing="fill", label=None, task="none"))
+    probe = Encoder(
+        source, replace(schema, columns=tuple(columns), missing="fill", label=None, task="none", weight=None)
+    )
     width = len(columns)
     total, count, rows = np.zeros(width), np.zeros(width, np.int64), 0
     for _, X in probe.numbers():

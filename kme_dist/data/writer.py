@@ -61,17 +61,22 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()[:32]
 
 
+# Of one split: statistics of features and targets, rows of each class, and for weights their sum and the number of
+# positive ones in each class (one row without classes, none without weights).
+Measured = tuple[Statistics, Statistics | None, np.ndarray, np.ndarray]
+
+
 @dataclass
 class _Written:
     """The digests and statistics of one stored shard."""
 
     digests: dict[str, list[str]]
-    statistics: dict[str, tuple[Statistics, Statistics | None, np.ndarray]]
+    statistics: dict[str, Measured]
 
 
 @dataclass
 class ShardWriter:
-    """Append rows to arrays X, y (optional) and row (optional) of a group, shard by shard."""
+    """Append rows to arrays X, y, row and weight (the last three optional) of a group, shard by shard."""
 
     place: Place
     width: int
@@ -84,7 +89,8 @@ class ShardWriter:
     total: int = 0
     segments: list[tuple[str | None, int]] = field(default_factory=list)  # (split, first row) in order
     digests: dict[str, list[str]] = field(default_factory=dict)
-    statistics: dict[str, tuple[Statistics, Statistics | None, np.ndarray]] = field(default_factory=dict)
+    statistics: dict[str, Measured] = field(default_factory=dict)
+    with_weights: bool = False
 
     def __post_init__(self) -> None:
         self.total = self.first_row
@@ -103,6 +109,8 @@ class ShardWriter:
             buffers["y"] = np.zeros(rows, self.target_dtype)
         if self.with_rows:
             buffers["row"] = np.zeros(rows, np.int64)
+        if self.with_weights:
+            buffers["weight"] = np.zeros(rows)
         return buffers
 
     def begin(self, split: str | None) -> None:
@@ -112,8 +120,10 @@ class ShardWriter:
         else:
             self.segments.append((split, self.total))
 
-    def add(self, X: np.ndarray, y: np.ndarray | None, rows: np.ndarray | None) -> None:
-        given = {"X": X, "y": y, "row": rows}
+    def add(
+        self, X: np.ndarray, y: np.ndarray | None, rows: np.ndarray | None, weights: np.ndarray | None = None
+    ) -> None:
+        given = {"X": X, "y": y, "row": rows, "weight": weights}
         at = 0
         while at < len(X):
             count = min(self.layout.shard_rows - self._filled, len(X) - at)
@@ -165,8 +175,8 @@ class ShardWriter:
         written, self._pending = self._pending.result(), None
         for name, values in written.digests.items():
             self.digests[name] += values
-        for split, (features, target, classes) in written.statistics.items():
-            self.statistics[split] = joined(self.statistics.get(split), (features, target, classes))
+        for split, found in written.statistics.items():
+            self.statistics[split] = joined(self.statistics.get(split), found)
 
     def _write(self, buffers: dict[str, np.ndarray], start: int, count: int) -> _Written:
         shard = start // self.layout.shard_rows
@@ -176,10 +186,11 @@ class ShardWriter:
                 result.digests[name] = write_shard(self.place, name, shard, buffer, count, self.layout)
         for split, low, high in self._pieces(start, start + count):
             chunk = slice(low - start, high - start)
-            y = buffers.get("y")
-            target = Statistics.of(y[chunk]) if y is not None and y.dtype.kind == "f" else None
-            classes = np.bincount(y[chunk]) if y is not None and y.dtype.kind == "i" else np.zeros(0, np.int64)
-            piece = (Statistics.of(buffers["X"][chunk]), target, classes)
+            y, w = (buffers[name][chunk] if name in buffers else None for name in ("y", "weight"))
+            target = Statistics.of(y, w) if y is not None and y.dtype.kind == "f" else None
+            codes = y if y is not None and y.dtype.kind == "i" else None
+            classes = np.zeros(0, np.int64) if codes is None else np.bincount(codes)
+            piece = (Statistics.of(buffers["X"][chunk], w), target, classes, weight_totals(w, codes))
             result.statistics[split] = joined(result.statistics.get(split), piece)
         return result
 
@@ -191,14 +202,44 @@ class ShardWriter:
                 yield split, low, high
 
 
-def joined(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> tuple[Any, ...]:
+def joined(old: Measured | None, new: Measured) -> Measured:
     if old is None:
         return new
-    target = None if new[1] is None else old[1] + new[1]
-    classes = np.zeros(max(len(old[2]), len(new[2])), np.int64)
-    classes[: len(old[2])] += old[2]
-    classes[: len(new[2])] += new[2]
-    return old[0] + new[0], target, classes
+    target = None if new[1] is None or old[1] is None else old[1] + new[1]
+    return old[0] + new[0], target, padded_sum(old[2], new[2]), padded_sum(old[3], new[3])
+
+
+def weight_totals(weights: np.ndarray | None, codes: np.ndarray | None) -> np.ndarray:
+    """Σ w and the number of positive weights, in one row for each class (in one row without classes)."""
+    if weights is None:
+        return np.zeros((0, 2))
+    labels = np.zeros(len(weights), np.int64) if codes is None else codes
+    return np.stack([np.bincount(labels, values) for values in (weights, (weights > 0).astype(np.float64))], axis=1)
+
+
+def padded_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a + b along the first axis, as if the shorter one ended in zeros."""
+    total = np.zeros((max(len(a), len(b)), *a.shape[1:]), a.dtype)
+    total[: len(a)] += a
+    total[: len(b)] += b
+    return total
+
+
+def weight_entry(totals: np.ndarray | None) -> dict[str, Any]:
+    """Sum and number of positive weights for each class; nothing without weights."""
+    return {} if totals is None or not len(totals) else {"weight_totals": totals.tolist()}
+
+
+def split_entry(
+    ranges: list[list[int]], features: Statistics, classes: np.ndarray | None, weights: np.ndarray | None = None
+) -> dict[str, Any]:
+    return {
+        "ranges": ranges,
+        "rows": features.count,
+        "class_counts": None if classes is None else classes.tolist(),
+        "statistics": features.to_json(),
+        **weight_entry(weights),
+    }
 
 
 def write_shard(place: Place, name: str, shard: int, buffer: np.ndarray, count: int, layout: ChunkLayout) -> list[str]:
@@ -223,6 +264,8 @@ def declare_arrays(place: Place, writer: ShardWriter, rows: int) -> None:
         shapes["y"] = ((rows,), writer.target_dtype)
     if writer.with_rows:
         shapes["row"] = ((rows,), np.dtype(np.int64))
+    if writer.with_weights:
+        shapes["weight"] = ((rows,), np.dtype(np.float64))
     for name, (shape, dtype) in shapes.items():
         create_array(
             place,
@@ -240,10 +283,13 @@ class Spool:
 
     FAN_OUT_BITS = 6
 
-    def __init__(self, folder: Path, width: int, dtype: np.dtype[Any], target_dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, folder: Path, width: int, dtype: np.dtype[Any], target_dtype: np.dtype[Any], weighted: bool = False
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.record = np.dtype([("key", "<u8"), ("row", "<i8"), ("y", target_dtype), ("X", dtype, (width,))])
+        weight: list[Any] = [("weight", "<f8")] if weighted else []
+        self.record = np.dtype([("key", "<u8"), ("row", "<i8"), ("y", target_dtype), *weight, ("X", dtype, (width,))])
         self._files: dict[str, Any] = {}
 
     def add(self, bucket_of: np.ndarray, names: list[str], records: np.ndarray) -> None:

@@ -46,6 +46,7 @@ from kme_dist.core.spectral import (
     spectral_objective,
 )
 from kme_dist.core.spectral import losses as losses_of
+from kme_dist.core.weights import total_weight
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.scaling import Scaling
@@ -85,7 +86,9 @@ class SpectralLearner:
     weight_penalty: float
     feature_penalty: float
 
-    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
+    def evaluate(
+        self, parameters: optim.Named, X: Any, y: np.ndarray, number: int, weights: np.ndarray | None = None
+    ) -> Objective:
         return spectral_objective(
             with_parameters(self.features, parameters),
             parameters["W"],
@@ -96,6 +99,7 @@ class SpectralLearner:
             ridge=0.0 if self.variant.trace_norm else self.weight_penalty,
             feature_penalty=self.feature_penalty if self.variant.trace_norm else 0.0,
             learn_features=self.variant.learned,
+            row_weights=weights,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -258,17 +262,18 @@ class _ASKL(Estimator):
 
     def _bound(self, source: Batches, n_classes: int | None) -> float:
         """The bound at the training rows (of the first chunk, if there are several)."""
-        X, y = source.first_chunk()
+        X, y, w = source.first_chunk()
         total, squares, lipschitz = 0.0, 0.0, 0.0
         for rows in row_blocks(len(y), _CHUNK_ROWS):
             Z = devices.to_host(self.features_.forward(X[rows, :]))
             part = y[rows]
             T = (part[:, None] == np.arange(n_classes)).astype(float) if n_classes else part.reshape(len(part), -1)
             each, slope = losses_of(self.loss, Z @ self.weights_, T)
-            total += float(np.sum(each))
+            own = 1.0 if w is None else w[rows]
+            total += float(np.sum(each * own))
             lipschitz = max(lipschitz, lipschitz_constant(self.loss, slope))
-            squares += float(np.sum(Z.astype(np.float64) ** 2))
-        n = len(y)
+            squares += float(np.sum(np.sum(Z.astype(np.float64) ** 2, axis=1) * own))
+        n = total_weight(w, len(y))
         outputs = self.weights_.shape[1]
         return generalisation_bound(total / n, nuclear_norm(self.weights_), squares, n, outputs, lipschitz)
 

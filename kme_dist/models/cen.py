@@ -327,7 +327,7 @@ class CENClassifier(EmbeddingClassifier):
         self._fit_head(source, float(np.exp(parameters["regularization"])))
 
     def _fit_head(self, source: Batches, regularization: float) -> None:
-        floor = self._floor(source.count)
+        floor = self._floor(source.rows.weight)
         head = fit_on_dataset(
             source.rows.source,
             Linear(),  # on the features
@@ -401,13 +401,15 @@ class CENClassifier(EmbeddingClassifier):
             if not isinstance(kernel, OnFeatures):
                 raise ConfigError(f"learning turned {start!r} into {kernel!r}")
             self.features_ = kernel.features
-            X, codes = source.all_rows()
+            X, codes, w = source.all_rows()
             Z = self.features_.forward(X)
-            floor = self._floor(source.count)
+            floor = self._floor(source.rows.weight)
             head, classes = kernel.kernel, len(self.classes_)
             if self.refit_regularization and len(codes) > 1:
-                learned_lam, _, _ = retune_regularization(head, Z, codes, classes, start=learned_lam, floor=floor)
-            self.weights_ = mce.exact_weights(head, Z, codes, classes, learned_lam)
+                learned_lam, _, _ = retune_regularization(
+                    head, Z, codes, classes, start=learned_lam, floor=floor, weights=w
+                )
+            self.weights_ = mce.exact_weights(head, Z, codes, classes, learned_lam, row_weights=w)
         inner = mce.Embedding(head, Z, self.weights_, learned_lam)
         self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_, inner)
         self.probability_floor_, self.regularization_ = floor, learned_lam

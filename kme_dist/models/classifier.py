@@ -102,8 +102,8 @@ class EmbeddingClassifier(Classifier):
     _importances: np.ndarray | None = None
     _groups: Mapping[str, Sequence[int]] = MappingProxyType({})
 
-    def _floor(self, n: int) -> float:
-        """The least probability of a label after n rows: 1/(n + m) unless set."""
+    def _floor(self, n: float) -> float:
+        """The least probability of a label after n rows (or rows of weight n): 1/(n + m) unless set."""
         self._check_settings("probability_floor")
         return 1.0 / (n + len(self.classes_)) if self.probability_floor is None else float(self.probability_floor)
 

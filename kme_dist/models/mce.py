@@ -27,6 +27,7 @@ from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel, Linear
 from kme_dist.core.objective import generalisation_bound, one_hot
+from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
@@ -333,18 +334,20 @@ class MCEClassifier(EmbeddingClassifier):
         if isinstance(data, Dataset):
             self._record_names(data.feature_names)
         self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
-        self.probability_floor_ = recipe.floor(fit.rows, len(self.classes_))
+        self.probability_floor_ = recipe.floor(fit.weight, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
         self.history_ = [record for candidate in trained.candidates for record in candidate.history]
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.kernel_, self.regularization_ = trained.best.kernel, fit.regularization
         ref = RowsRef.of(data, split=split, scaling=self.scaling_, dtype=devices.precision(fit.embedding.weights))
-        X, y = ref.batch(ref.plan(_SAMPLE_ROWS, recipe.seed), 0)
+        plan = ref.plan(_SAMPLE_ROWS, recipe.seed)
+        X, y = ref.batch(plan, 0)
+        X, y, w = positive_rows(X, np.asarray(y), ref.batch_weights(plan, 0))
         rows = devices.to_device(X, self._device())
         self._keep_sample(data, split)
         with devices.blas_threads(1):
-            self.bound_ = self._bound(rows, np.asarray(y), fit.rows)
-            self.calibration_ = self._leave_one_out_calibration(rows, np.asarray(y), fit.rows)
+            self.bound_ = self._bound(rows, y, fit.weight, w)
+            self.calibration_ = self._leave_one_out_calibration(rows, y, fit.weight, w)
         return self
 
     def _on_device(self, embedding: Any) -> Any:
@@ -354,7 +357,7 @@ class MCEClassifier(EmbeddingClassifier):
         moved = {name: devices.to_device(getattr(embedding, name), device) for name in ("centres", "weights")}
         return dataclasses.replace(embedding, **moved)
 
-    def _bound(self, rows: Any, codes: np.ndarray, total: int) -> float:
+    def _bound(self, rows: Any, codes: np.ndarray, total: float, weights: np.ndarray | None = None) -> float:
         """The right-hand side of the generalisation bound at (a sample of) the training rows."""
         P = devices.to_host(self.embedding_.decision(rows)).astype(np.float64)
         own = np.clip(P[np.arange(len(P)), codes], 1e-15, 1)
@@ -365,7 +368,7 @@ class MCEClassifier(EmbeddingClassifier):
             norm = devices.to_host(self.embedding_.decision(self.embedding_.centres)).astype(np.float64)
             alpha = self.embedding_.kernel.alpha(rows)
         complexity = alpha * np.sqrt(max(float((V * norm).sum()), 0.0))
-        return generalisation_bound(float(-np.log(own).mean()), complexity, total)
+        return generalisation_bound(float(-np.average(np.log(own), weights=weights)), complexity, total)
 
     # --- refining --------------------------------------------------------------------------------
 
@@ -380,14 +383,16 @@ class MCEClassifier(EmbeddingClassifier):
         self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_)
         return self
 
-    def _leave_one_out_calibration(self, rows: Any, codes: np.ndarray, total: int | None = None) -> Calibration:
+    def _leave_one_out_calibration(
+        self, rows: Any, codes: np.ndarray, total: float | None = None, weights: np.ndarray | None = None
+    ) -> Calibration:
         """From leave-one-out predictions of scaled rows of the fit, or of a sample of its `total` rows."""
         if self.calibration == "none":
             return Calibration()
         Y = one_hot(codes, len(self.classes_), self.embedding_.weights)
-        P = devices.to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total or len(codes)))
+        P = devices.to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total or len(codes), weights))
         p = np.asarray(mce.clip_normalise(P, self.probability_floor_))
-        return Calibration.fit(self.calibration, p, codes, self.probability_floor_)
+        return Calibration.fit(self.calibration, p, codes, self.probability_floor_, weights)
 
     def _with_centres(self) -> mce.Embedding:
         """The embedding; explicit features become a linear kernel with the unit vectors as centres."""

@@ -499,7 +499,10 @@ class ConditionalLearner:
     train_share: float = 0.8
     seed: int = 0
 
-    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
+    def evaluate(
+        self, parameters: optim.Named, X: Any, y: np.ndarray, number: int, weights: np.ndarray | None = None
+    ) -> Objective:
+        """Pairs have no weights."""
         kernel, lam = assemble(self.kernel, parameters)
         n = row_count(X)
         cut = min(max(round(self.train_share * n), 1), n - 1)

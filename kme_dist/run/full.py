@@ -9,6 +9,8 @@ With Z = φ_θ(X), n x p, nothing of size n ever leaves a chunk:
     pass 2   loss, ZᵀS           -> U = G⁻¹ (ZᵀS + 2c W), dq/dλ = -n Σ U W     on the driver
     pass 3   dq/dZ = (S - Z U) Wᵀ + (Y - P) Uᵀ, pushed through φ's vjp -> dq/dθ
 
+Rows may have weights: ZᵀZ and ZᵀY get diag(w) in the middle, S and the other rows of dq/dZ the factor w, n is Σ w.
+
 Sums run over chunks in row order by a fixed tree, in double precision. `features` is any object with `parameters`,
 `replace(**values)`, `forward(X)` and `vjp(X, Z_bar)`; its parameters may have any sign and are named "features.NAME".
 
@@ -35,6 +37,7 @@ from kme_dist.core.features import Identity
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
 from kme_dist.core.sums import FeatureBasis, OneHot, Sums, sum_rows
+from kme_dist.core.weights import column
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
@@ -61,6 +64,9 @@ class _Chunks:
 
     def read(self, number: int) -> tuple[Any, Any]:
         return dataclasses.replace(self.rows, ranges=(self.spans[number],)).read()
+
+    def weights(self, number: int) -> np.ndarray | None:
+        return dataclasses.replace(self.rows, ranges=(self.spans[number],)).weights()
 
 
 @dataclass(frozen=True)
@@ -109,15 +115,18 @@ def _chunk(chunks: _Chunks, number: int, version: _Version) -> tuple[np.ndarray,
 
 def _moments(chunks: _Chunks, number: int, version: _Version) -> Sums:
     _, y, Z = _chunk(chunks, number, version)
-    return sum_rows(FeatureBasis(Identity(), Z.shape[1]), Z, y, OneHot(chunks.rows.n_classes))
+    basis = FeatureBasis(Identity(), Z.shape[1])
+    return sum_rows(basis, Z, y, OneHot(chunks.rows.n_classes), weights=chunks.weights(number))
 
 
 def _losses(chunks: _Chunks, number: int, version: _Version, W: np.ndarray, floor: float) -> Parts:
     _, y, Z = _chunk(chunks, number, version)
     Y = one_hot(y, chunks.rows.n_classes, Z)
     P = Z @ W
-    loss, S = clipped_loss(Y, P, floor)
-    hits = np.sum(P[np.arange(len(y)), y] >= P.max(axis=1, initial=-np.inf))
+    w = chunks.weights(number)
+    loss, S = clipped_loss(Y, P, floor, w)
+    right = P[np.arange(len(y)), y] >= P.max(axis=1, initial=-np.inf)
+    hits = np.sum(right if w is None else right * w)
     return {"loss": np.asarray(loss), "ZS": Z.T @ S, "hits": np.asarray(float(hits))}
 
 
@@ -129,8 +138,10 @@ def _pullback(
         return {name: np.zeros(np.shape(value)) for name, value in version.features.parameters.items()}
     Y = one_hot(y, chunks.rows.n_classes, Z)
     P = Z @ W
-    S = clipped_loss(Y, P, floor)[1] * weight
-    Z_bar = ((S - Z @ U) @ W.T + (Y - P) @ U.T).astype(chunks.rows.dtype)
+    w = chunks.weights(number)
+    own = column(w, Z)
+    S = clipped_loss(Y, P, floor, w)[1] * weight
+    Z_bar = ((S - own * (Z @ U)) @ W.T + (own * (Y - P)) @ U.T).astype(chunks.rows.dtype)
     return {name: np.asarray(value, np.float64) for name, value in version.features.vjp(X, Z_bar).items()}
 
 
@@ -184,7 +195,7 @@ def _evaluate(
     version = _Version(features, os.urandom(6).hex())
     fixed = [(chunks, i, version) for i in range(len(chunks.spans))]
     sums: Sums = executor.map_reduce(_moments, fixed, operator.add, name="feature-moments", sticky=True)
-    n = float(sums.rows)
+    n = float(sums.weight)
     if not n:
         raise DataError(f"{chunks.rows.path}: the split has no rows to learn from")
     with blas_threads(1):
@@ -206,7 +217,7 @@ def _evaluate(
         value=weight * loss + tau * complexity,
         risk=weight * loss,
         complexity=complexity,
-        bound=generalisation_bound(loss / n, complexity, int(n)),
+        bound=generalisation_bound(loss / n, complexity, n),
         gradient=gradient,
         accuracy=float(found["hits"]) / n,
         dtype=chunks.rows.dtype,

@@ -33,6 +33,7 @@ from kme_dist.backend import Array, is_cupy, precision, resolve, to_device, to_h
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.objective import Objective
+from kme_dist.core.weights import positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
@@ -60,6 +61,9 @@ GRADIENT, READ, REPLICA = "batch-gradient", "read-batch", "local-steps"  # task 
 
 
 # --- sent to the workers ----------------------------------------------------------------------------
+
+
+Weighted = tuple[Any, np.ndarray, np.ndarray | None]  # X, y and the weights of rows, None if they have none
 
 
 @dataclass(frozen=True)
@@ -104,21 +108,30 @@ class Batches:
         plan = {**self.plan.to_json(), "seed": None}
         return hashlib.sha256((self.rows.digest() + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
 
-    def read(self, number: int) -> tuple[Any, np.ndarray]:
-        """Batch `number`, scaled, on the host."""
+    def read(self, number: int) -> Weighted:
+        """Batch `number`, scaled, on the host; without rows of weight 0."""
         X, y = self.rows.batch(self.plan, number)
         if y is None:
             raise DataError(f"{self.rows.path} has no labels; ingest it again with the column named by `label`")
-        return X, self._targets(y)
+        weights = self.rows.batch_weights(self.plan, number)
+        if weights is not None and not weights.any():
+            raise DataError(
+                f"{self.rows.path}: all {len(weights)} rows of batch {number} have weight 0; raise `batch_size`, or "
+                "drop rows of weight 0"
+            )
+        return positive_rows(X, self._targets(y), weights)
 
-    def all_rows(self) -> tuple[Array, np.ndarray]:
-        """All rows, on the device."""
+    def all_rows(self) -> Weighted:
+        """All rows of positive weight, on the device."""
         X, y = self.rows.read()
-        return self.on_device(X), self._targets(y)
+        X, y, weights = positive_rows(X, self._targets(y), self.rows.weights())
+        return self.on_device(X), y, weights
 
-    def first_chunk(self) -> tuple[Array, np.ndarray]:
-        X, y = self.rows.read(*self.rows.chunks()[0])
-        return self.on_device(X), self._targets(y)
+    def first_chunk(self) -> Weighted:
+        span = self.rows.chunks()[0]
+        X, y = self.rows.read(*span)
+        X, y, weights = positive_rows(X, self._targets(y), self.rows.weights(*span))
+        return self.on_device(X), y, weights
 
     def on_device(self, X: Any) -> Any:
         return to_device(X, resolve(self.backend)) if hasattr(X, "dtype") else X
@@ -128,15 +141,15 @@ class Batches:
         return values if self.target is None else (values.astype(np.float64) - self.target[0]) * self.target[1]
 
 
-HostBatch = tuple[Any, np.ndarray, float]  # X, y and seconds spent reading
+HostBatch = tuple[Any, np.ndarray, np.ndarray | None, float]  # X, y, weights and seconds spent reading
 _local = threading.local()
 
 
 def read_batch(batches: Batches, number: int) -> HostBatch:
     """Read a batch. A task of its own if some workers read and others compute."""
     began = time.perf_counter()
-    X, y = batches.read(number)
-    return X, y, time.perf_counter() - began
+    X, y, weights = batches.read(number)
+    return X, y, weights, time.perf_counter() - began
 
 
 def _batch_on_device(batches: Batches, number: int) -> HostBatch:
@@ -145,11 +158,11 @@ def _batch_on_device(batches: Batches, number: int) -> HostBatch:
         kept: HostBatch = held[1]
         return kept
     _local.batch = None  # free the rows of an earlier run first
-    X, y, seconds = read_batch(batches, number)
+    X, y, weights, seconds = read_batch(batches, number)
     X = batches.on_device(X)
     if batches.size == batches.count and getattr(X, "nbytes", KEPT_BYTES + 1) <= KEPT_BYTES:
-        _local.batch = batches.rows, (X, y, 0.0)
-    return X, y, seconds
+        _local.batch = batches.rows, (X, y, weights, 0.0)
+    return X, y, weights, seconds
 
 
 @dataclass(frozen=True)
@@ -168,11 +181,12 @@ def batch_gradient(
 ) -> BatchRecord:
     """Objective and gradient of batch `number`, read here unless `rows` are given. Runs on a worker."""
     if rows is None:
-        X, y, read_s = _batch_on_device(batches, number)
+        X, y, weights, read_s = _batch_on_device(batches, number)
     else:
-        X, y, read_s = batches.on_device(rows[0]), rows[1], rows[2]
+        X, y, weights, read_s = batches.on_device(rows[0]), *rows[1:]
     began = time.perf_counter()
-    out = learner.evaluate(parameters, X, y, number)
+    weighted = {} if weights is None else {"weights": weights}
+    out = learner.evaluate(parameters, X, y, number, **weighted)
     return BatchRecord(out, row_count(X), read_s, time.perf_counter() - began, f"{socket.gethostname()}:{os.getpid()}")
 
 
@@ -430,7 +444,7 @@ def learn_on_dataset(
         local_steps=local_steps,
         checkpoints=checkpoints,
         callback=None if callback is None else lambda record, _: callback(record),
-        prior=LengthScalePrior(kernel, start, settings, batches.count),
+        prior=LengthScalePrior(kernel, start, settings, batches.count, batches.rows.weight),
         keep_history=False,
     )
     return Learned(*assemble(kernel, found.parameters), found.history, stopped_early=found.stopped_early)
@@ -445,6 +459,7 @@ def learn_in_memory(
     settings: LearnSettings,
     callback: Callable[[Record], None] | None = None,
     plan: BatchPlan | None = None,
+    weights: np.ndarray | None = None,
 ) -> Learned:
     """The same for rows in memory (an array, or a list of objects that the kernel accepts), in this process."""
     records: list[Record] = []
@@ -455,7 +470,7 @@ def learn_in_memory(
             callback(record)
 
     learned = learn_on_dataset(
-        ArrayRows(to_host(X) if hasattr(X, "dtype") else X, np.asarray(y), range(n_classes)),
+        ArrayRows(to_host(X) if hasattr(X, "dtype") else X, np.asarray(y), range(n_classes), weights=weights),
         kernel,
         regularization,
         replace(settings, batch_size=settings.batch_size or row_count(X)),

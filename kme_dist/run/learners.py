@@ -4,7 +4,8 @@
     NetworkLearner(features, settings, n_classes=10)     algorithm 2: explicit features and λ
     SoftmaxLearner(features, settings, n_classes=10)     the same features under a softmax layer, as a baseline
 
-A learner is a small record that is sent to the workers; `evaluate(parameters, X, y, number)` depends on nothing else.
+A learner is a small record that is sent to the workers; `evaluate(parameters, X, y, number)` depends on nothing else,
+except the positive `weights` of rows that have some.
 Kernel parameters and "regularization" are given as logarithms, those of a feature map unchanged, as "features.NAME". A
 new learner defines `evaluate`, and `describe` for the identity of its checkpoints.
 """
@@ -34,6 +35,7 @@ from kme_dist.core.objective import (
     rcb_objective,
     validation_objective,
 )
+from kme_dist.core.weights import column
 from kme_dist.errors import DataError
 from kme_dist.run.executors import tree_combine
 from kme_dist.run.settings import LearnSettings
@@ -48,7 +50,9 @@ _local = threading.local()  # memory for a Gram matrix, kept between batches by 
 class Learner(Protocol):
     """Evaluates one batch."""
 
-    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective: ...
+    def evaluate(
+        self, parameters: optim.Named, X: Any, y: np.ndarray, number: int, weights: np.ndarray | None = None
+    ) -> Objective: ...
     def describe(self) -> dict[str, Any]: ...
 
 
@@ -104,10 +108,12 @@ class KernelLearner:
     settings: LearnSettings
     n_classes: int
 
-    def evaluate(self, parameters: optim.Named, X: Any, y: np.ndarray, number: int) -> Objective:
+    def evaluate(
+        self, parameters: optim.Named, X: Any, y: np.ndarray, number: int, weights: np.ndarray | None = None
+    ) -> Objective:
         kernel, lam = assemble(self.kernel, parameters)
         workspace = _local.__dict__.setdefault("workspace", Workspace())
-        return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, workspace)
+        return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, workspace, weights)
 
     def describe(self) -> dict[str, Any]:
         config = json.dumps(self.kernel.to_config(), sort_keys=True)
@@ -125,6 +131,7 @@ def batch_objective(
     n_classes: int,
     step: int,
     workspace: Workspace,
+    weights: np.ndarray | None = None,
 ) -> Objective:
     """The objective of one batch."""
     common: dict[str, Any] = {
@@ -133,11 +140,13 @@ def batch_objective(
         "risk": settings.risk,
         "complexity_weight": settings.tau,
         "workspace": workspace,
+        "weights": weights,
     }
     if settings.objective == "validation" and len(X) > 1:
         # A new split in every step: if the batch has all rows, this is what prevents overfitting.
         order = np.random.default_rng([settings.seed, step, 1]).permutation(len(X))
         train = min(max(round(settings.train_share * len(X)), 1), len(X) - 1)
+        common["weights"] = None if weights is None else weights[order]
         return validation_objective(kernel, select(X, order), y[order], train_rows=train, **common)
     if settings.objective == "loo":
         return loo_objective(kernel, X, y, **common)
@@ -170,12 +179,14 @@ class NetworkLearner:
     def describe(self) -> dict[str, Any]:
         return {"kind": "network", **_settings_of(self), **describe_map(self.features)}
 
-    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+    def evaluate(
+        self, parameters: optim.Named, X: Array, y: np.ndarray, number: int, weights: np.ndarray | None = None
+    ) -> Objective:
         features, lam = with_parameters(self.features, parameters), float(np.exp(parameters["regularization"]))
         key = (self.settings.seed, number)
         if self.halves:  # rows may be sorted by class
             order = np.random.default_rng([*key, 1]).permutation(len(y))
-            X, y = select(X, order), y[order]
+            X, y, weights = select(X, order), y[order], None if weights is None else weights[order]
         Z, pull = features.sampled((*key, 2)).linearise(X)
         options: dict[str, Any] = {
             "regularization": lam,
@@ -184,6 +195,7 @@ class NetworkLearner:
             "complexity_weight": self.settings.tau,
             "loss_floor": self.loss_floor,
             "alpha": self.alpha,
+            "weights": weights,
         }
         own = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None
         other = dropout_mask(self.dropout, (*key, 4), Z) if own is not None and self.independent_masks else own
@@ -209,10 +221,11 @@ def _by_halves(Z_solve: Array, Z_evaluate: Array, y: np.ndarray, options: dict[s
     if not half:
         raise DataError(f"a batch of {len(y)} rows cannot be halved; objective='validation' requires larger batches")
     parts = slice(None, half), slice(half, None)
-    outs = [
-        masked_objective(Z_solve[one, :], Z_evaluate[two, :], y[one], y[two], **options)
-        for one, two in (parts, parts[::-1])
-    ]
+    w = options["weights"]
+    outs = []
+    for one, two in (parts, parts[::-1]):
+        own = {} if w is None else {"weights": w[one], "weights_eval": w[two]}
+        outs.append(masked_objective(Z_solve[one, :], Z_evaluate[two, :], y[one], y[two], **{**options, **own}))
     concat = namespace_of(Z_solve).concat
     solved = concat([out.feature_gradient[0] for out in outs], axis=0) / 2
     evaluated = concat([out.feature_gradient[1] for out in outs[::-1]], axis=0) / 2
@@ -237,7 +250,9 @@ class SoftmaxLearner:
     def describe(self) -> dict[str, Any]:
         return {"kind": "softmax", **_settings_of(self), **describe_map(self.features)}
 
-    def evaluate(self, parameters: optim.Named, X: Array, y: np.ndarray, number: int) -> Objective:
+    def evaluate(
+        self, parameters: optim.Named, X: Array, y: np.ndarray, number: int, weights: np.ndarray | None = None
+    ) -> Objective:
         key = (self.settings.seed, number)
         Z, pull = with_parameters(self.features, parameters).sampled((*key, 2)).linearise(X)
         mask = dropout_mask(self.dropout, (*key, 3), Z) if self.dropout else None
@@ -247,13 +262,17 @@ class SoftmaxLearner:
         shifted = scores - xp.max(scores, axis=1, keepdims=True)
         total = xp.sum(xp.exp(shifted), axis=1, keepdims=True)
         own = xp.sum(Y * shifted, axis=1, keepdims=True)
-        loss = float(to_host(xp.mean(xp.log(total) - own)))
-        slope = (xp.exp(shifted) / total - Y) / len(y)
+        losses, slope = xp.log(total) - own, xp.exp(shifted) / total - Y
+        if weights is None:
+            loss, slope = float(to_host(xp.mean(losses))), slope / len(y)
+        else:
+            share = column(weights / weights.sum(), Z)
+            loss, slope = float(to_host(xp.sum(losses * share))), slope * share
         Z_bar = slope @ W.T
         inner = pull(Z_bar if mask is None else Z_bar * mask)[0]
         gradient = {PREFIX + name: to_host(value) for name, value in inner.items()}
         gradient |= {WEIGHTS: to_host(Z.T @ slope), BIAS: to_host(xp.sum(slope, axis=0))}
-        right = float(np.mean(to_host(xp.argmax(scores, axis=1)) == y))
+        right = float(np.average(to_host(xp.argmax(scores, axis=1)) == y, weights=weights))
         return Objective(loss, loss, 0.0, float("nan"), gradient, right, precision(Z))
 
     def decide(self, parameters: optim.Named, X: Array) -> np.ndarray:

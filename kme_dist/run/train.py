@@ -23,6 +23,7 @@ from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Linear
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.regularization import scale_to_data
+from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
@@ -121,8 +122,9 @@ class Recipe:
                 return "float64"
         return self.dtype
 
-    def floor(self, rows: int, n_classes: int) -> float:
-        """The least probability of a label: n rows cannot support anything rarer than 1/(n + m)."""
+    def floor(self, rows: float, n_classes: int) -> float:
+        """The least probability of a label: n rows (or rows of weight n) cannot support anything rarer than
+        1/(n + m)."""
         return 1.0 / (rows + n_classes) if self.probability_floor is None else float(self.probability_floor)
 
 
@@ -165,7 +167,7 @@ def learn_candidates(
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
     if recipe.objective in SEARCHED or (recipe.objective == "auto" and not recipe.warm):
-        kernel, lam = _start(dataset, recipe, split, rows, executor)
+        kernel, lam = _start(dataset, recipe, split, dataset.split_weight(split), executor)
     if recipe.objective in SEARCHED:
         return [Candidate(recipe.objective, kernel, lam)]
     found = []
@@ -224,7 +226,7 @@ def fit_candidates(
             centres=recipe.centres,
             features=form.features,
             retune=retune,
-            floor=recipe.floor(dataset.split_rows(split), dataset.n_classes),
+            floor=recipe.floor(dataset.split_weight(split), dataset.n_classes),
             seed=recipe.seed,
             report=report,
             **recipe.fit,
@@ -280,7 +282,7 @@ def _resolved(dataset: RowSource, split: str | None) -> str | None:
 
 
 def _start(
-    dataset: RowSource, recipe: Recipe, split: str | None, rows: int, executor: Executor
+    dataset: RowSource, recipe: Recipe, split: str | None, rows: float, executor: Executor
 ) -> tuple[Kernel, float]:
     """The starting point of learning, found on a sample of rows by one worker."""
     assert dataset.classes is not None
@@ -293,14 +295,15 @@ def _start(
 
 def start_on_sample(rows: RowsRef, recipe: Recipe, floor: float) -> tuple[Kernel, float]:
     """Kernel and λ for a random sample of rows. Runs on a worker."""
-    X, y = rows.batch(rows.plan(SAMPLE_ROWS, recipe.seed), 0)
+    plan = rows.plan(SAMPLE_ROWS, recipe.seed)
+    X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
     n_classes = rows.n_classes
     if recipe.objective == "auto":
-        return scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed)
+        return scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed, weights=w)
     width = median_length_scale(X, recipe.seed)
     if recipe.objective == "median":
         return with_length_scale(recipe.kernel, width), float(recipe.regularization)
-    return cross_validate(recipe.kernel, X, y, n_classes, width, recipe.seed)
+    return cross_validate(recipe.kernel, X, y, n_classes, width, recipe.seed, w)
 
 
 def without_functions(recipe: Recipe) -> Recipe:
@@ -316,7 +319,13 @@ def with_length_scale(kernel: Kernel, width: float) -> Kernel:
 
 
 def cross_validate(
-    kernel: Kernel, X: Any, y: np.ndarray, n_classes: int, width: float, seed: int
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    width: float,
+    seed: int,
+    weights: np.ndarray | None = None,
 ) -> tuple[Kernel, float]:
     """k-fold search over one common length scale and λ: the baseline of the paper."""
     from sklearn.model_selection import StratifiedKFold
@@ -328,12 +337,14 @@ def cross_validate(
     grid = [(width * factor, float(lam)) for factor in (0.1, 0.3, 1.0, 3.0) for lam in 10.0 ** np.arange(-6.0, 1.0)]
     scores = []
     for scale, lam in grid:
-        trial, hits = with_length_scale(kernel, scale), 0
+        trial, hits = with_length_scale(kernel, scale), 0.0
         for train, test in splits:
             rows = select(X, train)
-            fitted = Embedding(trial, rows, exact_weights(trial, rows, y[train], n_classes, lam), lam)
+            own = None if weights is None else weights[train]
+            V = exact_weights(trial, rows, y[train], n_classes, lam, row_weights=own)
+            fitted = Embedding(trial, rows, V, lam)
             decided = to_host(fitted.decision(select(X, test))).argmax(axis=1)
-            hits += int((decided == y[test]).sum())
+            hits += float(((decided == y[test]) * (1 if weights is None else weights[test])).sum())
         scores.append(hits)
     scale, lam = grid[int(np.argmax(scores))]
     return with_length_scale(kernel, scale), lam

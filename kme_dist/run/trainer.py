@@ -39,11 +39,19 @@ class LengthScalePrior:
     the prior is not, so its influence fades with more rows; a batch has its share of it.
     """
 
-    def __init__(self, kernel: Kernel, start: dict[str, np.ndarray], settings: LearnSettings, rows: int) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        start: dict[str, np.ndarray],
+        settings: LearnSettings,
+        rows: int,
+        weight: float | None = None,
+    ) -> None:
+        """`weight` is the sum of the weights of the rows, if they have any."""
         self._names = length_scale_names(kernel) if settings.prior_width else []
         self._start = {name: start[name] for name in self._names}
         evaluated = 1 - settings.train_share if settings.objective == "validation" else 1.0
-        per_row = 1.0 if settings.risk == "sum" else 1.0 / max(rows, 1)
+        per_row = 1.0 if settings.risk == "sum" else 1.0 / max(rows if weight is None else weight, 1)
         self._weight = per_row * evaluated / (rows * settings.prior_width**2) if settings.prior_width else 0.0
 
     def value(self, parameters: dict[str, np.ndarray], batch: int) -> float:

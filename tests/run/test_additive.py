@@ -98,7 +98,7 @@ def test_lambda_and_its_loss_are_those_of_a_fit_from_scratch(basis, tools, tmp_p
 
 def functools_partial_size(size):
     original = additive.Sample.of.__func__
-    return classmethod(lambda cls, X, y, key: original(cls, X, y, key, size))
+    return classmethod(lambda cls, X, y, key, weights=None: original(cls, X, y, key, size, weights))
 
 
 def test_no_chunk_counts_twice(basis, tools, tmp_path):

@@ -109,9 +109,12 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
     for start, stop in spans:
         X, y = rows.read(start, stop)
         key = chunk_key(rows, start, stop)
-        accumulator.add(to_device(X, device), y)
+        w = rows.weights(start, stop)
+        if w is not None and not w.all():  # rows of weight 0 are neither counted nor sampled
+            X, y, w = X[w > 0], y[w > 0], w[w > 0]
+        accumulator.add(to_device(X, device), y, w)
         ledger.append((key, stop - start))
-        drawn = Sample.of(X, y, key)
+        drawn = Sample.of(X, y, key, weights=w)
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
@@ -152,6 +155,11 @@ class FitStatistics:
     @property
     def rows(self) -> int:
         return sum(part.sums.rows for part in self.parts)
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights; without weights the number of rows."""
+        return sum(part.sums.weight for part in self.parts)
 
     @property
     def ledger(self) -> Counter[str]:
@@ -204,7 +212,12 @@ class FitStatistics:
             arrays |= {f"features/{name}": value for name, value in held.arrays.items()}
         if self.sample is not None:
             arrays |= {"sample/X": self.sample.X, "sample/y": self.sample.y, "sample/keys": self.sample.keys}
-        described = [{"ledger": part.ledger, "variance": part.sums.variance} for part in self.parts]
+            if self.sample.weights is not None:
+                arrays["sample/weights"] = self.sample.weights
+        described = [
+            {"ledger": part.ledger, "variance": part.sums.variance, "rows": part.sums.rows, "excess": part.sums.excess}
+            for part in self.parts
+        ]
         attributes = {"basis": _describe(self.basis), "parts": described}
         save_arrays(path, arrays, {"format": STATISTICS_FORMAT, **attributes})
 
@@ -217,11 +230,13 @@ class FitStatistics:
             parts = []
             for i, described in enumerate(found["parts"]):
                 B, counts, variance = arrays[f"part{i}/B"], arrays[f"part{i}/counts"], float(described["variance"])
-                sums = Sums(unpacked(arrays[f"part{i}/G"], len(B)), B, counts, int(counts.sum()), variance)
+                rows, excess = int(described.get("rows", counts.sum())), float(described.get("excess", 0.0))
+                sums = Sums(unpacked(arrays[f"part{i}/G"], len(B)), B, counts, rows, variance, excess)
                 parts.append(Part(sums, [(str(key), int(count)) for key, count in described["ledger"]]))
             sample = None
             if "sample/X" in arrays:
-                sample = Sample(arrays["sample/X"], arrays["sample/y"], arrays["sample/keys"])
+                X, y, keys = (arrays[f"sample/{name}"] for name in ("X", "y", "keys"))
+                sample = Sample(X, y, keys, arrays.get("sample/weights"))
             return cls(_restored(found["basis"], arrays), parts, sample)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"{path} is incomplete ({error!r}); fit the model again") from error

@@ -11,6 +11,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit import equations
 from kme_dist.run.fit.additive import gather
 from kme_dist.run.fit.cholesky import Cholesky
+from kme_dist.run.fit.exact import sampled
 from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
 
 _SAMPLE = (10_000, 3)  # rows to choose centres from: at least the first, or the second times the number of centres
@@ -37,16 +38,16 @@ def prepare(problem: Problem) -> Prepared:
         backend=problem.backend,
     )
     facts = {"centre_choice": problem.centre_choice, "centre_sample_rows": size}
-    if centres < rows.count:
+    if centres < rows.positive:
         facts = {"centres": len(points), **facts}
         return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch, facts)
     # With every row a centre the problem is exact. Sums of squares keep half its digits, so they serve updates only.
-    return Cholesky(problem, {"centres": rows.count, **facts}, statistics)
+    return Cholesky(problem, {"centres": rows.positive, **facts}, statistics)
 
 
 def centres_on_worker(
     rows: RowsRef, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
 ) -> np.ndarray:
     # In double: with many centres of a smooth kernel the remainder is below the rounding of single precision.
-    X, _ = rows.sample(size, seed)
+    X, _, _ = sampled(rows, size, seed)
     return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)])

@@ -7,9 +7,10 @@ import numpy as np
 from kme_dist.backend import to_device, to_host
 from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.weights import positive_rows
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.exact import Exact
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, with_weight
 
 
 def cost(size: Size) -> Cost:
@@ -25,13 +26,18 @@ class Cholesky(Exact):
     def solve(self, lam: float) -> Solved:
         p = self.problem
         call = (p.rows, p.kernel, lam, p.backend)
-        V = p.executor.map(weights_on_worker, [call], name="fit-cholesky", gpu=p.backend == "cupy")[0]
+        found = p.executor.map(weights_on_worker, [call], name="fit-cholesky", gpu=p.backend == "cupy")[0]
         X, _ = p.rows.read(0, p.rows.count)
         held = p.rows.count**2 * np.dtype(p.rows.dtype).itemsize
-        return Solved(V, Embedding(p.kernel, X, V, lam), 1, held)
+        V = found
+        if len(found) < len(X):
+            V = np.zeros((len(X), found.shape[1]), found.dtype)
+            V[np.asarray(p.rows.weights()) > 0] = found
+        (X,) = with_weight(p.rows, X)
+        return Solved(V, Embedding(p.kernel, X, found, lam), 1, held)
 
 
 def weights_on_worker(rows: RowsRef, kernel: Kernel, lam: float, backend: str = "numpy") -> np.ndarray:
-    """The exact weights of all rows."""
-    X, y = rows.read(0, rows.count)
-    return to_host(exact_weights(kernel, to_device(X, backend), y, rows.n_classes, lam))
+    """The exact weights V of all rows with a positive weight of their own."""
+    X, y, w = positive_rows(*rows.read(0, rows.count), rows.weights())
+    return to_host(exact_weights(kernel, to_device(X, backend), y, rows.n_classes, lam, row_weights=w))

@@ -79,6 +79,7 @@ def fit_on_dataset(
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune, chosen, rows.count, scaling)
+    fit = replace(fit, weight=rows.weight)
     return replace(fit, seconds=time.perf_counter() - began)
 
 
@@ -98,6 +99,7 @@ def refit(
     prepared = Equations(statistics, floor, executor, Scratch.at(scratch))
     chosen = Choice("nystrom" if isinstance(statistics.basis, Centres) else "features", reason)
     fit = _solve(prepared, regularization, retune, chosen, statistics.rows, scaling)
+    fit = replace(fit, weight=statistics.weight)
     return replace(fit, seconds=time.perf_counter() - began)
 
 

@@ -42,7 +42,7 @@ class Equations:
     def system(self) -> System:
         total = self.statistics.total()
         with blas_threads(1):
-            return System(total.G, total.B, self.statistics.basis.metric(), total.rows, total.noise)
+            return System(total.G, total.B, self.statistics.basis.metric(), total.weight, total.noise)
 
     @property
     def evaluated_rows(self) -> int:
@@ -71,7 +71,7 @@ class Equations:
         with blas_threads(1):
             V = self.system.solve(lam)
         if lam in self.leverages:
-            facts["effective_dimension"] = self.leverages[lam] / self.evaluated_rows * self.system.rows
+            facts["effective_dimension"] = self.leverages[lam] / self.evaluated_rows * self.statistics.rows
         embedding: Any
         if isinstance(basis, Centres):
             embedding = Embedding(basis.kernel, basis.points, V, lam)
@@ -95,7 +95,8 @@ class Equations:
         assert sample is not None
         Z = np.asarray(basis.wide.rows(sample.X[: self.evaluated_rows].astype(np.float64)), dtype=np.float64)
         y = sample.y[: self.evaluated_rows]
-        arrays = {"G": self.system.G, "B": self.system.B, "M": self.system.M, "Z": Z, "y": y}
+        w = None if sample.weights is None else sample.weights[: self.evaluated_rows]
+        arrays = {"G": self.system.G, "B": self.system.B, "M": self.system.M, "Z": Z, "y": y, "w": w}
         names = {key: f"system-{token}-{key}" for key, array in arrays.items() if array is not None}
         for key, name in names.items():
             self.scratch.save(name, arrays[key])
@@ -103,10 +104,11 @@ class Equations:
 
 
 def leave_one_out_on_worker(
-    scratch: Scratch, names: dict[str, str], rows: int, noise: float, lam: float, floor: float
+    scratch: Scratch, names: dict[str, str], rows: float, noise: float, lam: float, floor: float
 ) -> tuple[float, float]:
     """Leave-one-out log loss of the sampled rows at one λ, and the sum of their leverages."""
     held = {key: scratch.load(name) for key, name in names.items()}
     system = System(held["G"], np.asarray(held["B"]), held.get("M"), rows, noise)
     Z = np.asarray(held["Z"])
-    return system.leave_one_out(lam, Z, one_hot(np.asarray(held["y"]), system.B.shape[1], Z), floor)
+    w = np.asarray(held["w"]) if "w" in held else None
+    return system.leave_one_out(lam, Z, one_hot(np.asarray(held["y"]), system.B.shape[1], Z), floor, w)

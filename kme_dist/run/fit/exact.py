@@ -12,6 +12,7 @@ from kme_dist.backend import to_device
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
+from kme_dist.core.weights import positive_rows, total_weight
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual
@@ -30,15 +31,15 @@ class Exact:
 
     @property
     def evaluated_rows(self) -> int:
-        return min(self.problem.rows.count, LOO_ROWS) if self.problem.rows.count > 1 else 0
+        return min(self.problem.rows.positive, LOO_ROWS) if self.problem.rows.positive > 1 else 0
 
     @property
     def scale(self) -> float:
-        return self._variance / self.problem.rows.count
+        return self._variance / self.problem.rows.positive
 
     @functools.cached_property
     def _variance(self) -> float:
-        few, _ = self.problem.rows.sample(_SAMPLED, self.problem.seed)
+        few, _, _ = sampled(self.problem.rows, _SAMPLED, self.problem.seed)
         return self.problem.kernel.alpha(few) ** 2 or 1.0
 
     def leave_one_out(self, lams: list[float]) -> list[float]:
@@ -58,16 +59,25 @@ def leave_one_out_on_worker(
     rows: RowsRef, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
 ) -> float:
     """Leave-one-out log loss of (a sample of) the rows at one λ."""
-    X, y = rows.sample(LOO_ROWS, seed)
-    return leave_one_out_loss(kernel, to_device(X, backend), y, rows.n_classes, lam, rows.count, variance, floor)
+    X, y, w = sampled(rows, LOO_ROWS, seed)
+    X = to_device(X, backend)
+    return leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.weight, variance, floor, weights=w)
+
+
+def sampled(rows: RowsRef, size: int, seed: int) -> tuple[Any, Any, np.ndarray | None]:
+    """Random rows of positive weight, their labels and weights (without classes, no weights)."""
+    X, y = rows.sample(size, seed)
+    w = rows.sample_weights(size, seed) if rows.n_classes else None
+    return (X, y, w) if w is None or w.all() or not w.any() else positive_rows(X, y, w)
 
 
 def precision_for(problem: Problem, lam: float) -> tuple[float, Need]:
     """Mean of k(x, x), and what a solve at this λ needs (see `kme_dist.core.precision`)."""
-    n, kernel = problem.rows.count, problem.kernel
-    few, _ = problem.rows.sample(_SAMPLED, problem.seed)
+    n, kernel = problem.weight, problem.kernel
+    few, _, w = sampled(problem.rows, _SAMPLED, problem.seed)
     diag = kernel.diag(few)
-    scale = float(np.mean(diag, dtype=np.float64)) or 1.0
+    scale = (float(np.mean(diag, dtype=np.float64)) or 1.0) * (n / problem.rows.count)
     # |K| grows with the number of rows: scaled up from that of the sample.
-    need = decide(problem.rows.dtype, n, float(np.max(diag)), n * lam, lambda: gram_norm(kernel, few) * n / len(few))
+    share = n / total_weight(w, len(few))
+    need = decide(problem.rows.dtype, n, float(np.max(diag)), n * lam, lambda: gram_norm(kernel, few, w) * share)
     return scale, need

@@ -12,7 +12,7 @@ from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
 from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
-from kme_dist.run.fit.problem import Problem
+from kme_dist.run.fit.problem import Problem, between, roots, scaled
 from kme_dist.run.scratch import Scratch
 
 _SMALLEST, _LARGEST = 256, 4_096
@@ -32,14 +32,18 @@ class Panels:
     def X(self, i: int) -> np.ndarray:
         return np.asarray(self.rows.read(*self.blocks[i])[0])
 
+    def root(self, i: int) -> np.ndarray | None:
+        return roots(self.rows, *self.blocks[i])
+
     def tile(self, i: int, j: int) -> np.ndarray:
-        """K(block i, block j)."""
+        """K(block i, block j), with weights √w K √w."""
         if j > i:
             return self.tile(j, i).T
         name = f"K-{i}-{j}"
         if self.cached and self.scratch.has(name):
             return self.scratch.load(name)
         K = self.kernel.gram(self.X(i)) if i == j else self.kernel.gram(self.X(i), self.X(j))
+        K = between(K, self.root(i), self.root(j))
         if self.cached:
             self.scratch.save(name, K)
         return np.asarray(K)
@@ -62,7 +66,14 @@ def make_panels(problem: Problem, dtype: str) -> Panels:
 
 def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
     y = np.concatenate([panels.rows.read(*panels.blocks[i])[1] for i in blocks])
-    return np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
+    Y = np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
+    return scaled(Y, all_roots(panels, blocks))
+
+
+def all_roots(panels: Panels, blocks: Sequence[int]) -> np.ndarray | None:
+    """√w of the rows of some blocks; None without weights."""
+    found = [root for i in blocks if (root := panels.root(i)) is not None]
+    return np.concatenate(found) if found else None
 
 
 def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> np.ndarray:
@@ -78,9 +89,15 @@ def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> 
 
 
 def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
-    """|(K + nλI) V - Y| / |Y| with K recomputed in double precision, panel by panel."""
+    """|(K + nλI) V - Y| / |Y| with K recomputed in double precision, panel by panel.
+
+    With weights that of the equations for u = V / √w.
+    """
     panels = replace(make_panels(problem, "float64"), cached=False)
     everything = tuple(range(len(panels.blocks)))
+    root = all_roots(panels, everything)
+    if root is not None:
+        V = V / np.where(root > 0, root, 1.0)[:, None]  # rows of weight 0 have V = 0
     panels.scratch.save("S", V)
     try:
         calls = [(panels, i, everything, "S") for i in everything]
@@ -88,4 +105,4 @@ def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
     finally:
         panels.scratch.clear()
     Y = labels(panels, everything)
-    return float(np.linalg.norm(P + problem.rows.count * lam * V - Y) / np.linalg.norm(Y))
+    return float(np.linalg.norm(P + problem.weight * lam * V - Y) / np.linalg.norm(Y))

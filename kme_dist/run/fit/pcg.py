@@ -24,8 +24,8 @@ from kme_dist.core.pivots import accept, block_size, columns, propose
 from kme_dist.core.precision import warn_of_padding
 from kme_dist.errors import NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for
-from kme_dist.run.fit.panels import Panels, labels, make_panels, multiply_panel, panel_rows
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
+from kme_dist.run.fit.panels import Panels, all_roots, labels, make_panels, multiply_panel, panel_rows
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, scaled, with_weight
 
 _TYPICAL_STEPS = 50
 
@@ -40,7 +40,9 @@ def extend_factor(panels: Panels, i: int, number: int) -> np.ndarray:
     F = np.concatenate([where.load(f"F-{i}-{r}") for r in range(number)], axis=1) if number else None
     X = panels.X(i)
     F = np.zeros((len(X), 0), X.dtype) if F is None else F
-    added = columns(panels.kernel, panels.kernel.prepare(X), panels.kernel.prepare(pivots), F, beside, L)
+    root = panels.root(i)
+    both = (None, None) if root is None else (root, np.array(where.load(f"roots-{number}")))
+    added = columns(panels.kernel, panels.kernel.prepare(X), panels.kernel.prepare(pivots), F, beside, L, both)
     where.save(f"F-{i}-{number}", np.ascontiguousarray(added))
     return np.asarray(np.sum(added.astype(np.float64) ** 2, axis=1))
 
@@ -88,7 +90,7 @@ def prepare(problem: Problem) -> ConjugateGradients:
 class ConjugateGradients(Exact):
     def solve(self, lam: float) -> Solved:
         """Weights to a relative residual of `tolerance` for every class."""
-        problem, n = self.problem, self.problem.rows.count
+        problem, n = self.problem, self.problem.weight
         _, need = precision_for(problem, lam)
         if need.missing:
             warn_of_padding(n, lam, need)
@@ -96,12 +98,13 @@ class ConjugateGradients(Exact):
         # Products in single precision cannot bring the residual below 1e-5 or so.
         panels = make_panels(problem, need.dtype if problem.tolerance >= 1e-4 else "float64")
         try:
-            F = Preconditioner.build(panels, problem, rank=default_rank(n))
+            F = Preconditioner.build(panels, problem, rank=default_rank(problem.rows.count))
             everything = tuple(range(len(panels.blocks)))
             Y = labels(panels, everything)
             V, steps, residual = solve_blocks(
                 panels, problem, everything, Y, solved, problem.tolerance, F, max_steps=MAX_STEPS
             )
+            V = scaled(V, all_roots(panels, everything))
             stored = panels.scratch.bytes()
         finally:
             panels.scratch.clear()
@@ -110,11 +113,12 @@ class ConjugateGradients(Exact):
                 f"solver='pcg' reached a residual of {residual:.1e} in {steps} steps at regularization "
                 f"{lam:.1e}, above the tolerance of {problem.tolerance:.1e}; raise `regularization` or "
                 "`tolerance`, or use solver='tiled' or 'nystrom'",
-                rows=n, regularization=lam, dtype=panels.rows.dtype,
+                rows=problem.rows.count, regularization=lam, dtype=panels.rows.dtype,
             )  # fmt: skip
-        X, _ = panels.rows.read(0, n)  # in the precision of the weights
+        X, _ = panels.rows.read()  # in the precision of the weights
+        X, kept = with_weight(panels.rows, X, V)
         facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
-        embedding = Embedding(problem.kernel, X, V.astype(panels.rows.dtype), lam)
+        embedding = Embedding(problem.kernel, X, kept.astype(panels.rows.dtype), lam)
         return Solved(V, embedding, steps, stored, facts, residual)
 
     def residual(self, solved: Solved, lam: float) -> float:
@@ -138,8 +142,12 @@ def solve_blocks(
     start: np.ndarray | None = None,
     max_steps: int = MAX_STEPS,
 ) -> cg.CGResult:
-    """(K + nλI)⁻¹ Y over some blocks of rows; not preconditioned without `factor`."""
-    shift = len(Y) * lam
+    """(K + nλI)⁻¹ Y over some blocks of rows; not preconditioned without `factor`.
+
+    With weights (√w K √w + WλI)⁻¹ Y.
+    """
+    root = all_roots(panels, blocks)
+    shift = (len(Y) if root is None else float(root @ root)) * lam
     run = problem.executor.map
 
     def product(S: np.ndarray) -> np.ndarray:
@@ -173,18 +181,24 @@ class Preconditioner:
         rng = np.random.default_rng([problem.seed, 7])
         everything, kernel = range(len(panels.blocks)), panels.kernel
         residual = np.concatenate([kernel.diag(panels.X(i)).astype(np.float64) for i in everything])
+        root = all_roots(panels, everything)
+        residual = residual if root is None else residual * root**2
         trace, floor = residual.sum(), 1e-12 if panels.rows.dtype == "float64" else 1e-6
         done = rounds = 0
         while done < rank and residual.sum() > floor * trace:
             proposed = propose(residual, min(block_size(rank), rank - done), rng)
             (X, _), beside = panels.rows.take(proposed), cls._rows_of(panels, proposed, rounds)
-            H = kernel.gram(X, X.copy()).astype(np.float64) - beside.astype(np.float64) @ beside.T
+            own = None if root is None else root[proposed]
+            H = between(kernel.gram(X, X.copy()).astype(np.float64), own, own)
+            H -= beside.astype(np.float64) @ beside.T
             kept, L = accept(H, rng)
             if not len(kept):
                 residual[proposed] = 0.0
                 continue
             for key, array in (("pivots", X[kept]), ("beside", beside[kept]), ("corner", L)):
                 panels.scratch.save(f"{key}-{rounds}", array)
+            if own is not None:
+                panels.scratch.save(f"roots-{rounds}", own[kept])
             calls = [(panels, i, rounds) for i in everything]
             explained = np.concatenate(problem.executor.map(extend_factor, calls, name="pivoted-cholesky"))
             residual = np.maximum(residual - explained, 0.0)

@@ -46,6 +46,11 @@ class Problem:
     features: FeatureMap | None = None
     report: Callable[[str], None] = silent
 
+    @property
+    def weight(self) -> float:
+        """Σ w, what stands for n in nλ: the number of rows without weights, or without classes."""
+        return self.rows.weight if self.rows.n_classes else self.rows.count
+
 
 @dataclass(frozen=True)
 class Size:
@@ -125,3 +130,34 @@ class Fit:
     scaling: Scaling
     facts: dict[str, Any] = field(default_factory=dict)  # further diagnostics
     statistics: FitStatistics | None = None  # only for solvers that sum over rows
+    weight: float = 0.0  # the sum of the weights of the rows; their number without weights
+
+
+def roots(rows: RowsRef, start: int, stop: int) -> np.ndarray | None:
+    """√w of rows with classes; None without weights.
+
+    Solvers that need a constant shift solve (√w K √w + WλI) u = √w Y, which is the same as (K + Wλ diag(1/w)) V = Y
+    with V = √w u, and rows of weight 0 get V = 0.
+    """
+    found = rows.weights(start, stop) if rows.n_classes else None
+    return None if found is None else np.sqrt(found)
+
+
+def between(K: np.ndarray, left: np.ndarray | None, right: np.ndarray | None) -> np.ndarray:
+    """√w K √w for a block of K, in its precision."""
+    if left is None or right is None:
+        return K
+    return np.asarray(K * left.astype(K.dtype)[:, None] * right.astype(K.dtype)[None, :])
+
+
+def scaled(A: np.ndarray, root: np.ndarray | None) -> np.ndarray:
+    """√w A, in the precision of A."""
+    return A if root is None else np.asarray(A * root.astype(A.dtype)[:, None])
+
+
+def with_weight(rows: RowsRef, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Those entries of arrays over all rows whose weight is positive."""
+    if not rows.n_classes or rows.positive == rows.count:
+        return arrays
+    found = rows.weights()
+    return arrays if found is None else tuple(array[found > 0] for array in arrays)

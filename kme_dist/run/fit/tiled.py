@@ -31,7 +31,7 @@ from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, roots, scaled, with_weight
 from kme_dist.run.scratch import Scratch
 
 _SMALLEST, _LARGEST = 512, 4_096
@@ -49,6 +49,9 @@ class Tiles:
 
     def X(self, i: int) -> np.ndarray:
         return np.asarray(self.rows.read(*self.blocks[i])[0])
+
+    def root(self, i: int) -> np.ndarray | None:
+        return roots(self.rows, *self.blocks[i])
 
 
 def default_tile_rows(n: int) -> int:
@@ -71,10 +74,12 @@ class TiledCholesky(Exact):
         tiles, stored = factorise(self.problem, lam)
         count = len(tiles.blocks)
         V = _backward(tiles, [np.array(tiles.scratch.load(f"z-{j}"), np.float64) for j in range(count)], self.problem)
+        V = scaled(V, roots(tiles.rows, 0, tiles.rows.count))
         tiles.scratch.clear()
         X, _ = tiles.rows.read(0, tiles.rows.count)  # in the precision of the weights
+        X, kept = with_weight(tiles.rows, X, V)
         facts = {"tile_rows": _tile_rows(self.problem), "tiles": count * (count + 1) // 2, "dtype": tiles.rows.dtype}
-        embedding = Embedding(self.problem.kernel, X, V.astype(tiles.rows.dtype), lam)
+        embedding = Embedding(self.problem.kernel, X, kept.astype(tiles.rows.dtype), lam)
         return Solved(V, embedding, count, stored, facts)
 
 
@@ -84,15 +89,15 @@ def _tile_rows(problem: Problem) -> int:
 
 def factorise(problem: Problem, lam: float) -> tuple[Tiles, int]:
     """The tiles of the factor of K + nλI, with jitter on the diagonal if it is singular; and their bytes."""
-    n, size = problem.rows.count, _tile_rows(problem)
+    n, total, size = problem.rows.count, problem.weight, _tile_rows(problem)
     scale, need = precision_for(problem, lam)
     if need.missing:
-        warn_of_padding(n, lam, need)
+        warn_of_padding(total, lam, need)
     attempts = [(dtype, need.missing) for dtype in dict.fromkeys((need.dtype, "float64"))]
     attempts += [("float64", need.missing + jitter * scale) for jitter in (1e-10, 1e-8, 1e-6, 1e-4)]
     for dtype, jitter in attempts:
         stored = _check_room(problem, Size(n, dtype=dtype, tile_rows=size))
-        tiles = _tiles(problem, dtype, n * lam + jitter, size)
+        tiles = _tiles(problem, dtype, total * lam + jitter, size)
         try:
             _factor(tiles, problem)
         except NumericalError:
@@ -175,7 +180,7 @@ def _backward(tiles: Tiles, rest: list[np.ndarray], problem: Problem) -> np.ndar
 def factor_tile(tiles: Tiles, i: int, j: int) -> None:
     """L_ij; the task of the first tile below the diagonal also computes the next diagonal tile."""
     if not tiles.scratch.has(f"L-{i}-{j}"):
-        A = tiles.kernel.gram(tiles.X(i), tiles.X(j))
+        A = between(tiles.kernel.gram(tiles.X(i), tiles.X(j)), tiles.root(i), tiles.root(j))
         for k in range(j):
             A -= tiles.scratch.load(f"L-{i}-{k}") @ tiles.scratch.load(f"L-{j}-{k}").T
         corner = Factor(np.asfortranarray(tiles.scratch.load(f"L-{j}-{j}")))
@@ -190,7 +195,8 @@ def factor_diagonal(tiles: Tiles, j: int) -> None:
     if tiles.scratch.has(f"z-{j}" if labelled else f"L-{j}-{j}"):  # z is written after the tile
         return
     X, y = tiles.rows.read(*tiles.blocks[j])
-    A = np.asfortranarray(tiles.kernel.gram(X))
+    root = tiles.root(j)
+    A = np.asfortranarray(between(tiles.kernel.gram(X), root, root))
     A[np.diag_indices(len(A))] += A.dtype.type(tiles.shift)
     for k in range(j):
         L = tiles.scratch.load(f"L-{j}-{k}")
@@ -199,7 +205,7 @@ def factor_diagonal(tiles: Tiles, j: int) -> None:
     tiles.scratch.save(f"L-{j}-{j}", factor.lower)
     if not labelled:
         return
-    b = one_hot(y, tiles.rows.n_classes, np.zeros(0, A.dtype))
+    b = scaled(one_hot(y, tiles.rows.n_classes, np.zeros(0, A.dtype)), root)
     for k in range(j):
         b -= tiles.scratch.load(f"L-{j}-{k}") @ tiles.scratch.load(f"z-{k}")
     tiles.scratch.save(f"z-{j}", np.ascontiguousarray(factor.half_solve(b)))
