@@ -188,7 +188,7 @@ def _rank_pullback(kernel: Kernel, solved: _Solved, H: Array) -> Gradients:
     return total
 
 
-def _solve_batch(kernel: Kernel, X: Any, diag: Array, Y: Array, shift: Any, workspace: Workspace) -> _Solved:
+def solve_batch(kernel: Kernel, X: Any, diag: Array, Y: Array, shift: Any, workspace: Workspace) -> _Solved:
     """Factorise K + shift I (or a shift for each row) in place and solve for V = A⁻¹ Y."""
     prepared = kernel.prepare(X)
     K = kernel.gram(X, out=workspace.square(row_count(X), diag), prepared=prepared)
@@ -197,7 +197,7 @@ def _solve_batch(kernel: Kernel, X: Any, diag: Array, Y: Array, shift: Any, work
     return _Solved(prepared, K, diag, factor, factor.solve(Y))
 
 
-def _gather(
+def gather(
     gradients: Gradients, by_log_lam: Array, scalars: Mapping[str, Array], kernel: Kernel
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Bring everything small to the host, in one transfer."""
@@ -227,7 +227,7 @@ def _assemble(
     scalars: dict[str, Array],
     dtype: str,
 ) -> Objective:
-    gradient, found = _gather(gradients, by_log_lam, scalars, kernel)
+    gradient, found = gather(gradients, by_log_lam, scalars, kernel)
     risk = found["loss"] * terms.per_row(n)
     mean_risk = found["loss"] / n
     r = found["complexity"]
@@ -250,7 +250,7 @@ def generalisation_bound(mean_risk: float, complexity: float, n: float, confiden
 # --- precision: promote, then add jitter, then raise -----------------------------------------------
 
 
-def _with_promotion(
+def with_promotion(
     compute: Callable[[Any, float], Objective],
     X: Any,
     diag_of: Callable[[Any], Array],
@@ -340,7 +340,7 @@ def rcb_objective(
     """
     terms, lam = terms_of(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
-    X, y, w = _weighted(X, y, weights)
+    X, y, w = with_positive_weights(X, y, weights)
     n = total_weight(w, row_count(X))
 
     def compute(X: Any, jitter: float) -> Objective:
@@ -348,7 +348,7 @@ def rcb_objective(
         shift = per_row_shift(n * lam + jitter, w, diag)
         Y = one_hot(y, n_classes, diag)
         _same_length(X, Y)
-        solved = _solve_batch(kernel, X, diag, Y, shift, space)
+        solved = solve_batch(kernel, X, diag, Y, shift, space)
         factor, V = solved.factor, solved.V
         xp = namespace_of(V)
         P = Y - shift * V  # = K V, without the product
@@ -366,7 +366,7 @@ def rcb_objective(
         scalars = {"loss": loss, "complexity": r, "hits": hits(Y, P, w)}
         return _assemble(n, terms, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
+    return with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
 
 
 def validation_objective(
@@ -389,7 +389,7 @@ def validation_objective(
     space = workspace or Workspace()
     if weights is not None:
         train_rows = int(np.count_nonzero(np.asarray(weights)[:train_rows]))
-    X, y, w = _weighted(X, y, weights)
+    X, y, w = with_positive_weights(X, y, weights)
     w_T, w_D = (None, None) if w is None else (w[:train_rows], w[train_rows:])
     n_T, n_D = total_weight(w_T, train_rows), total_weight(w_D, row_count(X) - train_rows)
     if not 0 < train_rows < row_count(X):
@@ -404,7 +404,7 @@ def validation_objective(
         Y_T, Y_D = Y[:train_rows, :], Y[train_rows:, :]
         diag = kernel.diag(train)
         shift = per_row_shift(n_T * lam + jitter, w_T, diag)
-        solved = _solve_batch(kernel, train, diag, Y_T, shift, space)
+        solved = solve_batch(kernel, train, diag, Y_T, shift, space)
         factor, V, prepared = solved.factor, solved.V, solved.prepared
         xp = namespace_of(V)
         prepared_held = kernel.prepare_beside(held, prepared)
@@ -427,7 +427,7 @@ def validation_objective(
     def need() -> Need:
         return need_of_solve(kernel, take(X, slice(0, train_rows)), n_T * lam, weights=w_T)
 
-    return _with_promotion(compute, X, kernel.diag, lam, need, w_T)
+    return with_promotion(compute, X, kernel.diag, lam, need, w_T)
 
 
 def loo_objective(
@@ -451,7 +451,7 @@ def loo_objective(
     """
     terms, lam = terms_of(risk, complexity_weight, loss_floor, regularization)
     space = workspace or Workspace()
-    X, y, w = _weighted(X, y, weights)
+    X, y, w = with_positive_weights(X, y, weights)
     n = total_weight(w, row_count(X))
 
     def compute(X: Any, jitter: float) -> Objective:
@@ -459,7 +459,7 @@ def loo_objective(
         shift = per_row_shift(n * lam + jitter, w, diag)
         Y = one_hot(y, n_classes, diag)
         _same_length(X, Y)
-        solved = _solve_batch(kernel, X, diag, Y, shift, space)
+        solved = solve_batch(kernel, X, diag, Y, shift, space)
         factor, V, prepared = solved.factor, solved.V, solved.prepared
         xp = namespace_of(V)
         inverse = factor.solve(like(np.eye(row_count(X)), V))
@@ -482,7 +482,7 @@ def loo_objective(
         scalars = {"loss": loss, "complexity": r, "hits": hits(Y, loo, w)}
         return _assemble(n, terms, kernel, gradients, by_log_lam, scalars, precision(diag))
 
-    return _with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
+    return with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
 
 
 class ExplicitFeatures(Kernel):
@@ -539,7 +539,7 @@ def feature_objective(
         result = _assemble(n, terms, ExplicitFeatures(), {}, by_log_lam, scalars, precision(Z))
         return Objective(**{**vars(result), "feature_gradient": astype(Z_bar, given)})
 
-    return _with_promotion(
+    return with_promotion(
         compute,
         Z,
         lambda Z: namespace_of(Z).sum(Z * Z, axis=1),
@@ -553,7 +553,7 @@ def _as_square(G: Array) -> Array:
     return np.asfortranarray(G) if isinstance(G, np.ndarray) else (G.copy() if is_cupy(G) else G)
 
 
-def _weighted(X: Any, y: Any, weights: Any) -> tuple[Any, Any, np.ndarray | None]:
+def with_positive_weights(X: Any, y: Any, weights: Any) -> tuple[Any, Any, np.ndarray | None]:
     """Rows, labels and weights, without the rows of weight 0."""
     return (X, y, None) if weights is None else positive_rows(X, to_host(y), weights)
 
