@@ -138,11 +138,14 @@ class RowSource:
             raise DataError(f"{self.path}: all weights are 0; at least one row must have a positive weight")
         return given * max(1.0, rows / weight)
 
-    def learning_weights(self, given: np.ndarray | None, y: Callable[[], Any]) -> np.ndarray | None:
-        """The weights that rows are learned with, from those given; `y` reads their labels."""
+    def learning_weights(self, given: np.ndarray | None, y: Callable[[], Any], unit: bool = True) -> np.ndarray | None:
+        """The weights that rows are learned with, from those given; `y` reads their labels.
+
+        Without `unit` they are not scaled up: sums over rows of a data set that grows need no common unit of their own.
+        """
         if not self.weighted:
             return None
-        factors = self._factors
+        factors = self._factors if unit else np.asarray(self.class_factors or (1.0,))
         own = factors[0] if self.class_factors is None else factors[np.asarray(y())]
         return np.asarray(own if given is None else given * own)
 

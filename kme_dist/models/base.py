@@ -235,6 +235,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _stored_settings(self) -> dict[str, Any]:
         """Settings as JSON; None for what JSON cannot represent (clients, networks, feature maps)."""
         chosen = {name: value for name, value in self.get_params(deep=False).items() if name not in self._IN_FACTS}
+        if isinstance(chosen.get("class_weight"), Mapping):  # labels may be numbers, keys of JSON are texts
+            chosen["class_weight"] = [list(pair) for pair in chosen["class_weight"].items()]
         return {name: _to_json(value) for name, value in chosen.items()}
 
     @classmethod
@@ -243,6 +245,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         for name in ("kernel", "head"):
             if isinstance(settings.get(name), Mapping):
                 settings[name] = from_config(settings[name], own=own)
+        if isinstance(settings.get("class_weight"), list):
+            settings["class_weight"] = {label: weight for label, weight in settings["class_weight"]}
         model = cls(**settings)
         model._unpack(arrays, found, own)
         model._restore_columns(found)

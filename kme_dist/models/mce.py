@@ -32,8 +32,8 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import DTYPES, Arrays, Facts, Own, get_labels, put_labels, scaling_arrays, stored_scaling
-from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import Rule, below_one, integer, one_of, positive
+from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
+from kme_dist.models.settings import Rule, below_one, class_weights, integer, one_of, positive
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
@@ -70,6 +70,8 @@ class MCEClassifier(EmbeddingClassifier):
     calibration : {"none", "temperature", "isotonic"}
         A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see also
         `calibrate`. Labels do not depend on it.
+    class_weight : None, "balanced" (all classes have the same total weight), or a mapping of labels to numbers >= 0
+        (1 for labels not in it); multiplied with the weights of rows.
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
         linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
         the number of random features of the learned kernel.
@@ -90,6 +92,7 @@ class MCEClassifier(EmbeddingClassifier):
 
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "calibration": one_of(*KINDS),
+        "class_weight": class_weights(),
         "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
         "dtype": one_of(*DTYPES),
         "steps": integer(0),
@@ -124,6 +127,7 @@ class MCEClassifier(EmbeddingClassifier):
         probability_floor: float | None = None,
         calibration: str = "none",
         features: Any = None,
+        class_weight: Any = None,
     ) -> None:
         self.kernel = kernel
         self.objective = objective
@@ -146,14 +150,27 @@ class MCEClassifier(EmbeddingClassifier):
         self.probability_floor = probability_floor
         self.calibration = calibration
         self.features = features
+        self.class_weight = class_weight
 
     # --- fitting ---------------------------------------------------------------------------------
 
-    def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        callback: Callable[[Record], None] | None = None,
+    ) -> Self:
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
         X is a table of numbers with y its labels, or an open `Dataset` (its "train" split if it has one), which
-        has its own labels. `callback` receives the record of every learning step (see `history_`).
+        has its own labels and weights. `callback` receives the record of every learning step (see `history_`).
+
+        `sample_weight` has a number >= 0 for each row. A row of weight 2 counts as the row twice, a row of weight 0 as
+        no row. The exceptions are leave-one-out (`refit_regularization`, objective "loo", "auto"), which leaves out a
+        row of weight 2 as a whole but only one of two equal rows, and what is drawn row by row: batches, samples,
+        centres, halves. Only ratios of weights matter to the fit; a risk that is summed (`risk="sum"`) counts them as
+        numbers of rows, so weights below 1 on average are multiplied to be 1 on average.
 
         The result has the same bits in this process and with a `client`.
         """
@@ -167,7 +184,7 @@ class MCEClassifier(EmbeddingClassifier):
                 report(record)
 
         with contextlib.ExitStack() as stack:
-            data, folder = self._labelled_rows(X, y, stack)
+            data, folder = self._labelled_rows(X, y, stack, sample_weight)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
             recipe = self.recipe(data)
             candidates = learn_candidates(data, recipe, executor=executor, callback=step)
@@ -287,7 +304,7 @@ class MCEClassifier(EmbeddingClassifier):
 
     # --- refining --------------------------------------------------------------------------------
 
-    def calibrate(self, X: Any, y: Any, method: str = "temperature") -> Self:
+    def calibrate(self, X: Any, y: Any, method: str = "temperature", sample_weight: Any = None) -> Self:
         """Fit the calibration to held-out rows: "temperature", "isotonic", or "none" to undo it."""
         codes = np.searchsorted(self.classes_, y)
         known = codes < len(self.classes_)
@@ -295,7 +312,8 @@ class MCEClassifier(EmbeddingClassifier):
         if not known.all():
             raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is not one of the model's classes")
         p = mce.clip_normalise(self.decision_probabilities(X), self.probability_floor_)
-        self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_)
+        weights = sample_weights(sample_weight, p)
+        self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_, weights)
         return self
 
     def _leave_one_out_calibration(

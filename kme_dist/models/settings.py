@@ -8,7 +8,7 @@ A rule is a predicate and the error message for values that fail it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,18 @@ def one_of(*known: str | None) -> Rule:
     return Rule(
         lambda value: (value is None or isinstance(value, str)) and value in known, f" is unknown; choose {choices}"
     )
+
+
+def class_weights() -> Rule:
+    """None, "balanced", or a mapping of labels to numbers >= 0."""
+
+    def is_valid(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            numbers = [isinstance(v, int | float | np.number) and 0 <= v < math.inf for v in value.values()]
+            return bool(numbers) and all(numbers)
+        return value is None or (isinstance(value, str) and value == "balanced")
+
+    return Rule(is_valid, ": must be None, 'balanced', or a mapping of labels to numbers >= 0")
 
 
 def _number(kinds: Any, within: Callable[[Any], bool], wanted: str, optional: bool) -> Rule:
