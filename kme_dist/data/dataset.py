@@ -13,7 +13,6 @@ are stored as codes 0, 1, 2, ... into `classes`.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -159,7 +158,8 @@ class RowSource:
 
     def with_class_factors(self, factors: Sequence[float]) -> Self:
         """The same rows, whose weights have a further factor for each class."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # `copy` would go through pickle, and return an object that tasks share
+        other.__dict__.update(self.__dict__)
         for name in ("_factors", "digest"):
             other.__dict__.pop(name, None)
         other.class_factors = tuple(float(factor) for factor in factors)

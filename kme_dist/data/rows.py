@@ -291,6 +291,8 @@ class RowsRef:
     def _weights_of(self, spans: Sequence[Span], unit: bool = True) -> np.ndarray | None:
         if not self.weighted:
             return None
+        if not spans:
+            return np.zeros(0)
         given = [self.source.read_weights(*span) for span in spans] if self.source.has_weights else []
         own = np.concatenate([np.zeros(0), *(part for part in given if part is not None)]) if given else None
         labels = lambda: _labels(self.source.read_labels(*span) for span in spans)  # noqa: E731

@@ -18,7 +18,9 @@ from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
 SMALL = {"features": 100, "batch_size": 32, "epochs": 8, "learning_rate": 0.03}
 
 
-BY_NATURE = {"check_sample_weight_equivalence_on_dense_data": "exact in double precision only; see test_weights.py"}
+BY_NATURE = {
+    "check_sample_weight_equivalence_on_dense_data": "exact in double precision only; see test_sample_weight.py"
+}
 
 
 @parametrize_with_checks(

@@ -25,7 +25,7 @@ STEPS = 15
 
 
 BY_NATURE = {
-    "check_sample_weight_equivalence_on_dense_data": "leave-one-out and halves are by row; see test_weights.py"
+    "check_sample_weight_equivalence_on_dense_data": "leave-one-out and halves are by row; see test_sample_weight.py"
 }
 
 

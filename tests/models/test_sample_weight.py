@@ -165,6 +165,16 @@ def test_the_unit_of_the_weights_does_not_matter_below_one(rows, weights):
     np.testing.assert_allclose(one.predict_proba(X), two.predict_proba(X), atol=1e-6)
 
 
+@pytest.mark.parametrize("objective", ["auto", "rcb", "validation", "loo", "erm", "cv", "median"])
+def test_every_objective_learns_with_weights(objective, rows, weights):
+    X, y = rows
+    clf = MCEClassifier(objective=objective, steps=10, batch_size=60).fit(X, y, weights)
+    assert clf.score(X, y, weights) > 0.9
+    kept = np.arange(len(y)) % 3 > 0
+    one, two = clone(clf).fit(X, y, weights * kept), clone(clf).fit(X[kept], y[kept], weights[kept])
+    assert outputs(one, X) == outputs(two, X), "weight 0 is no row"
+
+
 def test_weights_choose_between_contradictory_rows():
     X = np.repeat(np.linspace(0, 1, 20)[:, None], 2, axis=0)
     y = np.tile([0, 1], 20)

@@ -214,7 +214,7 @@ def test_full_gradients_with_integer_weights_are_those_of_repeated_rows():
     one, two = (
         full_gradient(s, network(), 0.01, executor=SERIAL, scaling="standard", spans=spans)
         for s, spans in (
-            (in_memory(X, y, counts), ((0, 100), (100, N))),
+            (in_memory(X, y, counts), ((0, 100), (100, 100), (100, N))),
             (in_memory(np.repeat(X, counts, axis=0), np.repeat(y, counts)), None),
         )
     )
