@@ -32,7 +32,16 @@ from kme_dist.run.executors import Executor, SerialExecutor
 
 FEW_ROWS = 2_000_000
 METRICS = "metrics.json"
-HEADLINES = ("accuracy", "balanced_accuracy", "log_loss", "brier", "calibration_error", "top_k_accuracy")
+HEADLINES = (
+    "accuracy",
+    "balanced_accuracy",
+    "log_loss",
+    "brier",
+    "calibration_error",
+    "top_k_accuracy",
+    "weighted_accuracy",
+    "weighted_log_loss",
+)
 
 
 def measure(labels: np.ndarray, probabilities: np.ndarray, classes: np.ndarray) -> dict[str, Any]:

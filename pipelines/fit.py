@@ -120,13 +120,13 @@ def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
         solver="features",
         features=chosen,
         retune=recipe.refit_regularization,
-        floor=recipe.floor(run.data.split_rows(split), run.data.n_classes),
+        floor=recipe.floor(run.data.split_weight(split), run.data.n_classes),
         seed=recipe.seed,
         report=run.say,
         **recipe.fit,
     )
     model = CENClassifier(regularization=lam, dtype=recipe.dtype)
-    model.adopt(run.data, chosen, fit, recipe.floor(fit.rows, run.data.n_classes))
+    model.adopt(run.data, chosen, fit, recipe.floor(fit.weight, run.data.n_classes))
     return {**_store(run, model, fit), "best": 0, "fits": []}
 
 
@@ -236,11 +236,11 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
         scratch=path / SCRATCH,
         scaling=model.scaling_,
         retune=recipe.refit_regularization,
-        floor=recipe.floor(statistics.rows, data.n_classes),
+        floor=recipe.floor(statistics.weight, data.n_classes),
     )
     if isinstance(basis, FeatureBasis):
         updated = CENClassifier(regularization=model.regularization, dtype=recipe.dtype)
-        updated.adopt(data, basis.features, fit, recipe.floor(fit.rows, data.n_classes))
+        updated.adopt(data, basis.features, fit, recipe.floor(fit.weight, data.n_classes))
     else:
         kept = Candidate(model.objective_, model.kernel_, model.regularization_, model.history_)
         losses = {} if fit.loss is None else {kept.name: fit.loss}

@@ -36,6 +36,7 @@ def run(
     dest: str | Path,
     *,
     label: str | int | None = None,
+    weight: str | int | None = None,
     like: str | None = None,
     features: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
@@ -74,6 +75,7 @@ def run(
             source,
             dest,
             label=label,
+            weight=weight,
             like=like,
             features=None if features is None else tuple(features),
             exclude=tuple(exclude),
@@ -202,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source")
     parser.add_argument("dest")
     parser.add_argument("--label", help="column of the classes or targets, by name or position")
+    parser.add_argument("--weight", help="column of the weights of rows, by name or position")
     parser.add_argument("--like", metavar="DATA", help="data set whose encoding is reused")
     parser.add_argument("--missing", default="error", help="error, drop, mean, median, or a number")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="store the rows in a random order")

@@ -98,6 +98,7 @@ def _headline(
             "mean gap between confidence and accuracy",
         ),
         ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
+        *_weighted(metrics),
         ("Rows", f"{counts[0]:,}", f"for training, {counts[1]:,} for the test"),
         ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} steps, objective {objective_of(best.model)}"),
         ("Regularisation", f"{regularization_of(best.model):.3g}", _origin(best.model)),
@@ -293,6 +294,14 @@ def _risk_coverage(metrics: Mapping[str, Any], wide: bool = False) -> Picture:
     )
 
 
+def _weighted(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The accuracy by weight, if the rows have weights."""
+    if "weighted_accuracy" not in metrics:
+        return []
+    loss = f", log loss {metrics['weighted_log_loss']:.3f}" if "weighted_log_loss" in metrics else ""
+    return [("Weighted accuracy", f"{100 * metrics['weighted_accuracy']:.2f} %", f"rows by their weight{loss}")]
+
+
 def evaluation_page(
     title: str, metrics: Mapping[str, Any], classes: Sequence[str], *, subtitle: str, footer: str
 ) -> str:
@@ -323,6 +332,7 @@ def evaluation_page(
                 for k, share in metrics["top_k_accuracy"].items()
             ),
         ]
+    headline += _weighted(metrics)
     if metrics["rows_without_answer"]:
         headline.append(("Without prediction", f"{metrics['rows_without_answer']:,}", "rows of skipped chunks"))
     return draw.render_html(

@@ -98,8 +98,12 @@ def stored(
     train, total = len(found.y_train), len(found.y_train) + len(found.y_test)
     classes, codes = np.unique(np.concatenate([found.y_train, found.y_test]), return_inverse=True)
     X = np.concatenate([found.X_train, found.X_test])
+    weights = None
+    if found.w_train is not None:
+        weights = np.concatenate([found.w_train, _weights_of(found.w_test, found.X_test)])
+    names = (found.feature_names, classes.tolist())
     return ingest(
-        Table(X, codes, found.feature_names, classes.tolist(), schema=found.schema),
+        Table(X, codes, *names, schema=found.schema, weights=weights, weight=found.weight),
         dest,
         label=found.label,
         split=f"train=0:{train},test={train}:{total}",
@@ -133,7 +137,8 @@ def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> 
     own_label = settings.label is None or settings.label == data.label
     plain = settings.test_source is None and settings.features is None and settings.missing is None
     parts = is_divided(data) or not test_rows
-    return settings.stored_split and parts and plain and own_label and data.classes is not None
+    own_weight = settings.weight is None or settings.weight == data.schema.weight
+    return settings.stored_split and parts and plain and own_label and own_weight and data.classes is not None
 
 
 def is_divided(data: Dataset) -> bool:
@@ -185,12 +190,16 @@ class Tables:
     feature_names: list[str]
     label: str = "target"
     schema: Schema | None = None  # the encoding of the source, if its columns are not plain numbers
+    w_train: np.ndarray | None = None  # weights of the rows
+    w_test: np.ndarray | None = None
+    weight: str = "weight"  # their column
 
     @property
     def digest(self) -> str:
-        """Changes when any value, label or column name changes."""
+        """Changes when any value, label, weight or column name changes."""
         sha = hashlib.sha256("\0".join(self.feature_names).encode())
-        for array in (self.X_train, self.y_train, self.X_test, self.y_test):
+        weights = [w for w in (self.w_train, self.w_test) if w is not None]
+        for array in (self.X_train, self.y_train, self.X_test, self.y_test, *weights):
             plain = np.ascontiguousarray(array.astype(str) if array.dtype == object else array)
             sha.update(f"{plain.dtype.str}{plain.shape}".encode())
             sha.update(plain.tobytes())
@@ -206,6 +215,8 @@ class _Source:
     feature_names: list[str]
     label: str = "target"
     schema: Schema | None = None
+    weights: np.ndarray | None = None
+    weight: str = "weight"
 
 
 def load(settings: DataConfig) -> Tables:
@@ -229,12 +240,12 @@ def load(settings: DataConfig) -> Tables:
                 f"the columns of {settings.test_source} differ from those of {settings.source}: "
                 f"{_first_difference(test.feature_names, rows.feature_names)}"
             )
-        X_train, X_test, y_train, y_test = X, test.X, y, test.y
+        X_train, X_test, y_train, y_test, *weights = X, test.X, y, test.y, rows.weights, test.weights
     elif part is not None:
         test = _read(settings, settings.source, "test")
-        X_train, X_test, y_train, y_test = X, test.X, y, test.y
+        X_train, X_test, y_train, y_test, *weights = X, test.X, y, test.y, rows.weights, test.weights
     else:
-        X_train, X_test, y_train, y_test = _split(settings, X, y)
+        X_train, X_test, y_train, y_test, *weights = _split(settings, X, y, rows.weights)
     if len(np.unique(y_train)) < 2:
         raise DataError(
             f"{settings.source}: the training rows have only one class ({y_train[0]!s}); "
@@ -247,7 +258,13 @@ def load(settings: DataConfig) -> Tables:
             f"test row {row} has the label {str(unknown[0])!r}, which no training row has; "
             f"correct the label, or give the class training rows"
         )
-    return Tables(X_train, y_train, X_test, y_test, rows.feature_names, rows.label, rows.schema)
+    names = (rows.feature_names, rows.label, rows.schema)
+    return Tables(X_train, y_train, X_test, y_test, *names, *(weights or (None, None)), rows.weight)
+
+
+def _weights_of(weights: np.ndarray | None, X: np.ndarray) -> np.ndarray:
+    """The weights of test rows, which may come without."""
+    return np.ones(len(X)) if weights is None else weights
 
 
 def _read(settings: DataConfig, source: str, part: str | None = None, like: Schema | None = None) -> _Source:
@@ -259,6 +276,12 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
         rows = _Source(*_built_in(source)) if data is None else _from_dataset(data, part)
         if settings.label is not None and settings.label != rows.label:
             raise ConfigError(f"data.label is {settings.label!r}, but {source} has its own labels; remove data.label")
+        if settings.weight is not None and (rows.weights is None or settings.weight != rows.weight):
+            raise ConfigError(
+                f"data.weight is {settings.weight!r}, but {source} "
+                + ("has no weights" if rows.weights is None else f"has its own, {rows.weight!r}")
+                + "; remove data.weight, or ingest the table with --weight"
+            )
         if settings.features is not None:
             names = rows.feature_names
             columns = [_position(column, names, source) for column in settings.features]
@@ -299,11 +322,16 @@ def _from_dataset(data: Dataset, part: str | None) -> _Source:
     if codes is None or data.classes is None:
         raise DataError(f"{data.path} has no classes; ingest it with the column of the classes as label")
     labels = np.asarray(data.classes)[codes]
-    return _Source(X.reshape(len(X), -1), labels, data.feature_names, data.label or "target", data.schema)
+    names = (data.feature_names, data.label or "target")
+    weights = data.weights(part)
+    return _Source(X.reshape(len(X), -1), labels, *names, data.schema, weights, data.schema.weight or "weight")
 
 
 def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Source:
-    table = read_table(source, schema=like, dtype="float64", **_reading(settings))
+    reading = _reading(settings)
+    if like is not None:  # columns are those of the other table
+        reading.pop("weight", None)
+    table = read_table(source, schema=like, dtype="float64", **reading)
     if table.y is None or table.class_names is None:
         columns = dict.fromkeys(name.partition("=")[0] for name in table.feature_names)
         raise ConfigError(
@@ -318,12 +346,15 @@ def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Sourc
             f"{len(table.y)} rows; it must hold classes with several rows each, check data.label"
         )
     labels = np.asarray(table.class_names)[table.y]
-    return _Source(table.X, labels, list(table.feature_names), table.label or "target", table.schema)
+    names = (list(table.feature_names), table.label or "target")
+    return _Source(table.X, labels, *names, table.schema, table.weights, table.weight)
 
 
 def _reading(settings: DataConfig) -> dict[str, Any]:
     """The options of `ingest` that a config sets."""
     options: dict[str, Any] = {"label": settings.label, "task": "classification"}
+    if settings.weight is not None:
+        options["weight"] = settings.weight
     if settings.features is not None:
         options["features"] = tuple(settings.features)
     if settings.missing is not None:
@@ -331,7 +362,7 @@ def _reading(settings: DataConfig) -> dict[str, Any]:
     return options
 
 
-def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
     classes, counts = np.unique(y, return_counts=True)
     if settings.stratify and len(classes) > 1 and counts.min() < 2:
         raise DataError(
@@ -342,6 +373,7 @@ def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray) -> list[np.ndarra
         parts: list[np.ndarray] = train_test_split(
             X,
             y,
+            *(() if weights is None else (weights,)),
             test_size=settings.test_fraction,
             random_state=settings.split_seed,
             stratify=y if settings.stratify else None,

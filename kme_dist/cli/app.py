@@ -200,6 +200,7 @@ class IngestOptions:
     """Which columns and rows of a source to store, and how."""
 
     label: Annotated[str | None, typer.Option(help="Column of classes or targets, by name or index.")] = None
+    weight: Annotated[str | None, typer.Option(help="Column of the weights of rows, by name or index.")] = None
     like: Annotated[str | None, typer.Option(metavar="DATA", help="Data set whose encoding is reused.")] = None
     features: Annotated[str | None, typer.Option(help="Comma-separated columns to read; default: all.")] = None
     exclude: Annotated[str | None, typer.Option(help="Comma-separated columns to skip.")] = None

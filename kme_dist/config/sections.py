@@ -50,6 +50,11 @@ class DataConfig(_Section):
         default=None,
         description="column of the class labels, by name or position (from 0)",
     )
+    weight: Column | None = Field(
+        default=None,
+        description="column of the weights of rows, numbers >= 0: 2 counts as the row twice, 0 as no row; absent: the "
+        "weights of a data set, if it has any",
+    )
     features: list[Column] | None = Field(
         default=None,
         min_length=1,

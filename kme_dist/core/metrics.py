@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Tally:
     coverage: np.ndarray  # (bins, 2): rows and mistakes by entropy
     ranks: np.ndarray  # (m,): how often the true class came first, second, ...
     missing: int = 0  # rows without a prediction
+    weighted: np.ndarray = field(default_factory=lambda: np.zeros(3))  # Σ w, Σ w of hits, Σ w of log losses
 
     @classmethod
     def empty(cls, m: int) -> Tally:
@@ -51,16 +52,23 @@ class Tally:
         )
 
     @classmethod
-    def of_labels(cls, codes: np.ndarray, labels: np.ndarray, m: int) -> Tally:
+    def of_labels(cls, codes: np.ndarray, labels: np.ndarray, m: int, weights: np.ndarray | None = None) -> Tally:
         """Where only predicted labels are known; a negative label is a row without a prediction."""
         answered = labels >= 0
         codes, labels = codes[answered], labels[answered]
-        known = {field.name: getattr(cls.empty(m), field.name) for field in fields(cls)}
+        weighted = _weighted_sums(None if weights is None else weights[answered], labels == codes)
+        known = {part.name: getattr(cls.empty(m), part.name) for part in fields(cls)}
         counts = np.bincount(codes.astype(np.int64) * m + labels, minlength=m * m).reshape(m, m)
-        return cls(**{**known, "confusion": counts, "missing": int((~answered).sum())})
+        return cls(**{**known, "confusion": counts, "missing": int((~answered).sum()), "weighted": weighted})
 
     @classmethod
-    def of(cls, codes: np.ndarray, probabilities: np.ndarray, labels: np.ndarray | None = None) -> Tally:
+    def of(
+        cls,
+        codes: np.ndarray,
+        probabilities: np.ndarray,
+        labels: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+    ) -> Tally:
         """Of rows with probabilities (normalised here); `labels` are the predicted classes if they are not the most
         probable ones. Rows of NaN are rows without a prediction."""
         p = np.asarray(probabilities, np.float64)
@@ -69,6 +77,7 @@ class Tally:
         guess = p.argmax(axis=1) if labels is None else np.asarray(labels)
         if not answered.all():
             codes, p, guess = codes[answered], p[answered], guess[answered]
+            weights = None if weights is None else weights[answered]
         p = p / p.sum(axis=1, keepdims=True)
         rows = np.arange(len(p))
         own, confidence, right = p[rows, codes], p[rows, guess], guess == codes
@@ -81,19 +90,21 @@ class Tally:
         step = np.minimum((share**0.25 * COVERAGE_BINS).astype(np.int64), COVERAGE_BINS - 1)
         coverage = [np.bincount(step[chosen], minlength=COVERAGE_BINS) for chosen in (slice(None), ~right)]
         ahead = (p > own[:, None]).sum(axis=1) + ((p == own[:, None]) & (np.arange(m) < codes[:, None])).sum(axis=1)
+        losses = -np.log(np.clip(own, _TINY, 1.0))
         return cls(
             np.bincount(codes.astype(np.int64) * m + guess, minlength=m * m).reshape(m, m),
-            float(-np.log(np.clip(own, _TINY, 1.0)).sum()),
+            float(losses.sum()),
             float((p * p).sum() - 2 * own.sum() + len(p)),
             len(p),
             reliability,
             np.stack(coverage, axis=1),
             np.bincount(ahead, minlength=m),
             int((~answered).sum()),
+            _weighted_sums(weights, right, losses),
         )
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Tally(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
     @property
     def rows(self) -> int:
@@ -121,6 +132,10 @@ class Tally:
                 "top_k_accuracy": {str(k): float(top[k - 1]) for k in TOP_K if k < m},
                 "risk_coverage_area": self._area(),
             }
+        if self.weighted[0] > 0:
+            weight, right, loss = self.weighted.tolist()
+            found["weight"], found["weighted_accuracy"] = weight, right / weight
+            found |= {"weighted_log_loss": loss / weight} if self.probabilistic else {}
         found["per_class"] = [
             {
                 "class": str(classes[c]),
@@ -167,3 +182,10 @@ class Tally:
             }
             for i in wanted
         ]
+
+
+def _weighted_sums(weights: np.ndarray | None, hits: np.ndarray, losses: np.ndarray | None = None) -> np.ndarray:
+    """Σ w, Σ w of the hits and Σ w of the losses; zeros without weights."""
+    if weights is None:
+        return np.zeros(3)
+    return np.array([weights.sum(), weights @ hits, 0.0 if losses is None else weights @ losses])

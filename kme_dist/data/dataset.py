@@ -13,7 +13,6 @@ are stored as codes 0, 1, 2, ... into `classes`.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -138,11 +137,14 @@ class RowSource:
             raise DataError(f"{self.path}: all weights are 0; at least one row must have a positive weight")
         return given * max(1.0, rows / weight)
 
-    def learning_weights(self, given: np.ndarray | None, y: Callable[[], Any]) -> np.ndarray | None:
-        """The weights that rows are learned with, from those given; `y` reads their labels."""
+    def learning_weights(self, given: np.ndarray | None, y: Callable[[], Any], unit: bool = True) -> np.ndarray | None:
+        """The weights that rows are learned with, from those given; `y` reads their labels.
+
+        Without `unit` they are not scaled up: sums over rows of a data set that grows need no common unit of their own.
+        """
         if not self.weighted:
             return None
-        factors = self._factors
+        factors = self._factors if unit else np.asarray(self.class_factors or (1.0,))
         own = factors[0] if self.class_factors is None else factors[np.asarray(y())]
         return np.asarray(own if given is None else given * own)
 
@@ -156,7 +158,8 @@ class RowSource:
 
     def with_class_factors(self, factors: Sequence[float]) -> Self:
         """The same rows, whose weights have a further factor for each class."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # `copy` would go through pickle, and return an object that tasks share
+        other.__dict__.update(self.__dict__)
         for name in ("_factors", "digest"):
             other.__dict__.pop(name, None)
         other.class_factors = tuple(float(factor) for factor in factors)

@@ -266,9 +266,12 @@ class RowsRef:
             span for span in self.source.ranges(self.split) if span[0] < span[1]
         )
 
-    def weights(self, start: int = 0, stop: int | None = None) -> np.ndarray | None:
-        """The weights of the rows that `read` gives: their own times the factor of their class. None: no weights."""
-        return self._weights_of(self.stored(start, self.count if stop is None else stop))
+    def weights(self, start: int = 0, stop: int | None = None, *, unit: bool = True) -> np.ndarray | None:
+        """The weights of the rows that `read` gives: their own times the factor of their class, None if there are none.
+
+        For `unit` see `RowSource.learning_weights`.
+        """
+        return self._weights_of(self.stored(start, self.count if stop is None else stop), unit)
 
     def batch_weights(self, plan: BatchPlan, number: int) -> np.ndarray | None:
         """The weights of the rows of `batch`."""
@@ -285,12 +288,15 @@ class RowsRef:
         numbers = drawn.rows
         return self.source.learning_weights(self.source.take_weights(numbers), lambda: self.source.take(numbers)[1])
 
-    def _weights_of(self, spans: Sequence[Span]) -> np.ndarray | None:
+    def _weights_of(self, spans: Sequence[Span], unit: bool = True) -> np.ndarray | None:
         if not self.weighted:
             return None
+        if not spans:
+            return np.zeros(0)
         given = [self.source.read_weights(*span) for span in spans] if self.source.has_weights else []
         own = np.concatenate([np.zeros(0), *(part for part in given if part is not None)]) if given else None
-        return self.source.learning_weights(own, lambda: _labels(self.source.read_labels(*span) for span in spans))
+        labels = lambda: _labels(self.source.read_labels(*span) for span in spans)  # noqa: E731
+        return self.source.learning_weights(own, labels, unit)
 
     def _scaled(self, X: Any) -> Any:
         if self.columns:

@@ -46,7 +46,7 @@ from kme_dist.core.spectral import (
     spectral_objective,
 )
 from kme_dist.core.spectral import losses as losses_of
-from kme_dist.core.weights import total_weight
+from kme_dist.core.weights import positive_rows, total_weight
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.scaling import Scaling
@@ -63,8 +63,18 @@ from kme_dist.models.base import (
     scaling_arrays,
     stored_scaling,
 )
-from kme_dist.models.classifier import Classifier
-from kme_dist.models.settings import RandomState, Rule, integer, jobs, non_negative, one_of, positive, seed
+from kme_dist.models.classifier import Classifier, sample_weights
+from kme_dist.models.settings import (
+    RandomState,
+    Rule,
+    class_weights,
+    integer,
+    jobs,
+    non_negative,
+    one_of,
+    positive,
+    seed,
+)
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import describe_map, start_of, with_parameters
@@ -323,7 +333,7 @@ class ASKLClassifier(Classifier, _ASKL):
     loss : {"hinge", "cross_entropy", "squared"}; the paper uses hinge; probabilities require cross entropy.
     weight_penalty, feature_penalty : λ₁ and λ₂.
     batch_size, batches_per_step, epochs, learning_rate, schedule, optimizer : stochastic learning.
-    scaling, backend, dtype, client, random_state, n_jobs : as in `CENClassifier`.
+    scaling, backend, dtype, client, random_state, n_jobs, class_weight : as in `CENClassifier`.
 
     Attributes
     ----------
@@ -331,6 +341,7 @@ class ASKLClassifier(Classifier, _ASKL):
     """
 
     _BATCHED: ClassVar[bool] = True
+    _RULES: ClassVar[Mapping[str, Rule]] = {**_ASKL._RULES, "class_weight": class_weights()}
 
     def __init__(
         self,
@@ -353,6 +364,7 @@ class ASKLClassifier(Classifier, _ASKL):
         client: Any = None,
         random_state: RandomState = 0,
         n_jobs: int | None = None,
+        class_weight: Any = None,
     ) -> None:
         super().__init__(
             variant=variant,
@@ -375,23 +387,26 @@ class ASKLClassifier(Classifier, _ASKL):
             n_jobs=n_jobs,
         )
         self.loss = loss
+        self.class_weight = class_weight
 
     @on_workers
     def fit(
         self,
         X: Any,
         y: Any = None,
+        sample_weight: Any = None,
         callback: Callable[[Record], None] | None = None,
         checkpoints: str | Path | Checkpoints | None = None,
     ) -> Self:
         """Learn frequencies and weights from a table and its labels, or from an open `Dataset`.
 
-        `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
-        after an interruption.
+        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row. `callback`
+        receives the record of every step; `checkpoints` is a folder to save to and to resume from after an
+        interruption.
         """
         self._begin_fit()
         with contextlib.ExitStack() as stack:
-            data, _ = self._labelled_rows(X, y, stack)
+            data, _ = self._labelled_rows(X, y, stack, sample_weight)
             self.classes_ = np.asarray(data.classes)
             self._learn(self._source(data), len(self.classes_), len(self.classes_), callback, checkpoints)
         return self
@@ -457,25 +472,30 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         self,
         X: Any,
         y: Any = None,
+        sample_weight: Any = None,
         callback: Callable[[Record], None] | None = None,
         checkpoints: str | Path | Checkpoints | None = None,
     ) -> Self:
         """Learn frequencies and weights from a table and numeric targets, or from an open `Dataset`.
 
-        `callback` receives the record of every step; `checkpoints` is a folder to save to and to resume from
-        after an interruption.
+        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row. `callback`
+        receives the record of every step; `checkpoints` is a folder to save to and to resume from after an
+        interruption.
         """
         self._begin_fit()
         with contextlib.ExitStack() as stack:
             data: RowSource
             if isinstance(X, Dataset):
-                if X.classes is not None or X.y is None or y is not None:
-                    raise DataError(f"{X.path}: fit(dataset) requires a data set with numeric targets, and no y")
+                if X.classes is not None or X.y is None or y is not None or sample_weight is not None:
+                    raise DataError(
+                        f"{X.path}: fit(dataset) requires a data set with numeric targets, no y and no sample_weight"
+                    )
                 self._record_names(X.feature_names)
                 data = X
             else:
                 X, y = self._fit_rows(X, y, y_numeric=True)
-                data = ArrayRows(X, np.asarray(y, np.float64))
+                X, y, weights = positive_rows(X, np.asarray(y, np.float64), sample_weights(sample_weight, X))
+                data = ArrayRows(X, y, weights=weights)
                 share(data, self._client, stack)
             found = data.target_statistics
             self.target_ = _centre_and_width(float(found.mean[0]), float(found.variance[0]))

@@ -316,6 +316,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         chosen = {name: value for name, value in self.get_params(deep=False).items() if name not in self._IN_FACTS}
         if "random_state" in chosen and not isinstance(chosen["random_state"], int | np.integer):
             chosen["random_state"] = getattr(self, "seed_", None)  # so that a loaded model can be fitted again
+        if isinstance(chosen.get("class_weight"), Mapping):  # labels may be numbers, keys of JSON are texts
+            chosen["class_weight"] = [list(pair) for pair in chosen["class_weight"].items()]
         return {name: _to_json(value) for name, value in chosen.items()}
 
     @classmethod
@@ -324,6 +326,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         for name in _KERNELS:
             if isinstance(settings.get(name), Mapping):
                 settings[name] = from_config(settings[name], own=own)
+        if isinstance(settings.get("class_weight"), list):
+            settings["class_weight"] = {label: weight for label, weight in settings["class_weight"]}
         model = cls(**settings)
         model._unpack(arrays, found, own)
         model._restore_columns(found)

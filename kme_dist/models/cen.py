@@ -47,7 +47,17 @@ from kme_dist.models.base import (
     stored_scaling,
 )
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import RandomState, Rule, below_one, integer, jobs, one_of, positive, seed
+from kme_dist.models.settings import (
+    RandomState,
+    Rule,
+    below_one,
+    class_weights,
+    integer,
+    jobs,
+    one_of,
+    positive,
+    seed,
+)
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.fit import Fit, fit_on_dataset
@@ -85,6 +95,8 @@ class CENClassifier(EmbeddingClassifier):
     steps, learning_rate, schedule, optimizer : "constant" (as published) or "cosine" decay of the rate.
     average : keep the mean of the parameters over about 1/(1 - average) steps; 0 keeps the last ones.
     scaling, backend, dtype, random_state, verbose, probability_floor, n_jobs : as in `MCEClassifier`.
+    class_weight : None, "balanced" (all classes have the same total weight), or a mapping of labels to numbers >= 0
+        (1 for labels not in it); multiplied with the weights of rows.
     client : a dask.distributed.Client. Workers read the rows of a stored data set, or a shared copy of rows in memory.
     compare_softmax : if `fit` gets `watch`, the same network is also learned with a softmax layer, from the same start
         with the same batches, rate and dropout; its curve is `softmax_curve_`. Doubles the time.
@@ -97,6 +109,7 @@ class CENClassifier(EmbeddingClassifier):
 
     _FITTED: ClassVar[str] = "features_"
     _RULES: ClassVar[Mapping[str, Rule]] = {
+        "class_weight": class_weights(),
         "dropout": below_one(),
         "average": below_one(),
         "regularization": positive(),
@@ -145,6 +158,7 @@ class CENClassifier(EmbeddingClassifier):
         loss: str = "log",
         average: float = 0.0,
         n_jobs: int | None = None,
+        class_weight: Any = None,
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -175,6 +189,7 @@ class CENClassifier(EmbeddingClassifier):
         self.loss = loss
         self.average = average
         self.n_jobs = n_jobs
+        self.class_weight = class_weight
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -183,16 +198,18 @@ class CENClassifier(EmbeddingClassifier):
         self,
         X: Any,
         y: Any = None,
+        sample_weight: Any = None,
         callback: Callable[[Record], None] | None = None,
         watch: tuple[Any, Any] | None = None,
         checkpoints: str | Path | Checkpoints | None = None,
     ) -> Self:
         """Learn the features and λ, then solve for the weights on all rows.
 
-        X is a table with y its labels, or an open `Dataset`. `callback` receives the record of every step. `watch` is a
-        pair of rows and labels: after every epoch W is solved on all training rows and evaluated on them, see `curve_`.
-        `checkpoints` is a folder to save to while learning; after an interruption the same call resumes from there, to
-        the same bits. Checkpoints of other settings or rows are refused.
+        X is a table with y its labels, or an open `Dataset`. `sample_weight` has a number >= 0 for each row: weight 2
+        counts as the row twice, 0 as no row (see `MCEClassifier.fit`). `callback` receives the record of every step.
+        `watch` is a pair of rows and labels: after every epoch W is solved on all training rows and evaluated on them,
+        see `curve_`. `checkpoints` is a folder to save to while learning; after an interruption the same call resumes
+        from there, to the same bits. Checkpoints of other settings or rows are refused.
         """
         self._begin_fit()
         account, saved = Account(self.verbose, type(self).__name__), as_checkpoints(checkpoints)
@@ -203,7 +220,7 @@ class CENClassifier(EmbeddingClassifier):
                 callback(record)
 
         with contextlib.ExitStack() as stack:
-            data, _ = self._labelled_rows(X, y, stack)
+            data, _ = self._labelled_rows(X, y, stack, sample_weight)
             rows = data.split_rows(data.training_split())
             account.begin(
                 f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"

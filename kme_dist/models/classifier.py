@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_sample_weight
 
 from kme_dist.backend import blas_threads, to_host
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, expectation
 from kme_dist.core.importance import exchange_relevance, sample_rows, shares
 from kme_dist.core.kernels import Kernel
+from kme_dist.core.weights import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import RowsRef
@@ -28,29 +30,59 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts
 from kme_dist.run.sharing import share
 
+Source = TypeVar("Source", bound=RowSource)
+
 
 class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """Base of all classifiers of rows."""
 
     classes_: np.ndarray
+    class_weight: Any = None
 
     # --- fitting ---------------------------------------------------------------------------------
 
-    def _labelled_rows(self, X: Any, y: Any, stack: contextlib.ExitStack) -> tuple[RowSource, str | None]:
-        """Rows with class codes, from a table and y or from a data set; and the folder from which local workers read
-        rows in memory (until `stack` closes)."""
+    def _labelled_rows(
+        self, X: Any, y: Any, stack: contextlib.ExitStack, sample_weight: Any = None
+    ) -> tuple[RowSource, str | None]:
+        """Rows with class codes and weights, from a table and y or from a data set; and the folder from which local
+        workers read rows in memory (until `stack` closes)."""
         if isinstance(X, Dataset):
+            if sample_weight is not None:
+                raise DataError(
+                    f"{X.path}: a data set has its own weights; ingest it with the column named by `weight`"
+                )
             if y is not None:
                 raise DataError(f"{X.path} has its own labels; call fit(dataset) without y")
             if X.classes is None:
                 raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
             _check_classes(X.classes)
             self._record_names(X.feature_names)
-            return X, None
+            return self._class_weighted(X), None
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
+        X, y, weights = positive_rows(X, y, sample_weights(in_memory(sample_weight), X))
         classes, codes = classes_of(y)
-        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None))
+        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None), weights)
+        data = self._class_weighted(data)
         return data, share(data, self._client, stack)
+
+    def _class_weighted(self, data: Source) -> Source:
+        """The rows, with weights multiplied by those of `class_weight`."""
+        if self.class_weight is None:
+            return data
+        if isinstance(self.class_weight, str):  # "balanced": all classes have the same total weight
+            totals = data.weight_totals(data.training_split())[:, 0]
+            present = totals > 0
+            factors = np.where(present, totals.sum() / (present.sum() * np.where(present, totals, 1.0)), 1.0)
+        else:
+            classes = np.asarray(data.classes)
+            unknown = [label for label in self.class_weight if label not in classes.tolist()]
+            if unknown:
+                raise DataError(
+                    f"class_weight has the label {unknown[0]!r}, which no row has; the labels are "
+                    f"{', '.join(map(repr, classes.tolist()[:12]))}"
+                )
+            factors = np.array([self.class_weight.get(label, 1.0) for label in classes.tolist()], np.float64)
+        return data.with_class_factors(factors.tolist())
 
     # --- predicting ------------------------------------------------------------------------------
 
@@ -247,6 +279,13 @@ class EmbeddingClassifier(Classifier):
         self.sample_ = None  # of models of older versions
         if "sample/rows" in arrays:
             self.sample_ = np.asarray(arrays["sample/rows"]), np.asarray(arrays["sample/labels"])
+
+
+def sample_weights(given: Any, X: Any) -> np.ndarray | None:
+    """Weights as scikit-learn accepts them (a list, a series, one number for all rows); None stays None."""
+    if given is None:
+        return None
+    return checked_weights(_check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=False), len(X))
 
 
 def in_memory(part: Any) -> Any:

@@ -44,11 +44,12 @@ from kme_dist.models.base import (
     scaling_arrays,
     stored_scaling,
 )
-from kme_dist.models.classifier import EmbeddingClassifier
+from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
 from kme_dist.models.settings import (
     RandomState,
     Rule,
     below_one,
+    class_weights,
     integer,
     jobs,
     one_of,
@@ -95,6 +96,8 @@ class MCEClassifier(EmbeddingClassifier):
     calibration : {"none", "temperature", "isotonic"}
         A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see also
         `calibrate`. Labels do not depend on it.
+    class_weight : None, "balanced" (all classes have the same total weight), or a mapping of labels to numbers >= 0
+        (1 for labels not in it); multiplied with the weights of rows.
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
         linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
         the number of random features of the learned kernel.
@@ -124,6 +127,7 @@ class MCEClassifier(EmbeddingClassifier):
 
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "calibration": one_of(*KINDS),
+        "class_weight": class_weights(),
         "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
         "dtype": one_of(*DTYPES),
         "steps": integer(0),
@@ -167,6 +171,7 @@ class MCEClassifier(EmbeddingClassifier):
         n_iter_no_change: int | None = None,
         warm_start: bool = False,
         n_jobs: int | None = None,
+        class_weight: Any = None,
     ) -> None:
         self.kernel = kernel
         self.objective = objective
@@ -193,15 +198,28 @@ class MCEClassifier(EmbeddingClassifier):
         self.n_iter_no_change = n_iter_no_change
         self.warm_start = warm_start
         self.n_jobs = n_jobs
+        self.class_weight = class_weight
 
     # --- fitting ---------------------------------------------------------------------------------
 
     @on_workers
-    def fit(self, X: Any, y: Any = None, callback: Callable[[Record], None] | None = None) -> Self:
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        callback: Callable[[Record], None] | None = None,
+    ) -> Self:
         """Learn the kernel and λ, then solve for the embedding on all rows.
 
         X is a table of numbers with y its labels, or an open `Dataset` (its "train" split if it has one), which
-        has its own labels. `callback` receives the record of every learning step (see `history_`).
+        has its own labels and weights. `callback` receives the record of every learning step (see `history_`).
+
+        `sample_weight` has a number >= 0 for each row. A row of weight 2 counts as the row twice, a row of weight 0 as
+        no row. The exceptions are leave-one-out (`refit_regularization`, objective "loo", "auto"), which leaves out a
+        row of weight 2 as a whole but only one of two equal rows, and what is drawn row by row: batches, samples,
+        centres, halves. Only ratios of weights matter to the fit; a risk that is summed (`risk="sum"`) counts them as
+        numbers of rows, so weights below 1 on average are multiplied to be 1 on average.
 
         The result has the same bits in this process and with a `client`.
         """
@@ -210,7 +228,7 @@ class MCEClassifier(EmbeddingClassifier):
         if self.warm_start:
             self._check_same_width(X)
         with contextlib.ExitStack() as stack:
-            data, folder = self._labelled_rows(X, y, stack)
+            data, folder = self._labelled_rows(X, y, stack, sample_weight)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
             recipe, rows = self.recipe(data), data.split_rows(data.training_split())
             account = Account(self.verbose, type(self).__name__, lambda name: recipe.settings(name, rows).patience)
@@ -372,7 +390,7 @@ class MCEClassifier(EmbeddingClassifier):
 
     # --- refining --------------------------------------------------------------------------------
 
-    def calibrate(self, X: Any, y: Any, method: str = "temperature") -> Self:
+    def calibrate(self, X: Any, y: Any, method: str = "temperature", sample_weight: Any = None) -> Self:
         """Fit the calibration to held-out rows: "temperature", "isotonic", or "none" to undo it."""
         codes = np.searchsorted(self.classes_, y)
         known = codes < len(self.classes_)
@@ -380,7 +398,8 @@ class MCEClassifier(EmbeddingClassifier):
         if not known.all():
             raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is not one of the model's classes")
         p = mce.clip_normalise(self.decision_probabilities(X), self.probability_floor_)
-        self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_)
+        weights = sample_weights(sample_weight, p)
+        self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_, weights)
         return self
 
     def _leave_one_out_calibration(

@@ -8,7 +8,7 @@ A rule is a predicate and the error message for values that fail it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,18 @@ def truth_or(*known: str) -> Rule:
         lambda value: isinstance(value, bool | np.bool_) or (isinstance(value, str) and value in known),
         f": must be True, False or {words}",
     )
+
+
+def class_weights() -> Rule:
+    """None, "balanced", or a mapping of labels to numbers >= 0."""
+
+    def is_valid(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            numbers = [isinstance(v, int | float | np.number) and 0 <= v < math.inf for v in value.values()]
+            return bool(numbers) and all(numbers)
+        return value is None or (isinstance(value, str) and value == "balanced")
+
+    return Rule(is_valid, ": must be None, 'balanced', or a mapping of labels to numbers >= 0")
 
 
 def _number(kinds: Any, within: Callable[[Any], bool], wanted: str, optional: bool) -> Rule:

@@ -77,8 +77,9 @@ def tally_rows(predictions: str, rows: RowsRef, codes: tuple[int, ...], start: i
     """On a worker: rows [start, stop) of the predictions, whose labels are those of `rows`."""
     found = open_predictions(predictions)
     y = np.asarray(codes)[rows.read_labels(0, rows.count)]
+    weights = rows.weights(unit=False)
     labels = found.read("label", start, stop) if "label" in found.names else None
     if "probability" in found.names:
-        return Tally.of(y, found.read("probability", start, stop), labels)
+        return Tally.of(y, found.read("probability", start, stop), labels, weights)
     assert labels is not None
-    return Tally.of_labels(y, labels, len(found.classes))
+    return Tally.of_labels(y, labels, len(found.classes), weights)

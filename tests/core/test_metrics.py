@@ -41,6 +41,23 @@ def test_figures_are_those_of_scikit_learn():
         assert (row["precision"], row["recall"], row["f1"]) == pytest.approx((precision[c], recall[c], f1[c]))
 
 
+def test_weighted_figures_are_those_of_scikit_learn_and_add_up():
+    codes, p = judged()
+    w = np.random.default_rng(3).uniform(0, 4, len(codes))
+    guess = p.argmax(axis=1)
+    whole = Tally.of(codes, p, weights=w)
+    halves = Tally.of(codes[:150], p[:150], weights=w[:150]) + Tally.of(codes[150:], p[150:], weights=w[150:])
+    for tally in (whole, halves):
+        found = tally.metrics(NAMES)
+        assert found["weight"] == pytest.approx(w.sum())
+        assert found["weighted_accuracy"] == pytest.approx(reference.accuracy_score(codes, guess, sample_weight=w))
+        assert found["weighted_log_loss"] == pytest.approx(reference.log_loss(codes, p, sample_weight=w))
+        assert found["accuracy"] == pytest.approx(reference.accuracy_score(codes, guess))
+    only = Tally.of_labels(codes, guess, M, w).metrics(NAMES)
+    assert only["weighted_accuracy"] == pytest.approx(reference.accuracy_score(codes, guess, sample_weight=w))
+    assert "weighted_accuracy" not in Tally.of(codes, p).metrics(NAMES)
+
+
 def test_calibration_error_is_the_gap_in_bins_of_confidence():
     codes, p = judged()
     confidence, right = p.max(axis=1), p.argmax(axis=1) == codes

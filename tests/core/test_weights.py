@@ -239,6 +239,22 @@ def test_sums_and_their_system_with_integer_weights_are_those_of_repeated_rows(d
         close(new @ first, new @ second, 1e-6)  # G squares the condition number
 
 
+def test_leave_one_out_of_a_system_of_sums_is_a_refit_without_the_row():
+    X, y, w = vectors(30), labels(30), uneven(30)
+    basis = Centres(KERNELS["gaussian"], X[::3])
+    sums, lam = sum_rows(basis, X, y, OneHot(M), weights=w), 0.01
+    Z, Y, metric = basis.rows(X), one_hot(y, M, X), basis.metric()
+    loss, leverage = System(sums.G, sums.B, metric, sums.weight, 0.0).leave_one_out(lam, Z, Y, 0.01, w)
+    P = np.empty_like(Y)
+    A = (Z.T * w) @ Z + w.sum() * lam * metric
+    for i in range(30):
+        rest = np.arange(30) != i
+        A_i = A - w[i] * np.outer(Z[i], Z[i])
+        P[i] = Z[i] @ np.linalg.solve(A_i, (Z[rest].T * w[rest]) @ Y[rest])
+    close(loss, log_loss(Y, P, 0.01, w), 1e-6)  # G squares the condition number
+    close(leverage, np.sum(w * np.einsum("ij,ji->i", Z, np.linalg.solve(A, Z.T))), 1e-6)
+
+
 def test_leave_one_out_decisions_with_every_row_a_centre_are_those_of_the_exact_fit():
     X, y, w, kernel = vectors(N), labels(N), uneven(), Gaussian(length_scale=0.5)
     Y = one_hot(y, M, X)

@@ -18,7 +18,15 @@ from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
 SMALL = {"features": 100, "batch_size": 32, "epochs": 8, "learning_rate": 0.03}
 
 
-@parametrize_with_checks([ASKLClassifier(**SMALL), ASKLRegressor(**SMALL)])
+BY_NATURE = {
+    "check_sample_weight_equivalence_on_dense_data": "exact in double precision only; see test_sample_weight.py"
+}
+
+
+@parametrize_with_checks(
+    [ASKLClassifier(**SMALL), ASKLRegressor(**SMALL)],
+    expected_failed_checks=lambda model: BY_NATURE if isinstance(model, ASKLClassifier) else {},
+)
 def test_scikit_learn_common_checks(estimator, check):
     check(estimator)
 

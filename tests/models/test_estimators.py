@@ -24,7 +24,12 @@ from kme_dist.core.kernels import Gaussian, Linear, Matern
 STEPS = 15
 
 
-@parametrize_with_checks([MCEClassifier(steps=STEPS)])
+BY_NATURE = {
+    "check_sample_weight_equivalence_on_dense_data": "leave-one-out and halves are by row; see test_sample_weight.py"
+}
+
+
+@parametrize_with_checks([MCEClassifier(steps=STEPS)], expected_failed_checks=lambda _: BY_NATURE)
 def test_scikit_learn_common_checks(estimator, check):
     check(estimator)
 

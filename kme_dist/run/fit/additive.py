@@ -109,7 +109,7 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
     for start, stop in spans:
         X, y = rows.read(start, stop)
         key = chunk_key(rows, start, stop)
-        w = rows.weights(start, stop)
+        w = rows.weights(start, stop, unit=False)
         if w is not None and not w.all():  # rows of weight 0 are neither counted nor sampled
             X, y, w = X[w > 0], y[w > 0], w[w > 0]
         accumulator.add(to_device(X, device), y, w)
@@ -158,8 +158,8 @@ class FitStatistics:
 
     @property
     def weight(self) -> float:
-        """The sum of the weights; without weights the number of rows."""
-        return sum(part.sums.weight for part in self.parts)
+        """The sum of the weights, but not less than the number of rows; without weights the number of rows."""
+        return max(sum(part.sums.weight for part in self.parts), self.rows)
 
     @property
     def ledger(self) -> Counter[str]:

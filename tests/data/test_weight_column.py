@@ -6,7 +6,10 @@ import json
 import pickle
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from distributed import Client, LocalCluster
 
 from kme_dist.data.append import append
 from kme_dist.data.arrays import ArrayRows
@@ -245,3 +248,34 @@ def test_factors_of_classes_multiply_the_weights(source, tmp_path):
     np.testing.assert_array_equal(plain.weights(), np.where(y == 0, 3.0, 1.0))
     with pytest.raises(DataError, match="all weights are 0"):
         RowsRef.of(ArrayRows(X, y, range(3), weights=0 * w)).weights()
+
+
+def test_factors_of_classes_leave_the_original_alone(source, tmp_path):
+    data = stored(source, tmp_path)
+    before = RowsRef.of(pickle.loads(pickle.dumps(data))).weights()
+    other = data.with_class_factors((2.0, 1.0, 1.0))
+    assert data.class_factors is None
+    assert pickle.loads(pickle.dumps(data)).class_factors is None
+    assert pickle.loads(pickle.dumps(other)).class_factors == (2.0, 1.0, 1.0)
+    np.testing.assert_array_equal(RowsRef.of(pickle.loads(pickle.dumps(data))).weights(), before)
+
+
+def test_no_rows_have_no_weights(source, tmp_path):
+    data = stored(source, tmp_path)
+    for rows in (RowsRef.of(data), RowsRef.of(data.with_class_factors((1.0, 2.0, 3.0)))):
+        assert rows.weights(5, 5).shape == (0,)
+
+
+def test_workers_store_the_same_weights(tmp_path):
+    X, y, w = table(9000)
+    frame = pa.table({"a": X[:, 0], "b": X[:, 1], "kind": y, "importance": w})
+    pq.write_table(frame, tmp_path / "rows.parquet", row_group_size=1000)
+    options = {"label": "kind", "weight": "importance", "chunk_bytes": 16 << 10, "shard_bytes": 32 << 10}
+    alone = ingest(tmp_path / "rows.parquet", tmp_path / "alone.zarr", **options)
+    workers = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**workers) as cluster, Client(cluster) as client:
+        spread = ingest(tmp_path / "rows.parquet", tmp_path / "spread.zarr", client=client, **options)
+    assert len(alone.attributes["digests"]["weight"]) > 1
+    assert spread.attributes["digests"] == alone.attributes["digests"]
+    np.testing.assert_array_equal(spread.weight_totals(), alone.weight_totals())
+    np.testing.assert_array_equal(spread.weights(), w)

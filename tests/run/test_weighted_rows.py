@@ -17,6 +17,9 @@ from kme_dist.data.scaling import Scaling
 from kme_dist.models.askl import SpectralLearner
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import FitStatistics, add_rows, fit_on_dataset, gather, refit, remove_rows
+from kme_dist.run.fit.panels import make_panels
+from kme_dist.run.fit.pcg import Preconditioner
+from kme_dist.run.fit.problem import Problem
 from kme_dist.run.full import full_gradient
 from kme_dist.run.learn import Batches, learn, learn_on_dataset
 from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, log_parameters, start_of
@@ -101,6 +104,20 @@ def test_the_exact_solvers_agree_and_leave_no_residual():
     A = KERNEL.gram(fits[0].scaling.apply(X, "float64")) + np.diag(w.sum() * fits[0].regularization / w)
     V = np.linalg.solve(A, np.eye(M)[y])
     np.testing.assert_allclose(fits[0].embedding.weights, V, rtol=1e-6, atol=1e-9)
+
+
+def test_the_preconditioner_is_that_of_the_weighted_matrix():
+    X, y, w, _ = table()
+    w[::6] = 0
+    rows = RowsRef.of(in_memory(X, y, w), scaling="standard", dtype="float64", classes=True)
+    problem = Problem(rows, KERNEL, SERIAL, Scratch.at(None), 1 << 30, tile_rows=90)
+    panels = make_panels(problem, "float64")
+    found = Preconditioner.build(panels, problem, rank=60)
+    F = np.concatenate([np.asarray(panels.scratch.load(f"F-{i}")) for i in range(len(panels.blocks))])
+    K = KERNEL.gram(rows.read()[0]) * np.sqrt(np.outer(w, w))
+    assert found.unexplained == pytest.approx(np.trace(K - F @ F.T) / np.trace(K), rel=1e-6)
+    assert found.unexplained < 0.2
+    assert np.linalg.eigvalsh(K - F @ F.T).min() > -1e-9, "what is left of the matrix is still positive"
 
 
 # --- additive models ---------------------------------------------------------------------------------
@@ -214,7 +231,7 @@ def test_full_gradients_with_integer_weights_are_those_of_repeated_rows():
     one, two = (
         full_gradient(s, network(), 0.01, executor=SERIAL, scaling="standard", spans=spans)
         for s, spans in (
-            (in_memory(X, y, counts), ((0, 100), (100, N))),
+            (in_memory(X, y, counts), ((0, 100), (100, 100), (100, N))),
             (in_memory(np.repeat(X, counts, axis=0), np.repeat(y, counts)), None),
         )
     )

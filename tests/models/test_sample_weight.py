@@ -1,0 +1,222 @@
+"""Weights in the estimators: `sample_weight`, `class_weight`, a stored column of weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+from sklearn.datasets import load_iris
+from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_dense_data
+
+import kme_dist as kme
+from kme_dist import ASKLClassifier, ASKLRegressor, CENClassifier, MCEClassifier
+from kme_dist.data.ingest import Table
+from kme_dist.errors import ConfigError, DataError
+
+DOUBLE = {"dtype": "float64"}
+GIVEN = {"objective": "rcb", "refit_regularization": False, **DOUBLE}
+ESTIMATORS = {
+    "mce": MCEClassifier(steps=15, **GIVEN),
+    "mce, balanced": MCEClassifier(steps=15, class_weight="balanced", **GIVEN),
+    "mce, empirical risk, mean": MCEClassifier(
+        steps=15, risk="mean", scaling="standard", **{**GIVEN, "objective": "erm"}
+    ),
+    "mce, as given": MCEClassifier(steps=0, regularization=1e-3, **GIVEN),
+    "mce, tiled": MCEClassifier(steps=0, regularization=1e-2, solver="tiled", **GIVEN),
+    "mce, linear": MCEClassifier(kernel="linear", steps=5, **GIVEN),
+    "cen": CENClassifier(hidden=(16,), regularization=1e-3, steps=20, **DOUBLE),
+    "cen, kernel head": CENClassifier(hidden=(8,), head="gaussian", steps=15, **DOUBLE),
+    "askl": ASKLClassifier(features=60, epochs=8, batch_size=1000, **DOUBLE),
+    "askl, regression": ASKLRegressor(features=60, epochs=8, batch_size=1000, **DOUBLE),
+}
+CLASSIFIERS = {name: model for name, model in ESTIMATORS.items() if "regression" not in name}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    X, y = load_iris(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(X))
+    return X[order], np.array(["red", "green", "blue"])[y[order]]
+
+
+@pytest.fixture(scope="module")
+def weights(rows):
+    return np.random.default_rng(1).uniform(0.2, 5.0, len(rows[0]))
+
+
+def clone(model, **settings):
+    return type(model)(**{**model.get_params(), **settings})
+
+
+def outputs(model, X):
+    return model.decision_function(X).tobytes(), model.predict(X).tolist()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_weights_are_repeated_and_removed_rows_as_scikit_learn_checks_it(name):
+    model = ESTIMATORS[name]
+    check_sample_weight_equivalence_on_dense_data(type(model).__name__, model)
+
+
+@pytest.mark.parametrize("calibration", ["temperature", "isotonic"])
+def test_a_whole_model_with_integer_weights_is_that_of_repeated_rows(calibration, rows):
+    X, y = rows
+    counts = np.resize([1, 3, 2], len(X))
+    model = MCEClassifier(steps=6, batch_size=1000, **GIVEN)
+    one, two = (
+        clone(model).fit(X, y, sample_weight=counts),
+        clone(model).fit(np.repeat(X, counts, axis=0), np.repeat(y, counts)),
+    )
+    np.testing.assert_allclose(one.kernel_.length_scale, two.kernel_.length_scale, rtol=1e-6)
+    assert one.regularization_ == pytest.approx(two.regularization_, rel=1e-6)
+    assert one.probability_floor_ == pytest.approx(two.probability_floor_, rel=1e-12)
+    assert one.bound_ == pytest.approx(two.bound_, rel=1e-6)
+    for a, b in zip(one.history_, two.history_, strict=True):
+        assert a["accuracy"] == pytest.approx(b["accuracy"])
+    np.testing.assert_allclose(one.predict_proba(X), two.predict_proba(X), atol=1e-6)
+    one.calibrate(X, y, calibration, sample_weight=counts)
+    two.calibrate(np.repeat(X, counts, axis=0), np.repeat(y, counts), calibration)
+    np.testing.assert_allclose(one.predict_proba(X), two.predict_proba(X), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_stored_column_of_weights_is_sample_weight_to_the_bit(name, rows, weights, tmp_path):
+    X, y = rows
+    names, codes = np.unique(y, return_inverse=True)
+    table = Table(X, codes, [f"x{i}" for i in range(4)], names.tolist(), weights=weights)
+    data = kme.ingest(table, tmp_path / "rows.zarr", task="classification", dtype="float64")
+    model = CLASSIFIERS[name]
+    assert outputs(clone(model).fit(data), X) == outputs(clone(model).fit(X, y, weights), X)
+    assert outputs(clone(model).fit(data), X) != outputs(clone(model).fit(X, y), X), "the weights count"
+    with pytest.raises(DataError, match="its own weights"):
+        clone(model).fit(data, sample_weight=weights)
+
+
+@pytest.fixture(scope="module")
+def client():
+    workers = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**workers) as cluster, Client(cluster) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", [*CLASSIFIERS, "default"])
+def test_weights_give_the_same_bits_with_a_client(name, rows, weights, client):
+    X, y = rows
+    default = MCEClassifier(steps=8, class_weight={"red": 2.0}, calibration="temperature")
+    model = default if name == "default" else CLASSIFIERS[name]
+    alone = clone(model).fit(X, y, weights / 50)
+    assert outputs(clone(model, client=client).fit(X, y, weights / 50), X) == outputs(alone, X)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_model_with_weights_comes_back_from_disk(name, rows, weights, tmp_path):
+    X, y = rows
+    model = clone(CLASSIFIERS[name], class_weight={"red": 2.0, "blue": 0.5}).fit(X, y, weights)
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    assert outputs(again, X) == outputs(model, X)
+    assert again.class_weight == {"red": 2.0, "blue": 0.5}
+
+
+def test_numeric_labels_of_class_weight_come_back_as_numbers(tmp_path):
+    X, y = load_iris(return_X_y=True)
+    model = MCEClassifier(steps=0, class_weight={0: 3.0, 2: 0.5}).fit(X, y)
+    model.save(tmp_path / "model.zarr")
+    assert kme.load(tmp_path / "model.zarr").class_weight == {0: 3.0, 2: 0.5}
+
+
+# --- class_weight ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mce", "mce, as given", "cen", "askl"])
+def test_class_weight_multiplies_sample_weight(name, rows, weights):
+    X, y = rows
+    model = clone(CLASSIFIERS[name], scaling="unit")  # moments are those of `sample_weight` alone
+    factors = {"red": 3.0, "green": 1.5, "blue": 1.0}
+    one = clone(model, class_weight=factors).fit(X, y, weights)
+    two = clone(model).fit(X, y, weights * [factors[label] for label in y])
+    np.testing.assert_allclose(one.decision_function(X), two.decision_function(X), rtol=1e-6, atol=1e-7)
+
+
+def test_balanced_classes_are_as_important_as_each_other(rows, tmp_path):
+    X, y = rows
+    kept = (y != "red") | (np.arange(len(y)) % 7 == 0)
+    X, y = X[kept], y[kept]
+    names, counts = np.unique(y, return_counts=True)
+    factors = dict(zip(names.tolist(), len(y) / (3 * counts), strict=True))
+    model = MCEClassifier(steps=10, **GIVEN)
+    balanced = clone(model, class_weight="balanced").fit(X, y)
+    np.testing.assert_allclose(
+        balanced.decision_function(X), clone(model, class_weight=factors).fit(X, y).decision_function(X), atol=1e-9
+    )
+    data = kme.ingest((X, y), tmp_path / "rows.zarr", dtype="float64")
+    assert outputs(clone(model, class_weight="balanced").fit(data), X) == outputs(balanced, X)
+    heavier = clone(model, class_weight={"red": 20.0}).fit(X, y)
+    rare = y == "red"
+    assert heavier.predict_proba(X)[rare, 2].mean() > clone(model).fit(X, y).predict_proba(X)[rare, 2].mean()
+
+
+def test_the_unit_of_the_weights_does_not_matter_below_one(rows, weights):
+    """Weights that sum to 1 are not one row."""
+    X, y = rows
+    model = MCEClassifier(steps=8, dtype="float64")
+    one, two = (clone(model).fit(X, y, w) for w in (weights / weights.mean(), weights / weights.sum()))
+    assert one.probability_floor_ == pytest.approx(two.probability_floor_) == pytest.approx(1 / 153)
+    np.testing.assert_allclose(one.predict_proba(X), two.predict_proba(X), atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["auto", "rcb", "validation", "loo", "erm", "cv", "median"])
+def test_every_objective_learns_with_weights(objective, rows, weights):
+    X, y = rows
+    clf = MCEClassifier(objective=objective, steps=10, batch_size=60).fit(X, y, weights)
+    assert clf.score(X, y, weights) > 0.9
+    kept = np.arange(len(y)) % 3 > 0
+    one, two = clone(clf).fit(X, y, weights * kept), clone(clf).fit(X[kept], y[kept], weights[kept])
+    assert outputs(one, X) == outputs(two, X), "weight 0 is no row"
+
+
+def test_weights_choose_between_contradictory_rows():
+    X = np.repeat(np.linspace(0, 1, 20)[:, None], 2, axis=0)
+    y = np.tile([0, 1], 20)
+    heavy = np.where((y == 1) == (X[:, 0] > 0.5), 5.0, 1.0)
+    clf = MCEClassifier(steps=30).fit(X, y, heavy)
+    assert clf.score(X, y, heavy) == pytest.approx(5 / 6)
+    assert clf.score(X, y) == pytest.approx(0.5)
+    p = clf.predict_proba([[0.9]])[0, 1]
+    assert 0.6 < p < 0.95
+
+
+# --- refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w[:-1], "shape"),
+        (lambda w: -w, "row 0 .* must be finite numbers >= 0"),
+        (lambda w: w * np.nan, "NaN"),
+        (lambda w: 0 * w, "(?i)zero|are 0"),
+    ],
+)
+@pytest.mark.parametrize("name", ["mce, as given", "cen", "askl", "askl, regression"])
+def test_impossible_weights_are_refused(name, change, words, rows, weights):
+    X, y = rows
+    with pytest.raises(ValueError, match=words):
+        clone(ESTIMATORS[name]).fit(X, X[:, 0] if "regression" in name else y, change(weights))
+
+
+def test_weights_that_leave_one_class_are_refused(rows, weights):
+    X, y = rows
+    with pytest.raises(DataError, match="only one class"):
+        MCEClassifier(steps=0).fit(X, y, np.where(y == "red", weights, 0))
+
+
+@pytest.mark.parametrize("given", ["equal", {"red": -1}, {}, 2.0])
+def test_impossible_class_weights_are_refused(given, rows):
+    with pytest.raises(ConfigError, match=r"class_weight=.*'balanced'"):
+        MCEClassifier(steps=0, class_weight=given).fit(*rows)
+
+
+def test_class_weights_of_unknown_labels_are_refused(rows):
+    with pytest.raises(DataError, match="'pink', which no row has; the labels are 'blue', 'green', 'red'"):
+        MCEClassifier(steps=0, class_weight={"pink": 1.0}).fit(*rows)
