@@ -98,13 +98,17 @@ def load_learned(run: Run) -> LearnedResult | None:
 
 
 def _candidate(stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]]) -> Candidate:
-    own = [line for line in lines if line.get("phase") == stored["name"] and line.get("start", "") == start]
-    return Candidate(stored["name"], kernels.from_config(stored["kernel"]), float(stored["regularization"]), own)
+    phase = stored.get("phase", stored["name"])
+    own = [line for line in lines if line.get("phase") == phase and line.get("start", "") == start]
+    kernel = kernels.from_config(stored["kernel"])
+    return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"))
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
     kernel = candidate.kernel.to_config()
-    return {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
+    phase = candidate.history[-1]["phase"] if candidate.history else None
+    facts = {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
+    return {**facts, "phase": phase, "loss": candidate.loss}
 
 
 def _arrays(learned: LearnedResult) -> dict[str, np.ndarray]:

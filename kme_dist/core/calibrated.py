@@ -41,7 +41,7 @@ def calibrated_objective(
     workspace: Workspace | None = None,
     weights: Any = None,
 ) -> Objective:
-    """Leave-one-out log loss of softmax(β f₋ᵢ) at the first `evaluated` rows (None: all), times the weight of the batch.
+    """Leave-one-out log loss of softmax(β f₋ᵢ) at the first `evaluated` rows (None: all), times the batch's weight.
 
     `risk="mean"` does not multiply. `gradient` has "sharpness" besides the kernel's parameters and "regularization".
     """

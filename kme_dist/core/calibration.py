@@ -1,14 +1,17 @@
 """Calibrated probabilities: from decision probabilities f to clip-normalised p̃ to calibrated p.
 
-    temperature   p_c ∝ p̃_c^(1/T)     one number T
-    isotonic      p_c ∝ m_c(p̃_c)       a non-decreasing function for each class; then, where two functions would
-                                       reverse the order of p̃ in a row, the nearest probabilities that keep it
+    temperature   p_c ∝ p̃_c^(1/T)             one number T
+    softmax       p_c ∝ p̃_c^(1/T) exp(β f_c)  two numbers; where classes overlap f is a probability by itself (β = 0),
+                                               where they are apart only the order of f tells, and how clear it is
+    isotonic      p_c ∝ m_c(p̃_c)               a non-decreasing function for each class; then, where two functions
+                                               would reverse the order of p̃ in a row, the nearest that keep it
 
-Every model computes its probabilities with `class_probabilities`. Neither map changes the order of the classes in a row
+"auto" takes the one with the lowest log loss by cross-validation over the decisions given. Every model computes its
+probabilities with `class_probabilities`. No map changes the order of the classes in a row
 (it may create ties), so no label depends on calibration, and ties at the top go to the class with the largest f: the
 label is the argmax of f and the argmax of the probabilities, in every row.
 
-Both are fitted to decisions made without the label: on held-out rows, or by `leave_one_out_decisions`, in closed form
+All are fitted to decisions made without the label: on held-out rows, or by `leave_one_out_decisions`, in closed form
 on the rows of the fit. A regression on labels is underconfident with many classes, where clipping leaves a little mass
 on each: then T is below 1. The floor under every probability also holds after the map.
 """
@@ -19,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression, minimize_scalar
+from scipy.optimize import isotonic_regression, minimize, minimize_scalar
 
 from kme_dist.backend import Array, astype, cholesky, diagonal, namespace_of, set_diagonal
 from kme_dist.core.embedding import Embedding, clip_normalise
@@ -27,9 +30,13 @@ from kme_dist.core.kernels.base import row_count
 from kme_dist.core.weights import column, total_weight
 from kme_dist.errors import ConfigError, NumericalError
 
-KINDS = ("none", "temperature", "isotonic")
+KINDS = ("none", "temperature", "isotonic", "softmax")
+_COMPARED = ("softmax", "temperature", "none", "isotonic")  # by "auto"; the first of equals is kept
+_FOLDS = 3
+_LEAST_ROWS = 20  # fewer do not tell maps apart
 _TINY = 1e-15
 _LOG_TEMPERATURES = (-3.0, 3.0)
+_POWERS = ((0.0, 5.0), (0.0, 150.0))  # limits of 1/T and β
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Calibration:
     kind: str = "none"
     temperature: float = 1.0
     floor: float = 0.0
+    sharpness: float = 0.0  # β
     knots: tuple[tuple[np.ndarray, np.ndarray], ...] = field(default=())  # isotonic: (p̃, p) for each class
 
     def __post_init__(self) -> None:
@@ -47,10 +55,17 @@ class Calibration:
 
     @classmethod
     def fit(
-        cls, kind: str, p: np.ndarray, codes: np.ndarray, floor: float = 0.0, weights: np.ndarray | None = None
+        cls, kind: str, f: np.ndarray, codes: np.ndarray, floor: float = 0.0, weights: np.ndarray | None = None
     ) -> Calibration:
-        """Fit to clip-normalised probabilities p that were computed without the labels (codes) of their rows."""
-        p = np.asarray(p, np.float64)
+        """Fit to decision (or clip-normalised) probabilities that were computed without the labels (codes) of their
+        rows; `kind` may be "auto"."""
+        f = np.asarray(f, np.float64)
+        if kind == "auto":
+            return cls._best(f, codes, floor, weights)
+        p = np.asarray(clip_normalise(f, floor))
+        if kind == "softmax":
+            power, sharpness = softmax_map(p, f, codes, weights)
+            return cls(kind, 1 / max(power, _TINY), floor, sharpness)
         if kind == "temperature":
 
             def loss(log_temperature: float) -> float:
@@ -64,16 +79,36 @@ class Calibration:
             return cls(kind, floor=floor, knots=knots)
         return cls(kind)
 
-    def apply(self, p: np.ndarray, label: np.ndarray | None = None) -> np.ndarray:
+    @classmethod
+    def _best(cls, f: np.ndarray, codes: np.ndarray, floor: float, weights: np.ndarray | None) -> Calibration:
+        """The map with the lowest log loss on rows that it was not fitted to."""
+        if len(codes) < _LEAST_ROWS:
+            return cls.fit("softmax", f, codes, floor, weights)
+        fold = np.random.default_rng(0).permutation(len(codes)) % _FOLDS
+        losses = {}
+        for kind in _COMPARED:
+            logs = np.empty(len(codes))
+            for k in range(_FOLDS):
+                held, rest = fold == k, fold != k
+                fitted = cls.fit(kind, f[rest], codes[rest], floor, None if weights is None else weights[rest])
+                p = class_probabilities(f[held], floor, fitted)
+                logs[held] = np.log(np.maximum(p[np.arange(len(p)), codes[held]], _TINY))
+            losses[kind] = -float(np.average(logs, weights=weights))
+        return cls.fit(min(_COMPARED, key=lambda kind: losses[kind]), f, codes, floor, weights)
+
+    def apply(self, p: np.ndarray, label: np.ndarray | None = None, f: np.ndarray | None = None) -> np.ndarray:
         """Calibrated probabilities: rows sum to one, dtype of p, and within a row the order of p.
 
-        `label` is the class that wins a tie for the largest p of a row; by default the first one.
+        `label` is the class that wins a tie for the largest p of a row; by default the first one. `f` are the decision
+        probabilities that p was clipped from (default: p), which "softmax" looks at.
         """
         if self.kind == "none":
             return p
         if self.kind == "temperature":
             logs = np.log(np.maximum(p, _TINY, dtype=np.float64)) / self.temperature
             q = np.exp(logs - logs.max(axis=1, keepdims=True))
+        elif self.kind == "softmax":
+            q = _softmax(1 / self.temperature, self.sharpness, p, p if f is None else f)
         else:
             q = np.stack([np.interp(p[:, c], x, y) for c, (x, y) in enumerate(self.knots)], axis=1)
             q = np.where(q.sum(axis=1, keepdims=True) > 0, q, p)
@@ -86,12 +121,19 @@ class Calibration:
     def to_plain(self) -> dict[str, Any]:
         """Numbers and lists, from which `from_plain` builds an equal map."""
         knots = [[x.tolist(), y.tolist()] for x, y in self.knots]
-        return {"kind": self.kind, "temperature": self.temperature, "floor": self.floor, "knots": knots}
+        numbers = {"temperature": self.temperature, "floor": self.floor, "sharpness": self.sharpness}
+        return {"kind": self.kind, **numbers, "knots": knots}
 
     @classmethod
     def from_plain(cls, stored: dict[str, Any]) -> Calibration:
         knots = tuple((np.array(x, np.float64), np.array(y, np.float64)) for x, y in stored["knots"])
-        return cls(str(stored["kind"]), float(stored["temperature"]), float(stored["floor"]), knots)
+        return cls(
+            str(stored["kind"]),
+            float(stored["temperature"]),
+            float(stored["floor"]),
+            float(stored.get("sharpness", 0.0)),
+            knots,
+        )
 
 
 def class_probabilities(f: np.ndarray, floor: float = 0.0, calibration: Calibration | None = None) -> np.ndarray:
@@ -99,7 +141,42 @@ def class_probabilities(f: np.ndarray, floor: float = 0.0, calibration: Calibrat
     f = np.asarray(f)
     label = f.argmax(axis=1)
     p = np.asarray(clip_normalise(f, floor))
-    return with_argmax(p if calibration is None else calibration.apply(p, label), label)
+    return with_argmax(p if calibration is None else calibration.apply(p, label, f), label)
+
+
+def _softmax(power: float, sharpness: float, p: np.ndarray, f: np.ndarray) -> np.ndarray:
+    scores = power * np.log(np.maximum(p, _TINY, dtype=np.float64)) + sharpness * np.asarray(f, np.float64)
+    e = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.asarray(e / e.sum(axis=1, keepdims=True))
+
+
+def softmax_map(
+    p: np.ndarray, f: np.ndarray, codes: np.ndarray, weights: np.ndarray | None = None
+) -> tuple[float, float]:
+    """The power 1/T and the sharpness β >= 0 with the lowest log loss: a convex problem in two numbers.
+
+    Every class of every row also gets 1/n of a label (Laplace's rule: m labels in all), since n rows do not establish
+    anything rarer; without it β would be infinite for classes that are apart.
+    """
+    n, m = f.shape
+    w = np.full(n, 1.0) if weights is None else np.asarray(weights, np.float64)
+    w = w / w.sum()
+    targets = np.full((n, m), 1.0 / n) * w[:, None]
+    targets[np.arange(n), codes] += w
+    mass = targets.sum(axis=1, keepdims=True)
+    logs, scale = np.log(np.maximum(p, _TINY)), 1 + 1 / n * m
+
+    def loss(powers: np.ndarray) -> tuple[float, np.ndarray]:
+        scores = powers[0] * logs + powers[1] * f
+        scores = scores - scores.max(axis=1, keepdims=True)
+        e = np.exp(scores)
+        total = e.sum(axis=1, keepdims=True)
+        slope = e / total * mass - targets
+        value = float((targets * (np.log(total) - scores)).sum())
+        return value / scale, np.array([(slope * logs).sum(), (slope * f).sum()]) / scale
+
+    best = minimize(loss, np.array([0.5, 2.0]), jac=True, method="L-BFGS-B", bounds=_POWERS)
+    return float(best.x[0]), float(best.x[1])
 
 
 def with_argmax(p: np.ndarray, label: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ number of rows. So λ is re-tuned on all rows.
     search_regularization(evaluate, scale=1 / n, start=lam)      # for any losses, computed anywhere
     leave_one_out_loss(kernel, X, y, n_classes, ...)             # of the exact fit, at one λ
     retune_regularization(kernel, X, y, n_classes, start=lam)    # both, for rows in memory, on the host or a device
-    scale_to_data(kernel, X, y, n_classes, ...)                  # initial λ and length scale
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import to_host
 from kme_dist.core.embedding import leave_one_out, log_loss
-from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
+from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import Need, need_of_solve
 from kme_dist.core.weights import positive_rows, total_weight
@@ -29,9 +27,7 @@ from kme_dist.errors import NumericalError
 _SHIFTS = 10.0 ** np.arange(-6.0, 2.5, 1.0)
 _REFINEMENTS = (0.5, 0.25)  # decades to either side of the best so far
 _PATIENCE = 1  # decades uphill before a search direction ends
-LOO_ROWS = 4_000  # leave-one-out on more rows than this uses a sample
-_START_ROWS = 1_500
-_START_FACTORS = (0.2, 0.35, 0.6, 1.0, 1.7)  # times the median distance
+LOO_ROWS = 2_000  # leave-one-out on more rows than this uses a sample
 
 
 def retune_regularization(
@@ -91,43 +87,6 @@ def leave_one_out_loss(
             continue
         return math.inf if need.missing else float(log_loss(Y, P, floor, weights))
     return math.inf
-
-
-def scale_to_data(
-    kernel: Kernel,
-    X: Any,
-    y: np.ndarray,
-    n_classes: int,
-    *,
-    floor: float,
-    seed: int,
-    weights: np.ndarray | None = None,
-) -> tuple[Kernel, float]:
-    """A starting point: length scales times one common factor, and λ, by leave-one-out on a sample of rows.
-
-    The factors place the geometric mean of the length scales around the median distance between rows; the kernel as
-    given is a candidate too.
-    """
-    names = length_scale_names(kernel)
-    if len(X) > _START_ROWS:
-        rows = np.sort(np.random.default_rng([seed, 2]).choice(len(X), _START_ROWS, replace=False))
-        X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]
-    best: tuple[float, float, Kernel] | None = None
-    workspace = Workspace()
-    factors = [1.0]
-    if names and getattr(X, "ndim", 0) == 2:
-        typical = np.exp(np.mean(np.concatenate([np.log(kernel.parameters[name]).ravel() for name in names])))
-        factors += [f * median_length_scale(to_host(X), seed) / typical for f in _START_FACTORS]
-    for factor in factors:
-        trial = kernel.replace({name: kernel.parameters[name] * factor for name in names})
-        start = best[1] if best else 1e-2 / len(X)
-        lam, loss, _ = retune_regularization(
-            trial, X, y, n_classes, start=start, floor=floor, workspace=workspace, weights=weights
-        )
-        if best is None or loss < best[0]:
-            best = (loss, lam, trial)
-    assert best is not None
-    return best[2], best[1]
 
 
 def search_regularization(

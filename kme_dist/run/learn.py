@@ -17,6 +17,7 @@ number of workers, and a run that was killed and resumed give the same bits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -47,10 +48,11 @@ from kme_dist.run.learners import (
     Learner,
     SoftmaxLearner,
     assemble,
-    log_parameters,
+    kernel_start,
     mean_named,
     mean_objectives,
     short_digest,
+    within_limits,
 )
 from kme_dist.run.settings import LearnSettings, Record, without_schedule
 from kme_dist.run.trainer import Callback, LengthScalePrior, Round, RoundFn, Stepper, Trainer, TrainingOutcome
@@ -433,7 +435,7 @@ def learn_on_dataset(
     Learned : the last iterate, or the best one if `settings.patience` is set
     """
     batches = kernel_batches(dataset, settings, **options)
-    start = log_parameters(kernel, regularization)
+    start = kernel_start(kernel, regularization, settings.objective)
     found = learn(
         KernelLearner(kernel, settings, dataset.n_classes),
         batches,
@@ -445,6 +447,7 @@ def learn_on_dataset(
         checkpoints=checkpoints,
         callback=None if callback is None else lambda record, _: callback(record),
         prior=LengthScalePrior(kernel, start, settings, batches.count, batches.rows.weight),
+        after=functools.partial(within_limits, batches.size) if settings.objective == "calibrated" else None,
         keep_history=False,
     )
     return Learned(*assemble(kernel, found.parameters), found.history, stopped_early=found.stopped_early)

@@ -22,6 +22,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, like, namespace_of, precision, to_host
 from kme_dist.core import optim
+from kme_dist.core.calibrated import SHARPNESS, START_SHARPNESS, calibrated_objective
 from kme_dist.core.features import dropout_mask, truncated_normal
 from kme_dist.core.kernels.base import Kernel, row_blocks, select
 from kme_dist.core.masked import masked_objective
@@ -41,6 +42,7 @@ from kme_dist.run.executors import tree_combine
 from kme_dist.run.settings import LearnSettings
 
 PREFIX = "features."
+SHIFTS, SHARPNESSES = (1e-6, 30.0), (1.0, 60.0)  # limits of nλ (of a batch) and β under the calibrated objective
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
 _FULL_CONFIG = 10_000  # longest kernel config stored in full in a checkpoint
@@ -63,12 +65,25 @@ def assemble(kernel: Kernel, log_parameters: dict[str, np.ndarray]) -> tuple[Ker
     """Kernel and λ from their logarithms."""
     values = optim.from_log(log_parameters)
     lam = float(values.pop("regularization"))
+    values.pop(SHARPNESS, None)
     return kernel.replace(values), lam
 
 
 def log_parameters(start: Any, regularization: float) -> optim.Named:
     """Parameters of a kernel (or of any object with `parameters`) and λ, as logarithms."""
     return optim.to_log({**start.parameters, "regularization": np.asarray(regularization, dtype=np.float64)})
+
+
+def kernel_start(kernel: Kernel, regularization: float, objective: str) -> optim.Named:
+    """Where learning a kernel starts: its parameters and λ, for the calibrated objective also the sharpness."""
+    start = log_parameters(kernel, regularization)
+    return {**start, SHARPNESS: np.asarray(np.log(START_SHARPNESS))} if objective == "calibrated" else start
+
+
+def within_limits(rows: int, parameters: optim.Named, rate: float) -> optim.Named:
+    """After a step of the calibrated objective: nλ and β do not run away where the loss is flat in them."""
+    limits = {"regularization": np.log(np.array(SHIFTS) / rows), SHARPNESS: np.log(SHARPNESSES)}
+    return {name: np.clip(v, *limits[name]) if name in limits else v for name, v in parameters.items()}
 
 
 def start_of(features: Any, regularization: float | None = None) -> optim.Named:
@@ -113,7 +128,35 @@ class KernelLearner:
     ) -> Objective:
         kernel, lam = assemble(self.kernel, parameters)
         workspace = _local.__dict__.setdefault("workspace", Workspace())
+        if self.settings.objective == "calibrated":
+            return self._calibrated(kernel, lam, parameters, X, y, number, workspace, weights)
         return batch_objective(self.settings, kernel, lam, X, y, self.n_classes, number, workspace, weights)
+
+    def _calibrated(
+        self,
+        kernel: Kernel,
+        lam: float,
+        parameters: optim.Named,
+        X: Any,
+        y: np.ndarray,
+        number: int,
+        workspace: Workspace,
+        weights: np.ndarray | None,
+    ) -> Objective:
+        # Other rows are left out in every step, also if every batch has all rows.
+        order = np.random.default_rng([self.settings.seed, number, 1]).permutation(len(y))
+        return calibrated_objective(
+            kernel,
+            select(X, order),
+            y[order],
+            regularization=lam,
+            sharpness=float(np.exp(parameters[SHARPNESS])),
+            n_classes=self.n_classes,
+            evaluated=self.settings.evaluated,
+            risk=self.settings.risk,
+            workspace=workspace,
+            weights=None if weights is None else weights[order],
+        )
 
     def describe(self) -> dict[str, Any]:
         config = json.dumps(self.kernel.to_config(), sort_keys=True)

@@ -10,7 +10,7 @@ from kme_dist.core import optim
 from kme_dist.core.objective import COMPLEXITY_WEIGHT
 from kme_dist.errors import ConfigError
 
-OBJECTIVES = ("rcb", "validation", "loo", "erm")
+OBJECTIVES = ("rcb", "validation", "loo", "erm", "calibrated")
 Record = dict[str, Any]  # of one step: values by name
 
 
@@ -29,7 +29,10 @@ class LearnSettings:
     clip_norm: float | None = None
     frozen: tuple[str, ...] = ()
     train_share: float = 0.5  # of a batch, for the validation objective
-    prior_width: float | None = None  # prior on length scales: deviation from their start in e-folds; None: no prior
+    evaluated: int | None = None  # rows of a batch left out one at a time by the calibrated objective; None: all
+    # Prior on length scales: deviation from their start in e-folds (of the calibrated objective: from their start times
+    # a common factor); None: no prior.
+    prior_width: float | None = None
     patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
     seed: int = 0
 
@@ -43,7 +46,7 @@ class LearnSettings:
 
     @property
     def tau(self) -> float:
-        if self.objective == "erm":
+        if self.objective in ("erm", "calibrated"):
             return 0.0
         if self.complexity_weight is not None:
             return self.complexity_weight

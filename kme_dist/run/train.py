@@ -1,4 +1,4 @@
-"""From a data set to a fitted embedding: learn under each objective to compare, fit each candidate, keep the best.
+"""From a data set to a fitted embedding: learn the kernel, compare candidates on a sample of rows, fit the best.
 
     recipe = Recipe(kernel, objective="auto", steps=300)
     candidates = learn_candidates(data, recipe, executor=executor)
@@ -20,9 +20,9 @@ import numpy as np
 from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.core.features import Identity
-from kme_dist.core.kernels import Linear
+from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
-from kme_dist.core.regularization import scale_to_data
+from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, tune
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
@@ -36,10 +36,15 @@ from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
 from kme_dist.run.settings import LearnSettings, Record
 
-SELECTED = ("rcb", "validation")  # objectives that "auto" compares
+AUTO = "calibrated"  # the objective that "auto" learns under
 SEARCHED = ("median", "cv")  # objectives that search on a sample
 WHOLE_BATCH_ROWS = 1_000  # with more rows, steps use batches of this size
-SAMPLE_ROWS = 1_500  # used in the search for a starting point
+SAMPLE_ROWS = 1_500  # used in the search of "median" and "cv"
+# Of "auto": rows of a batch (a quarter of all rows, within limits), those of a batch that are left out, most steps.
+_AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 150
+# Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
+_COMPARED_ROWS, _TUNED_ROWS = (1_000, 500), (2_000, 700)
+_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 12, 12, 8
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Recipe:
     early_stopping: bool | str = "auto"  # stop at a plateau; "auto": all but the published objectives
     n_iter_no_change: int | None = None  # steps of a plateau; None: 50 under objective "auto", else 100
     warm: bool = False  # kernel and λ were learned before: "auto" starts from them, without a search
+    profiles: bool = False  # "auto" also compares Matérn profiles of the learned length scales
     # Only in a config:
     batches_per_step: int = 1
     local_steps: int | None = None
@@ -79,14 +85,15 @@ class Recipe:
         """Objectives to learn under, one after the other; none for "median" and "cv"."""
         if self.objective in SEARCHED:
             return ()
-        return SELECTED if self.objective == "auto" else (self.objective,)
+        return (AUTO,) if self.objective == "auto" else (self.objective,)
 
     def settings(self, objective: str, rows: int) -> LearnSettings:
-        """Settings for one objective. Under "auto" steps are smaller and length scales are kept near their start.
-        Unless set, learning stops at a plateau, but the published objectives run all steps."""
-        auto, as_published = self.objective == "auto", self.objective in ("rcb", "erm")
+        """Settings for one objective. Unless set, learning stops at a plateau, but the published objectives run all
+        steps, and "auto" a fixed number of them with a falling rate."""
+        if self.objective == "auto":
+            return self._auto_settings(objective, rows)
+        as_published = self.objective in ("rcb", "erm")
         stops = not as_published if self.early_stopping == "auto" else bool(self.early_stopping)
-        share = 0.8 if auto else 0.5
         batch = WHOLE_BATCH_ROWS if self.batch_size is None and rows > WHOLE_BATCH_ROWS else self.batch_size
         return LearnSettings(
             objective=objective,
@@ -94,12 +101,30 @@ class Recipe:
             complexity_weight=self.complexity_weight,
             steps=int(self.steps),
             batch_size=batch,
-            learning_rate=self.learning_rate * (0.5 if auto else 1.0),
+            learning_rate=self.learning_rate,
             schedule=self.schedule,
             optimizer=self.optimizer,
-            train_share=share if self.train_share is None else self.train_share,
-            prior_width=1.0 if auto else None,
-            patience=(self.n_iter_no_change or (50 if auto else 100)) if stops else None,
+            train_share=0.5 if self.train_share is None else self.train_share,
+            patience=(self.n_iter_no_change or 100) if stops else None,
+            seed=self.seed,
+        )
+
+    def _auto_settings(self, objective: str, rows: int) -> LearnSettings:
+        """Small batches find the ratios of the length scales; their common factor is tuned afterwards. The prior on
+        ratios fades quickly with more rows, since a loss that leaves rows out is optimistic about few of them."""
+        smallest, largest = _AUTO_BATCH
+        batch = min(max(rows // 4, smallest), largest) if self.batch_size is None else self.batch_size
+        return LearnSettings(
+            objective=objective,
+            risk=self.risk,
+            steps=min(int(self.steps), _AUTO_STEPS),
+            batch_size=batch,
+            learning_rate=self.learning_rate,
+            schedule=self.schedule or _falling,
+            optimizer=self.optimizer,
+            evaluated=_AUTO_EVALUATED,
+            prior_width=min(1.5, 0.3 * math.sqrt(rows / 300)),
+            patience=(self.n_iter_no_change or 50) if self.early_stopping is True else None,
             seed=self.seed,
         )
 
@@ -132,10 +157,11 @@ class Recipe:
 class Candidate:
     """A kernel and a λ, ready for the fit."""
 
-    name: str  # of the objective
+    name: str  # of the objective, or of the kind of kernel under "auto"
     kernel: Kernel
     regularization: float
     history: list[Record] = field(default_factory=list, repr=False)
+    loss: float | None = None  # leave-one-out log loss on a sample of rows, if candidates were compared
 
 
 @dataclass(frozen=True)
@@ -157,7 +183,7 @@ def learn_candidates(
     checkpoints: Callable[[str], Checkpoints] | None = None,
     callback: Callable[[Record], None] | None = None,
 ) -> list[Candidate]:
-    """Learn the kernel under each objective that the recipe compares (one, or two for "auto").
+    """Learn the kernel under the objective of the recipe. Under "auto" several candidates, the best one first.
 
     `checkpoints` returns the checkpoints for the name of an objective.
     """
@@ -166,10 +192,17 @@ def learn_candidates(
     kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
-    if recipe.objective in SEARCHED or (recipe.objective == "auto" and not recipe.warm):
-        kernel, lam = _start(dataset, recipe, split, dataset.split_weight(split), executor)
     if recipe.objective in SEARCHED:
+        kernel, lam = _searched(dataset, recipe, split, executor)
         return [Candidate(recipe.objective, kernel, lam)]
+    common: Tuned | None = None
+    if recipe.objective == "auto":
+        batch = min(recipe.settings(AUTO, rows).batch_size or rows, rows)
+        if recipe.warm:
+            lam = lam * rows / batch  # the same shift
+        else:
+            common = _start(dataset, recipe, split, executor)
+            kernel, lam = common.kernel, common.shift / batch
     found = []
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
     for name in recipe.objectives:
@@ -189,6 +222,9 @@ def learn_candidates(
             backend=recipe.backend,
         )
         found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
+    if recipe.objective == "auto" and recipe.refit_regularization:
+        shift = found[0].regularization * min(batch, rows)
+        return _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
     return found
 
 
@@ -202,7 +238,7 @@ def fit_candidates(
     split: str | None = "auto",
     report: Callable[[str], None] | None = None,
 ) -> Trained:
-    """Fit every candidate on all rows and keep the one with the least leave-one-out loss.
+    """Fit the candidate with the least leave-one-out loss on all rows; those without a loss are fitted to find it.
 
     `scratch` is a folder that the workers can reach; None if the executor works in this process.
     """
@@ -234,6 +270,10 @@ def fit_candidates(
         return replace(fit, regularization=fit.regularization * form.variance)
 
     as_given = recipe.objective == "cv" or (recipe.steps == 0 and recipe.objective != "median")
+    if candidates[0].loss is not None:  # compared and tuned already
+        best = min(candidates, key=lambda candidate: candidate.loss is None)
+        losses = {c.name: c.loss for c in candidates if c.loss is not None}
+        return Trained(best, fitted(best, False), losses, candidates)
     retune = not as_given and (recipe.refit_regularization or len(candidates) > 1)
     fits = [fitted(candidate, retune) for candidate in candidates]
     order = sorted(range(len(fits)), key=lambda i: math.inf if (loss := fits[i].loss) is None else loss)
@@ -278,28 +318,129 @@ def _resolved(dataset: RowSource, split: str | None) -> str | None:
     return split
 
 
-# --- starting point ---------------------------------------------------------------------------------
+# --- "auto" -----------------------------------------------------------------------------------------
 
 
-def _start(
-    dataset: RowSource, recipe: Recipe, split: str | None, rows: float, executor: Executor
-) -> tuple[Kernel, float]:
-    """The starting point of learning, found on a sample of rows by one worker."""
-    assert dataset.classes is not None
-    floor = recipe.floor(rows, len(dataset.classes))
+def _falling(rate: float, steps: int) -> optim.Schedule:
+    return optim.cosine_decay(rate, steps, floor=0.05)
+
+
+def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor) -> Tuned:
+    """The best common factor of the length scales and the best shift, for features as scaled and standardised."""
+    rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
+    calls = [(rows, recipe.kernel, spread, floor, recipe.seed) for spread in (False, True)]
+    found = executor.map(start_on_sample, calls, name="starting-point")
+    return min((tuned for tuned in found if tuned is not None), key=lambda tuned: tuned.loss)
+
+
+def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, seed: int) -> Tuned | None:
+    """Runs on a worker. With `spread` length scales start in proportion to the deviation of their feature; None if
+    that makes no difference to the kernel."""
+    size, evaluated = _COMPARED_ROWS
+    X, y, w = _shuffled_sample(rows, size, seed)
+    if spread:
+        deviations = np.std(X, axis=0, dtype=np.float64) if getattr(X, "ndim", 0) == 2 else np.empty(0)
+        names = [n for n in length_scale_names(kernel) if kernel.parameters[n].shape == deviations.shape]
+        if not names or not np.any(deviations > 0):
+            return None
+        widths = np.where(deviations > 0, deviations, 1.0)
+        kernel = kernel.replace({name: kernel.parameters[name] * widths for name in names})
+    kernel = at_median_distance(kernel, X, seed)
+    shift = START_SHIFT * (kernel.alpha(X) ** 2 or 1.0)
+    return tune(
+        kernel, X, y, rows.n_classes, shift=shift, steps=COARSE, trials=_START_TRIALS, evaluated=evaluated,
+        floor=floor, weights=w,
+    )  # fmt: skip
+
+
+def _compared(
+    dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor, learned: Candidate, common: Tuned | None
+) -> list[Candidate]:
+    """Candidates tuned on the same rows, the best one first; `regularization` of `learned` is a shift.
+
+    The first candidate is replaced only by one that is better by more than the standard error of the difference: with
+    few rows the least of several losses is mostly luck.
+    """
+    rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
+    trials = _variants(learned, common, recipe.profiles)
+    calls = [(rows, kernel, shift, _COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed) for _, kernel, shift in trials]
+    tuned = executor.map(tune_on_sample, calls, name="tune")
+    best = 0
+    for i in range(1, len(tuned)):
+        gain = tuned[0].losses - tuned[i].losses
+        error = float(np.std(gain)) / math.sqrt(len(gain))
+        if tuned[i].loss < tuned[best].loss and float(np.mean(gain)) > error:
+            best = i
+    found = tuned[best]
+    if rows.positive > _COMPARED_ROWS[0]:
+        call = (rows, found.kernel, found.shift, _TUNED_ROWS, _TUNED_TRIALS, floor, recipe.seed)
+        found = replace(executor.map(tune_on_sample, [call], name="tune")[0], loss=found.loss)
+    order = [best, *(i for i in range(len(tuned)) if i != best)]
+    return [
+        Candidate(
+            trials[i][0],
+            (found if i == best else tuned[i]).kernel,
+            (found if i == best else tuned[i]).shift / rows.positive,
+            learned.history if i == best else [],
+            tuned[i].loss,
+        )
+        for i in order
+    ]
+
+
+def _variants(learned: Candidate, common: Tuned | None, profiles: bool) -> list[tuple[str, Kernel, float]]:
+    """Name, kernel and shift of what is compared."""
+    own, shift = learned.kernel, learned.regularization
+    if not (profiles and isinstance(own, Gaussian)):
+        found = [("learned", own, shift)]
+        return found if common is None else [*found, ("common", common.kernel, common.shift)]
+    rough = Matern(length_scale=own.length_scale, scale=own.scale, nu=1.5)
+    rougher = Matern(length_scale=2 * np.asarray(own.length_scale), scale=own.scale, nu=0.5)
+    found = [("learned matern-3/2", rough, shift), ("learned gaussian", own, shift)]
+    found.append(("learned matern-1/2", rougher, shift))
+    if common is not None and isinstance(common.kernel, Gaussian):
+        plain = Matern(length_scale=common.kernel.length_scale, scale=common.kernel.scale, nu=1.5)
+        found.append(("common matern-3/2", plain, common.shift))
+    return found
+
+
+def tune_on_sample(
+    rows: RowsRef, kernel: Kernel, shift: float, size: tuple[int, int], trials: int, floor: float, seed: int
+) -> Tuned:
+    """Runs on a worker."""
+    X, y, w = _shuffled_sample(rows, size[0], seed)
+    return tune(
+        kernel, X, y, rows.n_classes, shift=shift, steps=FINE, trials=trials, evaluated=size[1], floor=floor, weights=w
+    )
+
+
+def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
-    sampled = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
-    call = (sampled, without_functions(recipe), floor)
-    return executor.map(start_on_sample, [call], name="starting-point")[0]
+    return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
 
 
-def start_on_sample(rows: RowsRef, recipe: Recipe, floor: float) -> tuple[Kernel, float]:
+def _shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """Random rows of positive weight in random order; weights have the mean 1 over all rows."""
+    plan = rows.plan(size, seed)
+    X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
+    order = np.random.default_rng([seed, 3]).permutation(len(y))
+    return select(X, order), y[order], None if w is None else w[order] * (rows.positive / rows.weight)
+
+
+# --- objectives that search -------------------------------------------------------------------------
+
+
+def _searched(dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor) -> tuple[Kernel, float]:
+    """Kernel and λ by a search on a sample of rows, on one worker."""
+    call = (_rows(dataset, recipe, split), without_functions(recipe))
+    return executor.map(search_on_sample, [call], name="starting-point")[0]
+
+
+def search_on_sample(rows: RowsRef, recipe: Recipe) -> tuple[Kernel, float]:
     """Kernel and λ for a random sample of rows. Runs on a worker."""
     plan = rows.plan(SAMPLE_ROWS, recipe.seed)
     X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
     n_classes = rows.n_classes
-    if recipe.objective == "auto":
-        return scale_to_data(recipe.kernel, X, y, n_classes, floor=floor, seed=recipe.seed, weights=w)
     width = median_length_scale(X, recipe.seed)
     if recipe.objective == "median":
         return with_length_scale(recipe.kernel, width), float(recipe.regularization)

@@ -49,18 +49,23 @@ class LengthScalePrior:
     ) -> None:
         """`weight` is the sum of the weights of the rows, if they have any."""
         self._names = length_scale_names(kernel) if settings.prior_width else []
+        self._common = settings.objective == "calibrated"  # a common factor costs nothing
         self._start = {name: start[name] for name in self._names}
         evaluated = 1 - settings.train_share if settings.objective == "validation" else 1.0
         per_row = 1.0 if settings.risk == "sum" else 1.0 / max(rows if weight is None else weight, 1)
         self._weight = per_row * evaluated / (rows * settings.prior_width**2) if settings.prior_width else 0.0
 
     def value(self, parameters: dict[str, np.ndarray], batch: int) -> float:
-        squares = (np.sum((parameters[name] - self._start[name]) ** 2) for name in self._names)
+        squares = (np.sum(self._deviation(name, parameters) ** 2) for name in self._names)
         return 0.5 * self._weight * batch * float(sum(squares))
 
     def add_to(self, gradient: optim.Named, parameters: dict[str, np.ndarray], batch: int) -> optim.Named:
-        pull = {name: self._weight * batch * (parameters[name] - self._start[name]) for name in self._names}
+        pull = {name: self._weight * batch * self._deviation(name, parameters) for name in self._names}
         return {name: g + pull.get(name, 0.0) for name, g in gradient.items()}
+
+    def _deviation(self, name: str, parameters: dict[str, np.ndarray]) -> np.ndarray:
+        moved = np.asarray(parameters[name] - self._start[name])
+        return moved - moved.mean() if self._common else moved
 
 
 @dataclass(frozen=True)

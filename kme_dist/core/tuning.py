@@ -1,0 +1,149 @@
+"""A common factor of the length scales and the shift nλ, by leave-one-out log loss of calibrated decisions.
+
+    tuned = tune(kernel, X, y, n_classes, shift=0.1)
+    tuned.kernel, tuned.shift, tuned.loss
+
+Ratios of length scales are learned on batches; the best common factor and the best shift depend on the number of rows,
+so they are tuned on more rows than a batch has. Each trial costs one factorisation, with some of the rows left out one
+at a time. A sample of the rows is tuned at the same shift: it acts as a noise variance, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import cholesky, like, set_diagonal, to_host
+from kme_dist.core.calibration import Calibration, class_probabilities
+from kme_dist.core.embedding import left_out
+from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, row_count
+from kme_dist.core.objective import Workspace, one_hot
+from kme_dist.core.precision import Need, need_of_solve
+from kme_dist.errors import NumericalError
+
+FINE, COARSE = (0.7, 1.6), (1.0, 2.3)  # first steps in log factor and log shift
+_HALVINGS = 3
+_SHIFTS = (1e-7, 300.0)
+_GAIN = 1e-5
+START_FACTOR, START_SHIFT = 0.6, 0.1  # times the median distance; times k(x, x)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best trial; `losses` of its evaluated rows, to compare kernels row by row."""
+
+    kernel: Kernel
+    shift: float
+    loss: float
+    losses: np.ndarray = field(repr=False)
+    trials: int
+
+
+def tune(
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    *,
+    shift: float,
+    steps: tuple[float, float] = FINE,
+    trials: int = 14,
+    evaluated: int | None = None,
+    floor: float = 0.0,
+    weights: np.ndarray | None = None,
+    workspace: Workspace | None = None,
+) -> Tuned:
+    """Search for the factor of the length scales and the shift with the lowest loss, from the given ones.
+
+    Moves along each axis while the loss falls, then halves the steps. `evaluated` rows, the first ones, are left out;
+    None: all. `weights` have the mean 1, so that the shift of row i is shift / w_i.
+    """
+    names = length_scale_names(kernel)
+    space, tried = workspace or Workspace(), dict[tuple[float, float], tuple[float, np.ndarray, Kernel]]()
+    low, high = (math.log(limit) for limit in _SHIFTS)
+
+    def loss(at: tuple[float, float]) -> float:
+        key = (round(at[0], 9), round(at[1], 9))
+        if key not in tried:
+            trial = kernel.replace({name: kernel.parameters[name] * math.exp(at[0]) for name in names})
+            losses = _losses(trial, X, y, n_classes, math.exp(at[1]), evaluated, floor, weights, space)
+            mean = math.inf if losses is None else float(np.average(losses, weights=_first(weights, len(losses))))
+            tried[key] = mean, np.empty(0) if losses is None else losses, trial
+        return tried[key][0]
+
+    here = (0.0, min(max(math.log(shift), low), high))
+    for halving in range(_HALVINGS):
+        width, moved = [step / 2**halving for step in steps], True
+        while moved and len(tried) < trials:
+            moved = False
+            for move in _moves(width, bool(names)):
+                there = (here[0] + move[0], here[1] + move[1])
+                if low <= there[1] <= high and loss(there) < loss(here) - _GAIN:
+                    here, moved = there, True
+                    break
+    if not math.isfinite(loss(here)):
+        here = min(tried, key=lambda at: tried[at][0])
+    found = tried[round(here[0], 9), round(here[1], 9)]
+    if not math.isfinite(found[0]):
+        raise NumericalError(
+            f"the Gram matrix of {row_count(X)} rows is not positive definite at any shift tried; check that all rows "
+            "are finite"
+        )
+    return Tuned(found[2], math.exp(here[1]), found[0], found[1], len(tried))
+
+
+def _moves(width: list[float], scales: bool) -> list[tuple[float, float]]:
+    along = [(0.0, width[1]), (0.0, -width[1])]
+    return [*along, (width[0], 0.0), (-width[0], 0.0)] if scales else along
+
+
+def _first(weights: np.ndarray | None, count: int) -> np.ndarray | None:
+    return None if weights is None else weights[:count]
+
+
+def _losses(
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    shift: float,
+    evaluated: int | None,
+    floor: float,
+    weights: np.ndarray | None,
+    workspace: Workspace,
+) -> np.ndarray | None:
+    """-log p of the evaluated rows, each left out, calibrated to all of them; None if no precision is sufficient."""
+    n = row_count(X)
+    q = n if evaluated is None else min(evaluated, n)
+    need = need_of_solve(kernel, X, shift, weights=weights)
+    if need.missing:
+        return None
+    for rows in (need.promoted(X), Need("float64").promoted(X)):
+        diag = kernel.diag(rows)
+        Y = one_hot(y, n_classes, diag)
+        K = kernel.gram(rows, out=workspace.square(n, diag))
+        set_diagonal(K, diag + (shift if weights is None else like(shift / weights, diag)))
+        try:
+            factor = cholesky(K)
+            P = to_host(left_out(factor, factor.solve(Y), Y, np.arange(q))).astype(np.float64)
+        except NumericalError:
+            continue
+        if not np.isfinite(P).all():
+            continue
+        fitted = Calibration.fit("softmax", P, y[:q], floor, _first(weights, q))
+        own = class_probabilities(P, floor, fitted)[np.arange(q), y[:q]]
+        return np.asarray(-np.log(np.maximum(own, 1e-15)))
+    return None
+
+
+def at_median_distance(kernel: Kernel, X: Any, seed: int, factor: float = START_FACTOR) -> Kernel:
+    """The kernel with the geometric mean of its length scales at `factor` times the median distance between rows."""
+    names = length_scale_names(kernel)
+    if not names or getattr(X, "ndim", 0) != 2:
+        return kernel
+    logs = np.concatenate([np.log(kernel.parameters[name]).ravel() for name in names])
+    change = factor * median_length_scale(to_host(X), seed) / math.exp(float(np.mean(logs)))
+    return kernel.replace({name: kernel.parameters[name] * change for name in names})
