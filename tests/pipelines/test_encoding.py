@@ -87,7 +87,7 @@ def test_labels_come_along_where_the_new_rows_have_them(finished):
     like = kme.open_dataset(finished / "run" / "data.zarr")
     data = ingest(finished / "labelled.csv", finished / "labelled.zarr", like=like)
     assert (data.classes, data.label, data.dtype) == (["small", "tall"], "kind", np.float64)
-    with pytest.raises(ConfigError, match="label and features are those of"):
+    with pytest.raises(ConfigError, match="label, weight and features are those of"):
         ingest(finished / "labelled.csv", finished / "other.zarr", like=like, label="kind")
 
 
