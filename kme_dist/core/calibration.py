@@ -11,7 +11,7 @@ probabilities with `class_probabilities`. No map changes the order of the classe
 (it may create ties), so no label depends on calibration, and ties at the top go to the class with the largest f: the
 label is the argmax of f and the argmax of the probabilities, in every row.
 
-All are fitted to decisions made without the label: on held-out rows, or by `leave_one_out_decisions`, in closed form
+All are fitted to decisions made without the label: on held-out rows, or in closed form
 on the rows of the fit. A regression on labels is underconfident with many classes, where clipping leaves a little mass
 on each: then T is below 1. The floor under every probability also holds after the map.
 """
@@ -24,11 +24,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import isotonic_regression, minimize, minimize_scalar
 
-from kme_dist.backend import Array, astype, cholesky, diagonal, namespace_of, set_diagonal
-from kme_dist.core.embedding import Embedding, clip_normalise
-from kme_dist.core.kernels.base import row_count
-from kme_dist.core.weights import column, total_weight
-from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.core.embedding import clip_normalise
+from kme_dist.errors import ConfigError
 
 KINDS = ("none", "temperature", "isotonic", "softmax")
 _COMPARED = ("softmax", "temperature", "none", "isotonic")  # by "auto"; the first of equals is kept
@@ -223,40 +220,3 @@ def _isotonic(p: np.ndarray, hits: np.ndarray, weights: np.ndarray | None = None
     levels = isotonic_regression(y, weights=own).x
     keep = np.concatenate([[True], (levels[1:-1] != levels[:-2]) | (levels[1:-1] != levels[2:]), [True]])
     return x[keep], levels[keep]
-
-
-def leave_one_out_decisions(
-    embedding: Embedding, X: Any, Y: Array, rows: float, weights: np.ndarray | None = None
-) -> Array:
-    """Leave-one-out decisions at the rows of X, in double precision.
-
-    With centres C the fit is a ridge regression on k(C, x), whose hat matrix has the diagonal
-    h_i = k_iᵀ (K_nCᵀ K_nC + nλ K_CC)⁻¹ k_i, and f without row i is Y_i - (Y_i - f_i) / (1 - h_i). X may be a sample of
-    the `rows` rows of the fit, whose moments it then estimates. Exact where X holds all of them. With weights `rows` is
-    their sum over all rows, K_nCᵀ diag(w) K_nC the matrix, and h_i has the factor w_i.
-    """
-    wide = astype(X, "float64") if hasattr(X, "dtype") else X
-    C = astype(embedding.centres, "float64") if hasattr(X, "dtype") else embedding.centres
-    kernel, shift = embedding.kernel, rows * embedding.regularization
-    K = kernel.gram(wide, C)
-    xp = namespace_of(K)
-    w = column(weights, K)
-    moments = (K.T @ (K if weights is None else K * w)) * (rows / total_weight(weights, row_count(X)))
-    moments = moments + kernel.gram(C) * shift
-    spread = diagonal(moments)
-    typical = float(xp.mean(spread))
-    for jitter in (1e-13, 1e-11, 1e-9, 1e-7):
-        system = moments + 0
-        set_diagonal(system, spread + jitter * typical)
-        try:
-            half = cholesky(system).half_solve(K.T)
-        except NumericalError:
-            continue
-        break
-    else:
-        raise NumericalError(f"the moments of {row_count(X)} rows are singular; calibrate on held-out rows instead")
-    leverage = xp.sum(half * half, axis=0)[:, None] * w
-    room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
-    f = K @ astype(embedding.weights, "float64")
-    Y = astype(Y, "float64")
-    return Y - (Y - f) / room

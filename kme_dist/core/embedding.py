@@ -161,11 +161,35 @@ def solve_dual(
     weights: np.ndarray | None = None,
 ) -> Array:
     """V = (K + nλI)⁻¹ Y, with weights (K + Wλ diag(1/w))⁻¹ Y, by one Cholesky factorisation in place."""
+    return _factorised(kernel, X, Y, regularization, jitter, workspace, weights)[0]
+
+
+def _factorised(
+    kernel: Kernel,
+    X: Any,
+    Y: Array,
+    regularization: float,
+    jitter: float,
+    workspace: Workspace | None,
+    weights: np.ndarray | None,
+) -> tuple[Array, Any]:
+    """V and the Cholesky factor."""
     n, diag = row_count(X), kernel.diag(X)
     K = kernel.gram(X, out=(workspace or Workspace()).square(n, diag))
     shift = total_weight(weights, n) * regularization + jitter
     set_diagonal(K, diag + flat(per_row_shift(shift, weights, diag)))
-    return cholesky(K).solve(Y)
+    factor = cholesky(K)
+    return factor.solve(Y), factor
+
+
+@dataclass(frozen=True)
+class ExactSolution:
+    """V, and what its factorisation tells about the rows of the fit."""
+
+    weights: Array
+    left_out: Array | None  # decisions of some rows under the fits without them
+    risk: float  # mean -log of the label's decision probability at the rows of the fit
+    squared_norm: float  # |f|² in the space of the kernel
 
 
 def exact_weights(
@@ -177,6 +201,20 @@ def exact_weights(
     workspace: Workspace | None = None,
     row_weights: np.ndarray | None = None,
 ) -> Array:
+    """V = (K + nλI)⁻¹ Y; see `exact_solution`."""
+    return exact_solution(kernel, X, y, n_classes, lam, workspace, row_weights).weights
+
+
+def exact_solution(
+    kernel: Kernel,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    lam: float,
+    workspace: Workspace | None = None,
+    row_weights: np.ndarray | None = None,
+    leave_out: np.ndarray | None = None,
+) -> ExactSolution:
     """V = (K + nλI)⁻¹ Y in the precision that the solve needs; with jitter where a factorisation still fails.
 
     V keeps the precision it was computed in: rounding large entries of both signs would lose their sum. With weights
@@ -196,9 +234,14 @@ def exact_weights(
     for rows, jitter in attempts:
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
-            return solve_dual(kernel, rows, Y, lam, jitter, space, w)
+            V, factor = _factorised(kernel, rows, Y, lam, jitter, space, w)
+            without = None if leave_out is None else left_out(factor, V, Y, leave_out)
         except NumericalError:
             continue
+        P = to_host(Y - per_row_shift(total * lam + jitter, w, V) * V).astype(np.float64)  # = K V
+        own = np.clip(P[np.arange(n), y], 1e-15, 1.0)
+        risk = float(-np.average(np.log(own), weights=w))
+        return ExactSolution(V, without, risk, float(np.sum(to_host(V).astype(np.float64) * P)))
     raise NumericalError(
         f"the Gram matrix of all {n} rows is singular in float64 at regularization {lam:.1e}; "
         "raise `regularization`, or keep `refit_regularization=True`",

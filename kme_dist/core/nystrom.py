@@ -141,14 +141,18 @@ class System:
         A λ at which the system is singular has an infinite loss.
         """
         try:
-            factor = self.factor(lam)
+            P, leverage = self.left_out(lam, Z, Y, weights)
         except NumericalError:
             return math.inf, math.nan
-        xp = namespace_of(Z)
+        return float(log_loss(Y, P, floor, weights)), leverage
+
+    def left_out(self, lam: float, Z: Array, Y: Array, weights: np.ndarray | None = None) -> tuple[Array, float]:
+        """Decisions of rows Z (in double) under the fits without them, and the sum of their leverages."""
+        factor, xp = self.factor(lam), namespace_of(Z)
         V, half = factor.solve(self.B), factor.half_solve(Z.T)
         leverage = xp.sum(half * half, axis=0)[:, None] * column(weights, Z)
         room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)
-        return float(log_loss(Y, Y - (Y - Z @ V) / room, floor, weights)), float(xp.sum(leverage))
+        return Y - (Y - Z @ V) / room, float(xp.sum(leverage))
 
     def residual(self, lam: float, V: Array) -> float:
         """|(G + nλM) V - B| / |B|, without the noise on the diagonal."""

@@ -21,12 +21,12 @@ import numpy as np
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core import kernels
-from kme_dist.core.calibration import KINDS, Calibration, leave_one_out_decisions
+from kme_dist.core.calibration import KINDS, Calibration
 from kme_dist.core.compression import compress
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
-from kme_dist.core.kernels import Kernel, Linear
-from kme_dist.core.objective import generalisation_bound, one_hot
+from kme_dist.core.kernels import Gaussian, Kernel, Matern
+from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.places import Place
@@ -58,11 +58,12 @@ from kme_dist.models.settings import (
     truth,
     truth_or,
 )
+from kme_dist.run.fit import Fit
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
 
-_SAMPLE_ROWS = 20_000  # of the fit, sampled for the bound and the calibration
+_SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound
 
 
 class MCEClassifier(EmbeddingClassifier):
@@ -93,9 +94,9 @@ class MCEClassifier(EmbeddingClassifier):
     verbose : 0 is silent, 1 prints a short account of the fit to stderr, 2 also every step.
     probability_floor : no label gets less probability than this before normalising. None: 1/(n + m), since n rows
         cannot support anything rarer; 0 is the published clip-normalisation.
-    calibration : {"none", "temperature", "isotonic"}
-        A map from clip-normalised to calibrated probabilities, fitted to leave-one-out predictions; see also
-        `calibrate`. Labels do not depend on it.
+    calibration : {"auto", "none", "temperature", "softmax", "isotonic"}
+        A map from decision to calibrated probabilities, fitted to training rows that were left out; see also
+        `calibrate`. "auto" takes the one with the lowest log loss. Labels do not depend on it.
     class_weight : None, "balanced" (all classes have the same total weight), or a mapping of labels to numbers >= 0
         (1 for labels not in it); multiplied with the weights of rows.
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
@@ -126,7 +127,7 @@ class MCEClassifier(EmbeddingClassifier):
     """
 
     _RULES: ClassVar[Mapping[str, Rule]] = {
-        "calibration": one_of(*KINDS),
+        "calibration": one_of("auto", *KINDS),
         "class_weight": class_weights(),
         "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
         "dtype": one_of(*DTYPES),
@@ -146,7 +147,7 @@ class MCEClassifier(EmbeddingClassifier):
 
     def __init__(
         self,
-        kernel: str | Kernel = "gaussian",
+        kernel: str | Kernel = "auto",
         objective: str = "auto",
         refit_regularization: bool = True,
         risk: str = "sum",
@@ -165,7 +166,7 @@ class MCEClassifier(EmbeddingClassifier):
         random_state: RandomState = 0,
         verbose: int = 0,
         probability_floor: float | None = None,
-        calibration: str = "none",
+        calibration: str = "auto",
         features: Any = None,
         early_stopping: bool | str = "auto",
         n_iter_no_change: int | None = None,
@@ -286,6 +287,7 @@ class MCEClassifier(EmbeddingClassifier):
         if isinstance(self.features, bool | float | np.floating) or (count and self.features < 1):
             raise ConfigError(f"features={self.features!r}: must be a feature map or an integer >= 1")
         name = self.kernel if isinstance(self.kernel, str) else getattr(self.kernel, "name", "")
+        name = "gaussian" if name == "auto" else name
         if count and name not in SAMPLERS:
             raise ConfigError(
                 f"features={self.features}: kernel={self.kernel!r} has no random features; choose one of "
@@ -303,7 +305,7 @@ class MCEClassifier(EmbeddingClassifier):
                 "solver='features' requires explicit features: set `features` (a feature map, or a number of random "
                 "features of the kernel), or kernel='linear'"
             )
-        if not count and name != "linear" and self.kernel != "gaussian":  # the default counts as not set
+        if not count and name not in ("linear", "gaussian", "auto"):  # the default counts as not set
             raise ConfigError(
                 f"solver='features' does not support kernel={self.kernel!r} on top of the features; "
                 "remove the kernel, or use another solver"
@@ -316,10 +318,15 @@ class MCEClassifier(EmbeddingClassifier):
             width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
         linear = self.solver == "features" and not isinstance(self.features, int | np.integer)
         chosen = "linear" if linear and isinstance(self.kernel, str) else self.kernel
+        any_profile = isinstance(chosen, str) and chosen == "auto"
+        chosen = "gaussian" if any_profile else chosen
         start, lam = kernels.from_config(chosen, n_features=width), float(self.regularization)
-        warm = self.warm_start and hasattr(self, "kernel_") and _form(self.kernel_) == _form(start)
-        if warm:
-            start, lam = self.kernel_, float(self.regularization_)
+        before = getattr(self, "kernel_", None) if self.warm_start else None
+        if any_profile and isinstance(before, Matern):  # a profile of the length scales that were learned
+            before = Gaussian(length_scale=before.length_scale, scale=before.scale)
+        warm = before is not None and _form(before) == _form(start)
+        if warm and before is not None:
+            start, lam = before, float(self.regularization_)
         return Recipe(
             kernel=start,
             objective=self.objective,
@@ -342,6 +349,7 @@ class MCEClassifier(EmbeddingClassifier):
             early_stopping=self.early_stopping,
             n_iter_no_change=None if self.n_iter_no_change is None else int(self.n_iter_no_change),
             warm=warm,
+            profiles=any_profile and not isinstance(self.features, int | np.integer),
         )
 
     def adopt(self, data: RowSource, recipe: Recipe, trained: Trained, split: str | None = "auto") -> Self:
@@ -357,15 +365,10 @@ class MCEClassifier(EmbeddingClassifier):
         self.history_ = [record for candidate in trained.candidates for record in candidate.history]
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.kernel_, self.regularization_ = trained.best.kernel, fit.regularization
-        ref = RowsRef.of(data, split=split, scaling=self.scaling_, dtype=devices.precision(fit.embedding.weights))
-        plan = ref.plan(_SAMPLE_ROWS, recipe.seed)
-        X, y = ref.batch(plan, 0)
-        X, y, w = positive_rows(X, np.asarray(y), ref.batch_weights(plan, 0))
-        rows = devices.to_device(X, self._device())
         self._keep_sample(data, split)
         with devices.blas_threads(1):
-            self.bound_ = self._bound(rows, y, fit.weight, w)
-            self.calibration_ = self._leave_one_out_calibration(rows, y, fit.weight, w)
+            self.bound_ = self._bound(fit, data, split)
+            self.calibration_ = self._calibration(fit)
         return self
 
     def _on_device(self, embedding: Any) -> Any:
@@ -375,51 +378,44 @@ class MCEClassifier(EmbeddingClassifier):
         moved = {name: devices.to_device(getattr(embedding, name), device) for name in ("centres", "weights")}
         return dataclasses.replace(embedding, **moved)
 
-    def _bound(self, rows: Any, codes: np.ndarray, total: float, weights: np.ndarray | None = None) -> float:
-        """The right-hand side of the generalisation bound at (a sample of) the training rows."""
-        P = devices.to_host(self.embedding_.decision(rows)).astype(np.float64)
-        own = np.clip(P[np.arange(len(P)), codes], 1e-15, 1)
-        V = devices.to_host(self.embedding_.weights).astype(np.float64)
-        if isinstance(self.embedding_, FeatureEmbedding):
-            alpha, norm = float(np.sqrt(np.max(np.sum(devices.to_host(rows).astype(np.float64) ** 2, axis=1)))), V
+    def _bound(self, fit: Fit, data: RowSource, split: str | None) -> float:
+        """The right-hand side of the generalisation bound at the training rows, or at a sample of them."""
+        ref = RowsRef.of(data, split=split, scaling=self.scaling_, dtype="float64")
+        plan = ref.plan(_SAMPLE_ROWS, self._seed())
+        X, y = ref.batch(plan, 0)
+        X, y, w = positive_rows(X, np.asarray(y), ref.batch_weights(plan, 0))
+        linear = isinstance(self.embedding_, FeatureEmbedding)
+        alpha = float(np.sqrt(np.max(np.sum(X**2, axis=1)))) if linear else self.embedding_.kernel.alpha(X)
+        if fit.training is not None:
+            risk, norm = fit.training
         else:
-            norm = devices.to_host(self.embedding_.decision(self.embedding_.centres)).astype(np.float64)
-            alpha = self.embedding_.kernel.alpha(rows)
-        complexity = alpha * np.sqrt(max(float((V * norm).sum()), 0.0))
-        return generalisation_bound(float(-np.average(np.log(own), weights=weights)), complexity, total)
+            P = devices.to_host(self.embedding_.decision(devices.to_device(X, self._device())))
+            risk = float(-np.average(np.log(np.clip(P[np.arange(len(P)), y], 1e-15, 1)), weights=w))
+            V = devices.to_host(self.embedding_.weights).astype(np.float64)
+            KV = V if linear else devices.to_host(self.embedding_.decision(self.embedding_.centres))
+            norm = float((V * KV).sum())
+        return generalisation_bound(risk, alpha * np.sqrt(max(norm, 0.0)), fit.weight)
 
     # --- refining --------------------------------------------------------------------------------
 
-    def calibrate(self, X: Any, y: Any, method: str = "temperature", sample_weight: Any = None) -> Self:
-        """Fit the calibration to held-out rows: "temperature", "isotonic", or "none" to undo it."""
+    def calibrate(self, X: Any, y: Any, method: str = "auto", sample_weight: Any = None) -> Self:
+        """Fit the calibration to held-out rows: "auto", "softmax", "temperature", "isotonic", or "none" to undo it."""
         codes = np.searchsorted(self.classes_, y)
         known = codes < len(self.classes_)
         known[known] = self.classes_[codes[known]] == np.asarray(y)[known]
         if not known.all():
             raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is not one of the model's classes")
-        p = mce.clip_normalise(self.decision_probabilities(X), self.probability_floor_)
-        weights = sample_weights(sample_weight, p)
-        self.calibration_ = Calibration.fit(method, np.asarray(p), codes, self.probability_floor_, weights)
+        f = self.decision_probabilities(X)
+        weights = sample_weights(sample_weight, f)
+        self.calibration_ = Calibration.fit(method, f, codes, self.probability_floor_, weights)
         return self
 
-    def _leave_one_out_calibration(
-        self, rows: Any, codes: np.ndarray, total: float | None = None, weights: np.ndarray | None = None
-    ) -> Calibration:
-        """From leave-one-out predictions of scaled rows of the fit, or of a sample of its `total` rows."""
-        if self.calibration == "none":
+    def _calibration(self, fit: Fit) -> Calibration:
+        """Fitted to decisions of training rows that were left out."""
+        found = fit.left_out
+        if self.calibration == "none" or found is None:
             return Calibration()
-        Y = one_hot(codes, len(self.classes_), self.embedding_.weights)
-        P = devices.to_host(leave_one_out_decisions(self._with_centres(), rows, Y, total or len(codes), weights))
-        p = np.asarray(mce.clip_normalise(P, self.probability_floor_))
-        return Calibration.fit(self.calibration, p, codes, self.probability_floor_, weights)
-
-    def _with_centres(self) -> mce.Embedding:
-        """The embedding; explicit features become a linear kernel with the unit vectors as centres."""
-        found = self.embedding_
-        if isinstance(found, mce.Embedding):
-            return found
-        unit = devices.like(np.eye(found.weights.shape[0]), found.weights)
-        return mce.Embedding(Linear(), unit, found.weights, found.regularization)
+        return Calibration.fit(self.calibration, found.decisions, found.codes, self.probability_floor_, found.weights)
 
     def compress(
         self,

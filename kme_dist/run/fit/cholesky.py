@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kme_dist.backend import to_device, to_host
-from kme_dist.core.embedding import Embedding, exact_weights
+from kme_dist.core.embedding import Embedding, exact_solution
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.rows import RowsRef
-from kme_dist.run.fit.exact import Exact
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, with_weight
+from kme_dist.run.fit.exact import LEFT_OUT_ROWS, Exact
+from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, with_weight
 
 
 def cost(size: Size) -> Cost:
@@ -25,8 +27,9 @@ def prepare(problem: Problem) -> Cholesky:
 class Cholesky(Exact):
     def solve(self, lam: float) -> Solved:
         p = self.problem
-        call = (p.rows, p.kernel, lam, p.backend)
-        found = p.executor.map(weights_on_worker, [call], name="fit-cholesky", gpu=p.backend == "cupy")[0]
+        call = (p.rows, p.kernel, lam, p.seed, p.backend)
+        solution = p.executor.map(solve_on_worker, [call], name="fit-cholesky", gpu=p.backend == "cupy")[0]
+        found = solution.weights
         X, _ = p.rows.read(0, p.rows.count)
         held = p.rows.count**2 * np.dtype(p.rows.dtype).itemsize
         V = found
@@ -34,10 +37,28 @@ class Cholesky(Exact):
             V = np.zeros((len(X), found.shape[1]), found.dtype)
             V[np.asarray(p.rows.weights()) > 0] = found
         (X,) = with_weight(p.rows, X)
-        return Solved(V, Embedding(p.kernel, X, found, lam), 1, held)
+        return Solved(
+            V,
+            Embedding(p.kernel, X, found, lam),
+            1,
+            held,
+            left_out=solution.left_out,
+            training=(solution.risk, solution.squared_norm),
+        )
 
 
-def weights_on_worker(rows: RowsRef, kernel: Kernel, lam: float, backend: str = "numpy") -> np.ndarray:
-    """The exact weights V of all rows with a positive weight of their own."""
+class WorkerSolution(NamedTuple):
+    weights: np.ndarray
+    left_out: LeftOut
+    risk: float
+    squared_norm: float
+
+
+def solve_on_worker(rows: RowsRef, kernel: Kernel, lam: float, seed: int, backend: str = "numpy") -> WorkerSolution:
+    """The exact weights V of all rows with a positive weight of their own; some rows are left out, one at a time."""
     X, y, w = positive_rows(*rows.read(0, rows.count), rows.weights())
-    return to_host(exact_weights(kernel, to_device(X, backend), y, rows.n_classes, lam, row_weights=w))
+    few = np.sort(np.random.default_rng([seed, 6]).permutation(len(y))[:LEFT_OUT_ROWS])
+    found = exact_solution(kernel, to_device(X, backend), y, rows.n_classes, lam, row_weights=w, leave_out=few)
+    decisions = to_host(found.left_out).astype(np.float64)
+    without = LeftOut(decisions, y[few], None if w is None else w[few])
+    return WorkerSolution(to_host(found.weights), without, found.risk, found.squared_norm)

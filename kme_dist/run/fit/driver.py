@@ -129,4 +129,6 @@ def _solve(prepared: Prepared, regularization: float, retune: bool, chosen: Choi
         scaling=scaling,
         facts=facts | solved.facts,
         statistics=prepared.statistics,
+        left_out=solved.left_out,
+        training=solved.training,
     )

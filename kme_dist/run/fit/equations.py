@@ -16,8 +16,10 @@ from kme_dist.core.objective import one_hot
 from kme_dist.core.sums import TILE_ROWS, Centres, FeatureBasis
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import TASKS, FitStatistics
-from kme_dist.run.fit.problem import Cost, Size, Solved
+from kme_dist.run.fit.problem import Cost, LeftOut, Size, Solved
 from kme_dist.run.scratch import Scratch
+
+LEFT_OUT_ROWS = 2_000
 
 
 def cost(size: Size) -> Cost:
@@ -78,7 +80,19 @@ class Equations:
         else:
             assert isinstance(basis, FeatureBasis)
             embedding = FeatureEmbedding(basis.features, V, regularization=lam)
-        return Solved(V, embedding, 1, 8 * basis.size**2, facts)
+        return Solved(V, embedding, 1, 8 * basis.size**2, facts, left_out=self._left_out(lam))
+
+    def _left_out(self, lam: float) -> LeftOut | None:
+        """Sampled rows under the fits without them; None for numeric targets, which are not calibrated."""
+        sample, basis = self.statistics.sample, self.statistics.basis
+        if sample is None or not self.evaluated_rows:
+            return None
+        few = slice(min(self.evaluated_rows, LEFT_OUT_ROWS))
+        Z = np.asarray(basis.wide.rows(sample.X[few].astype(np.float64)), dtype=np.float64)
+        w = None if sample.weights is None else sample.weights[few]
+        with blas_threads(1):
+            P, _ = self.system.left_out(lam, Z, one_hot(sample.y[few], self.system.B.shape[1], Z), w)
+        return LeftOut(np.asarray(P), sample.y[few], w)
 
     def residual(self, solved: Solved, lam: float) -> float:
         with blas_threads(1):

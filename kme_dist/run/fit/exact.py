@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kme_dist.backend import to_device
+from kme_dist.core.embedding import exact_solution
 from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
 from kme_dist.core.weights import positive_rows, total_weight
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual
-from kme_dist.run.fit.problem import Problem, Solved
+from kme_dist.run.fit.problem import LeftOut, Problem, Solved
 
 _SAMPLED = 1_000  # rows used to estimate the size of K
+LEFT_OUT_ROWS = 1_000  # to calibrate to; each costs n²
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,20 @@ class Exact:
     def residual(self, solved: Solved, lam: float) -> float:
         return relative_residual(self.problem, solved.weights.astype(np.float64), lam)
 
+    def judged(self, solved: Solved, lam: float) -> Solved:
+        """With what the weights of all rows tell about the rows of the fit (K V = Y - nλV), and with decisions of a
+        sample of rows, each left out of that sample at the same shift: a factor of the whole system is not at hand."""
+        p = self.problem
+        few = p.executor.map(left_out_on_worker, [(p.rows, p.kernel, lam, p.seed)], name="leave-one-out")[0]
+        y = np.asarray(p.rows.read(0, p.rows.count)[1])
+        V, w = solved.weights.astype(np.float64), p.rows.weights()
+        Y = np.asarray(one_hot(y, p.rows.n_classes, V))
+        P = Y - p.weight * lam * (V if w is None else V / np.where(w > 0, w, 1.0)[:, None])
+        own = np.clip(P[np.arange(len(y)), y], 1e-15, 1.0)
+        return replace(
+            solved, left_out=few, training=(float(-np.average(np.log(own), weights=w)), float(np.sum(V * P)))
+        )
+
     def close(self) -> None:
         """Nothing to remove; only an interrupted fit leaves tiles."""
 
@@ -62,6 +79,15 @@ def leave_one_out_on_worker(
     X, y, w = sampled(rows, LOO_ROWS, seed)
     X = to_device(X, backend)
     return leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.weight, variance, floor, weights=w)
+
+
+def left_out_on_worker(rows: RowsRef, kernel: Kernel, lam: float, seed: int) -> LeftOut:
+    X, y, w = sampled(rows, LOO_ROWS, seed)
+    few = np.sort(np.random.default_rng([seed, 6]).permutation(len(y))[:LEFT_OUT_ROWS])
+    own = lam * rows.weight / total_weight(w, len(y))
+    found = exact_solution(kernel, X, y, rows.n_classes, own, row_weights=w, leave_out=few)
+    decisions = np.asarray(found.left_out, np.float64)
+    return LeftOut(decisions, y[few], None if w is None else w[few])
 
 
 def sampled(rows: RowsRef, size: int, seed: int) -> tuple[Any, Any, np.ndarray | None]:

@@ -77,6 +77,15 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Decisions of some rows under the fits without them, for calibration."""
+
+    decisions: np.ndarray
+    codes: np.ndarray  # labels, as class numbers
+    weights: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class Solved:
     """The solution at one λ."""
 
@@ -86,6 +95,8 @@ class Solved:
     bytes: int  # of the largest arrays held or stored
     facts: dict[str, Any] = field(default_factory=dict)
     residual: float | None = None  # if the solver measured it
+    left_out: LeftOut | None = None  # where the factorisation gives it at little cost
+    training: tuple[float, float] | None = None  # risk at the rows of the fit and |f|², where known
 
 
 class Prepared(Protocol):
@@ -131,6 +142,8 @@ class Fit:
     facts: dict[str, Any] = field(default_factory=dict)  # further diagnostics
     statistics: FitStatistics | None = None  # only for solvers that sum over rows
     weight: float = 0.0  # the sum of the weights of the rows; their number without weights
+    left_out: LeftOut | None = field(default=None, repr=False)
+    training: tuple[float, float] | None = None
 
 
 def roots(rows: RowsRef, start: int, stop: int) -> np.ndarray | None:
