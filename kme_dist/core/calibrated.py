@@ -5,8 +5,8 @@
 The sharpness β is learned together with the kernel and λ, so that a kernel is judged by how well its decisions separate
 the classes and not by how near they come to 0 and 1, which a calibration mends afterwards.
 
-Only the first `evaluated` rows of a batch are left out, one at a time; all rows are fitted. With q rows evaluated the
-gradient needs q columns of A⁻¹ instead of all of it: n³/3 + 2n²q operations for the solve, n²q for the derivative.
+Only the last `evaluated` rows of a batch are left out, one at a time; all rows are fitted. With q rows evaluated the
+gradient needs q columns of A⁻¹ instead of all of it: n³/3 + n²q operations for the solve, 2n²q for the derivative.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def calibrated_objective(
     workspace: Workspace | None = None,
     weights: Any = None,
 ) -> Objective:
-    """Leave-one-out log loss of softmax(β f₋ᵢ) at the first `evaluated` rows (None: all), times the batch's weight.
+    """Leave-one-out log loss of softmax(β f₋ᵢ) at the last `evaluated` rows (None: all), times the batch's weight.
 
     `risk="mean"` does not multiply. `gradient` has "sharpness" besides the kernel's parameters and "regularization".
     """
@@ -58,20 +58,21 @@ def calibrated_objective(
         shift = per_row_shift(n * lam + jitter, w, diag)
         Y = one_hot(y, n_classes, diag)
         xp = namespace_of(Y)
-        unit = like(np.eye(row_count(X), q), Y)
-        solved = solve_batch(kernel, X, diag, xp.concat([unit, Y], axis=1), shift, space)
-        B, V = solved.V[:, :q], solved.V[:, q:]  # q columns of A⁻¹, and A⁻¹ Y
-        D = diagonal(B[:q, :])[:, None]
-        own, share = Y[:q, :], _shares(w, q, V)
-        left_out = own - V[:q, :] / D
+        solved = solve_batch(kernel, X, diag, Y, shift, space)
+        V, half = solved.V, solved.factor.last_columns(q)
+        padded = xp.concat([like(np.zeros((row_count(X) - q, q)), Y), half], axis=0)
+        B = solved.factor.half_solve(padded, transposed=True)  # the last q columns of A⁻¹
+        D = xp.sum(half * half, axis=0)[:, None]
+        own, share = Y[-q:, :], _shares(w, q, V)
+        left_out = own - V[-q:, :] / D
         loss, p = softmax_loss(own, beta * left_out, share)
         S = beta * share * (p - own)  # derivative by the left-out decisions
         by_beta = xp.sum(S * left_out)
-        D_bar = xp.sum(S * V[:q, :], axis=1)[None, :] / (D * D).T
+        D_bar = xp.sum(S * V[-q:, :], axis=1)[None, :] / (D * D).T
         A_bar = -((B * D_bar) @ B.T) + (B @ (S / D)) @ V.T
         by_log_lam = n * lam * xp.sum(diagonal(A_bar) * flat(per_row_shift(1.0, w, V)))
         gradients = kernel.pullback(solved.prepared, solved.prepared, None, A_bar)
-        scalars = {"loss": loss, "sharpness": by_beta, "hits": hits(own, left_out, None if w is None else w[:q])}
+        scalars = {"loss": loss, "sharpness": by_beta, "hits": hits(own, left_out, _last(w, q))}
         gradient, found = gather(gradients, by_log_lam, scalars, kernel)
         value = factor_of_mean * found["loss"]
         return Objective(
@@ -81,7 +82,7 @@ def calibrated_objective(
             bound=math.nan,
             gradient={name: factor_of_mean * g for name, g in gradient.items()}
             | {SHARPNESS: np.asarray(factor_of_mean * found["sharpness"])},
-            accuracy=found["hits"] / total_weight(None if w is None else w[:q], q),
+            accuracy=found["hits"] / total_weight(_last(w, q), q),
             dtype=precision(diag),
         )
 
@@ -100,4 +101,8 @@ def softmax_loss(Y: Array, scores: Array, share: Any) -> tuple[Array, Array]:
 
 def _shares(w: np.ndarray | None, q: int, reference: Array) -> Any:
     """Weights of the evaluated rows, which sum to one."""
-    return 1.0 / q if w is None else column(w[:q], reference) / float(np.sum(w[:q]))
+    return 1.0 / q if w is None else column(w[-q:], reference) / float(np.sum(w[-q:]))
+
+
+def _last(w: np.ndarray | None, q: int) -> np.ndarray | None:
+    return None if w is None else w[-q:]

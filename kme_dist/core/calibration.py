@@ -11,9 +11,8 @@ probabilities with `class_probabilities`. No map changes the order of the classe
 (it may create ties), so no label depends on calibration, and ties at the top go to the class with the largest f: the
 label is the argmax of f and the argmax of the probabilities, in every row.
 
-All are fitted to decisions made without the label: on held-out rows, or in closed form
-on the rows of the fit. A regression on labels is underconfident with many classes, where clipping leaves a little mass
-on each: then T is below 1. The floor under every probability also holds after the map.
+All are fitted to decisions made without the label: on held-out rows, or in closed form on rows of the fit. A regression
+on labels is underconfident with many classes, where clipping leaves a little mass on each: then T is below 1. The floor under every probability also holds after the map.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kme_dist.errors import ConfigError
 KINDS = ("none", "temperature", "isotonic", "softmax")
 _COMPARED = ("softmax", "temperature", "none", "isotonic")  # by "auto"; the first of equals is kept
 _FOLDS = 3
-_LEAST_ROWS = 20  # fewer do not tell maps apart
+_LEAST_ROWS = 200  # fewer do not tell maps apart
 _TINY = 1e-15
 _LOG_TEMPERATURES = (-3.0, 3.0)
 _POWERS = ((0.0, 5.0), (0.0, 150.0))  # limits of 1/T and β

@@ -187,7 +187,7 @@ class ExactSolution:
     """V, and what its factorisation tells about the rows of the fit."""
 
     weights: Array
-    left_out: Array | None  # decisions of some rows under the fits without them
+    left_out: Array | None  # decisions of the last rows under the fits without them
     risk: float  # mean -log of the label's decision probability at the rows of the fit
     squared_norm: float  # |f|² in the space of the kernel
 
@@ -213,12 +213,13 @@ def exact_solution(
     lam: float,
     workspace: Workspace | None = None,
     row_weights: np.ndarray | None = None,
-    leave_out: np.ndarray | None = None,
+    leave_out: int = 0,
 ) -> ExactSolution:
     """V = (K + nλI)⁻¹ Y in the precision that the solve needs; with jitter where a factorisation still fails.
 
-    V keeps the precision it was computed in: rounding large entries of both signs would lose their sum. With weights
-    of rows V = (K + Wλ diag(1/w))⁻¹ Y; all of them must be positive.
+    The last `leave_out` rows are also left out, one at a time. V keeps the precision it was computed in: rounding large
+    entries of both signs would lose their sum. With weights of rows V = (K + Wλ diag(1/w))⁻¹ Y; all of them must be
+    positive.
     """
     n, space, w = row_count(X), workspace or Workspace(), row_weights
     total = total_weight(w, n)
@@ -235,7 +236,7 @@ def exact_solution(
         Y = one_hot(y, n_classes, kernel.diag(rows))
         try:
             V, factor = _factorised(kernel, rows, Y, lam, jitter, space, w)
-            without = None if leave_out is None else left_out(factor, V, Y, leave_out)
+            without = left_out(factor, V, Y, leave_out) if leave_out else None
         except NumericalError:
             continue
         P = to_host(Y - per_row_shift(total * lam + jitter, w, V) * V).astype(np.float64)  # = K V
@@ -272,16 +273,13 @@ def leave_one_out(
     return Y - V / factor.inverse_diagonal()[:, None], V
 
 
-def left_out(factor: Any, V: Array, Y: Array, rows: np.ndarray) -> Array:
-    """Decision probabilities of some rows under the models fitted without them, from the factor of A and V = A⁻¹ Y.
+def left_out(factor: Any, V: Array, Y: Array, count: int) -> Array:
+    """Decision probabilities of the last rows under the models fitted without them, one at a time.
 
-    [A⁻¹]_ii = |L⁻¹ e_i|²: q rows cost n²q operations.
+    From the factor of A and V = A⁻¹ Y. It is the last rows because their entries of diag(A⁻¹) cost next to nothing.
     """
-    unit = np.zeros((V.shape[0], len(rows)))
-    unit[rows, np.arange(len(rows))] = 1.0
-    half = factor.half_solve(like(unit, V))
-    xp, at = namespace_of(V), like(rows, V, dtype=np.int64)
-    return Y[at] - V[at] / xp.sum(half * half, axis=0)[:, None]
+    half = factor.last_columns(count)
+    return Y[-count:, :] - V[-count:, :] / namespace_of(V).sum(half * half, axis=0)[:, None]
 
 
 def clip_normalise(P: Array, floor: float = 0.0) -> Array:

@@ -58,7 +58,7 @@ def tune(
 ) -> Tuned:
     """Search for the factor of the length scales and the shift with the lowest loss, from the given ones.
 
-    Moves along each axis while the loss falls, then halves the steps. `evaluated` rows, the first ones, are left out;
+    Moves along each axis while the loss falls, then halves the steps. `evaluated` rows, the last ones, are left out;
     None: all. `weights` have the mean 1, so that the shift of row i is shift / w_i.
     """
     names = length_scale_names(kernel)
@@ -70,7 +70,7 @@ def tune(
         if key not in tried:
             trial = kernel.replace({name: kernel.parameters[name] * math.exp(at[0]) for name in names})
             losses = _losses(trial, X, y, n_classes, math.exp(at[1]), evaluated, floor, weights, space)
-            mean = math.inf if losses is None else float(np.average(losses, weights=_first(weights, len(losses))))
+            mean = math.inf if losses is None else float(np.average(losses, weights=_last(weights, len(losses))))
             tried[key] = mean, np.empty(0) if losses is None else losses, trial
         return tried[key][0]
 
@@ -100,8 +100,8 @@ def _moves(width: list[float], scales: bool) -> list[tuple[float, float]]:
     return [*along, (width[0], 0.0), (-width[0], 0.0)] if scales else along
 
 
-def _first(weights: np.ndarray | None, count: int) -> np.ndarray | None:
-    return None if weights is None else weights[:count]
+def _last(weights: np.ndarray | None, count: int) -> np.ndarray | None:
+    return None if weights is None else weights[-count:]
 
 
 def _losses(
@@ -128,13 +128,13 @@ def _losses(
         set_diagonal(K, diag + (shift if weights is None else like(shift / weights, diag)))
         try:
             factor = cholesky(K)
-            P = to_host(left_out(factor, factor.solve(Y), Y, np.arange(q))).astype(np.float64)
+            P = to_host(left_out(factor, factor.solve(Y), Y, q)).astype(np.float64)
         except NumericalError:
             continue
         if not np.isfinite(P).all():
             continue
-        fitted = Calibration.fit("softmax", P, y[:q], floor, _first(weights, q))
-        own = class_probabilities(P, floor, fitted)[np.arange(q), y[:q]]
+        fitted = Calibration.fit("softmax", P, y[-q:], floor, _last(weights, q))
+        own = class_probabilities(P, floor, fitted)[np.arange(q), y[-q:]]
         return np.asarray(-np.log(np.maximum(own, 1e-15)))
     return None
 

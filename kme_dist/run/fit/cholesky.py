@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kme_dist.backend import to_device, to_host
-from kme_dist.core.embedding import Embedding, exact_solution
+from kme_dist.backend import to_device
+from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.rows import RowsRef
-from kme_dist.run.fit.exact import LEFT_OUT_ROWS, Exact
+from kme_dist.run.fit.exact import Exact, solution_and_left_out
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, with_weight
 
 
@@ -57,8 +57,5 @@ class WorkerSolution(NamedTuple):
 def solve_on_worker(rows: RowsRef, kernel: Kernel, lam: float, seed: int, backend: str = "numpy") -> WorkerSolution:
     """The exact weights V of all rows with a positive weight of their own; some rows are left out, one at a time."""
     X, y, w = positive_rows(*rows.read(0, rows.count), rows.weights())
-    few = np.sort(np.random.default_rng([seed, 6]).permutation(len(y))[:LEFT_OUT_ROWS])
-    found = exact_solution(kernel, to_device(X, backend), y, rows.n_classes, lam, row_weights=w, leave_out=few)
-    decisions = to_host(found.left_out).astype(np.float64)
-    without = LeftOut(decisions, y[few], None if w is None else w[few])
-    return WorkerSolution(to_host(found.weights), without, found.risk, found.squared_norm)
+    found, without = solution_and_left_out(kernel, to_device(X, backend), y, w, rows.n_classes, lam, seed)
+    return WorkerSolution(found.weights, without, found.risk, found.squared_norm)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import to_device
-from kme_dist.core.embedding import exact_solution
-from kme_dist.core.kernels.base import Kernel
+from kme_dist.backend import to_device, to_host
+from kme_dist.core.embedding import ExactSolution, exact_solution
+from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
@@ -83,11 +83,29 @@ def leave_one_out_on_worker(
 
 def left_out_on_worker(rows: RowsRef, kernel: Kernel, lam: float, seed: int) -> LeftOut:
     X, y, w = sampled(rows, LOO_ROWS, seed)
-    few = np.sort(np.random.default_rng([seed, 6]).permutation(len(y))[:LEFT_OUT_ROWS])
     own = lam * rows.weight / total_weight(w, len(y))
-    found = exact_solution(kernel, X, y, rows.n_classes, own, row_weights=w, leave_out=few)
-    decisions = np.asarray(found.left_out, np.float64)
-    return LeftOut(decisions, y[few], None if w is None else w[few])
+    return solution_and_left_out(kernel, X, y, w, rows.n_classes, own, seed)[1]
+
+
+def solution_and_left_out(
+    kernel: Kernel, X: Any, y: np.ndarray, w: np.ndarray | None, n_classes: int, lam: float, seed: int
+) -> tuple[ExactSolution, LeftOut]:
+    """The exact solution (weights in the order of X), and random rows of it left out, one at a time.
+
+    Rows are solved in another order, in which those to be left out come last.
+    """
+    order = np.random.default_rng([seed, 6]).permutation(len(y))
+    order[:-LEFT_OUT_ROWS] = np.sort(order[:-LEFT_OUT_ROWS])
+    few = order[-LEFT_OUT_ROWS:]
+    own = None if w is None else w[order]
+    found = exact_solution(
+        kernel, select(X, order), y[order], n_classes, lam, row_weights=own, leave_out=len(few)
+    )  # fmt: skip
+    V = to_host(found.weights)
+    sorted_V = np.empty_like(V)
+    sorted_V[order] = V
+    without = LeftOut(to_host(found.left_out).astype(np.float64), y[few], None if w is None else w[few])
+    return replace(found, weights=sorted_V, left_out=None), without
 
 
 def sampled(rows: RowsRef, size: int, seed: int) -> tuple[Any, Any, np.ndarray | None]:
