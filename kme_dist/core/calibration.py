@@ -12,7 +12,8 @@ probabilities with `class_probabilities`. No map changes the order of the classe
 label is the argmax of f and the argmax of the probabilities, in every row.
 
 All are fitted to decisions made without the label: on held-out rows, or in closed form on rows of the fit. A regression
-on labels is underconfident with many classes, where clipping leaves a little mass on each: then T is below 1. The floor under every probability also holds after the map.
+on labels is underconfident with many classes, where clipping leaves a little mass on each: then T is below 1. The floor
+under every probability also holds after the map.
 """
 
 from __future__ import annotations
