@@ -253,7 +253,11 @@ class Factor:
         """
         corner = self.lower[-count:, -count:]
         if isinstance(corner, np.ndarray):
-            corner = np.asfortranarray(corner)
+            (trtri,) = lapack.get_lapack_funcs(("trtri",), (corner,))
+            inverse, info = trtri(np.array(corner, order="F"), lower=1, overwrite_c=1)
+            if info != 0:
+                raise NumericalError(f"LAPACK trtri found a zero on the diagonal at {info}")
+            return np.tril(inverse)
         return Factor(corner).half_solve(like(np.eye(count), self.lower))
 
     def inverse_diagonal(self) -> Array:

@@ -141,14 +141,14 @@ class System:
         A λ at which the system is singular has an infinite loss.
         """
         try:
-            P, leverage = self.left_out(lam, Z, Y, weights)
+            P, leverage = self.left_out(self.factor(lam), Z, Y, weights)
         except NumericalError:
             return math.inf, math.nan
         return float(log_loss(Y, P, floor, weights)), leverage
 
-    def left_out(self, lam: float, Z: Array, Y: Array, weights: np.ndarray | None = None) -> tuple[Array, float]:
+    def left_out(self, factor: Any, Z: Array, Y: Array, weights: np.ndarray | None = None) -> tuple[Array, float]:
         """Decisions of rows Z (in double) under the fits without them, and the sum of their leverages."""
-        factor, xp = self.factor(lam), namespace_of(Z)
+        xp = namespace_of(Z)
         V, half = factor.solve(self.B), factor.half_solve(Z.T)
         leverage = xp.sum(half * half, axis=0)[:, None] * column(weights, Z)
         room = xp.where(leverage < 1 - 1e-6, 1 - leverage, leverage * 0 + 1e-6)

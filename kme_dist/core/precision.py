@@ -62,6 +62,16 @@ def is_sufficient(dtype: str, norm: float, shift: float) -> bool:
     return solve_error(dtype, norm, shift) <= TOLERANCE
 
 
+def refines(n: int, top: float, norm: float, shift: float) -> bool:
+    """Whether a solve in single precision can be refined to three digits.
+
+    The factor must be good enough for the refinement to converge, and entries of K rounded to single precision must be
+    good enough for the result: their errors are independent, so together they amount to about u √n top in norm.
+    """
+    u = UNIT_ROUNDOFF["float32"]
+    return ERROR_FACTOR * u * (norm + shift) <= 0.1 * shift and 2 * u * math.sqrt(n) * top <= TOLERANCE * shift
+
+
 def smallest_shift(dtype: str, norm: float) -> float:
     """The smallest shift that leaves three digits."""
     worst = ERROR_FACTOR * UNIT_ROUNDOFF[dtype]

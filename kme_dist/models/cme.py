@@ -253,10 +253,10 @@ class ConditionalMeanEmbedding(Estimator):
     def _choose_solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
         room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
         centres = self.centres or self.target_centres
-        found, reason = choose(self.solver, pairs.count, centres, features, room, "float64")
-        if self.solver == "auto" and found == "tiled" and not pairs.inputs.source.features:
+        found = choose(self.solver, pairs.count, centres, features, room, "float64")
+        if self.solver == "auto" and found.solver == "tiled" and not pairs.inputs.source.features:
             return "nystrom", "non-numeric inputs cannot be stored in tiles"
-        return found, reason
+        return found.solver, found.reason
 
     def _feature_map(self, X: Any, kernel: Kernel) -> FeatureMap | None:
         """The given map, or random Fourier features of the kernel if features are requested."""

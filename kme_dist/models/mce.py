@@ -29,6 +29,7 @@ from kme_dist.core.kernels import Gaussian, Kernel, Matern
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
@@ -107,6 +108,9 @@ class MCEClassifier(EmbeddingClassifier):
         "erm", which run all steps as published.
     warm_start : `fit` of a fitted model starts from the learned kernel and λ instead of `kernel` and `regularization`;
         with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
+    fit_seconds, memory : what the final solve may take under solver="auto", processor seconds of this machine and bytes
+        (or "4GiB") of one worker. Exact if it fits, else as many centres as do. None: an amount of work that does not
+        depend on the machine (about 15,500 rows exactly), and the share of the free memory.
     client, n_jobs : a dask.distributed.Client, or a number of worker processes of this machine that `fit` opens and
         closes (None: 1, this process; -1: one for each core). The same bits in any case; pays from minutes on.
 
@@ -143,6 +147,7 @@ class MCEClassifier(EmbeddingClassifier):
         "warm_start": truth(),
         "verbose": integer(0),
         "n_jobs": jobs(),
+        "fit_seconds": positive(optional=True),
     }
 
     def __init__(
@@ -172,6 +177,8 @@ class MCEClassifier(EmbeddingClassifier):
         n_iter_no_change: int | None = None,
         warm_start: bool = False,
         n_jobs: int | None = None,
+        fit_seconds: float | None = None,
+        memory: int | str | None = None,
         class_weight: Any = None,
     ) -> None:
         self.kernel = kernel
@@ -199,6 +206,8 @@ class MCEClassifier(EmbeddingClassifier):
         self.n_iter_no_change = n_iter_no_change
         self.warm_start = warm_start
         self.n_jobs = n_jobs
+        self.fit_seconds = fit_seconds
+        self.memory = memory
         self.class_weight = class_weight
 
     # --- fitting ---------------------------------------------------------------------------------
@@ -349,6 +358,8 @@ class MCEClassifier(EmbeddingClassifier):
             early_stopping=self.early_stopping,
             n_iter_no_change=None if self.n_iter_no_change is None else int(self.n_iter_no_change),
             warm=warm,
+            fit_seconds=None if self.fit_seconds is None else float(self.fit_seconds),
+            memory=None if self.memory is None else parse_bytes(self.memory),
             profiles=any_profile and not isinstance(self.features, int | np.integer),
         )
 

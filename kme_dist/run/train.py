@@ -42,9 +42,10 @@ WHOLE_BATCH_ROWS = 1_000  # with more rows, steps use batches of this size
 SAMPLE_ROWS = 1_500  # used in the search of "median" and "cv"
 # Of "auto": rows of a batch (a quarter of all rows, within limits), those of a batch that are left out, most steps.
 _AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 150
+_AUTO_PRODUCTS = 200_000_000
 # Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
-_COMPARED_ROWS, _TUNED_ROWS = (1_000, 500), (2_000, 700)
-_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 12, 12, 8
+_COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
+_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 10, 6, 7  # candidates that may still win get as many again
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Recipe:
     scaling: str | None = "unit"
     solver: str = "auto"
     centres: int | None = None
+    fit_seconds: float | None = None  # of the final solve under solver "auto"; None: a fixed amount of work
+    memory: int | None = None  # bytes for the final solve on one worker; None: its share of the free memory
     dtype: str = "float32"
     seed: int = 0
     probability_floor: float | None = None
@@ -113,6 +116,8 @@ class Recipe:
         """Small batches find the ratios of the length scales; their common factor is tuned afterwards. The prior on
         ratios fades quickly with more rows, since a loss that leaves rows out is optimistic about few of them."""
         smallest, largest = _AUTO_BATCH
+        if len(names := length_scale_names(self.kernel)) == 1:  # a step costs batch² x features
+            largest = max(smallest, min(largest, math.isqrt(_AUTO_PRODUCTS // self.kernel.parameters[names[0]].size)))
         batch = min(max(rows // 4, smallest), largest) if self.batch_size is None else self.batch_size
         return LearnSettings(
             objective=objective,
@@ -260,6 +265,8 @@ def fit_candidates(
             backend=recipe.backend,
             solver=recipe.solver,
             centres=recipe.centres,
+            seconds=recipe.fit_seconds,
+            memory=recipe.memory,
             features=form.features,
             retune=retune,
             floor=recipe.floor(dataset.split_weight(split), dataset.n_classes),
@@ -363,17 +370,20 @@ def _compared(
     """
     rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
     trials = _variants(learned, common, recipe.profiles)
-    calls = [(rows, kernel, shift, _COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed) for _, kernel, shift in trials]
-    tuned = executor.map(tune_on_sample, calls, name="tune")
+    common_arguments = (_COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
+    tuned = executor.map(tune_on_sample, [(rows, *own, FINE, *common_arguments) for _, *own in trials], name="tune")
+    likely = [i for i, own in enumerate(tuned) if _lead(min(tuned, key=lambda t: t.loss), own) < 2]
+    finer = (FINE[0] / 2, FINE[1] / 2)
+    calls = [(rows, tuned[i].kernel, tuned[i].shift, finer, *common_arguments) for i in likely]
+    for i, better in zip(likely, executor.map(tune_on_sample, calls, name="tune"), strict=True):
+        tuned[i] = better
     best = 0
-    for i in range(1, len(tuned)):
-        gain = tuned[0].losses - tuned[i].losses
-        error = float(np.std(gain)) / math.sqrt(len(gain))
-        if tuned[i].loss < tuned[best].loss and float(np.mean(gain)) > error:
+    for i in likely:
+        if tuned[i].loss < tuned[best].loss and _lead(tuned[i], tuned[0]) > 1:
             best = i
     found = tuned[best]
     if rows.positive > _COMPARED_ROWS[0]:
-        call = (rows, found.kernel, found.shift, _TUNED_ROWS, _TUNED_TRIALS, floor, recipe.seed)
+        call = (rows, found.kernel, found.shift, finer, _TUNED_ROWS, _TUNED_TRIALS, floor, recipe.seed)
         found = replace(executor.map(tune_on_sample, [call], name="tune")[0], loss=found.loss)
     order = [best, *(i for i in range(len(tuned)) if i != best)]
     return [
@@ -386,6 +396,13 @@ def _compared(
         )
         for i in order
     ]
+
+
+def _lead(one: Tuned, other: Tuned) -> float:
+    """By how many standard errors `one` is better, row by row; 0 if they are equal."""
+    gain = other.losses - one.losses
+    error = float(np.std(gain)) / math.sqrt(len(gain))
+    return float(np.mean(gain)) / error if error > 0 else 0.0
 
 
 def _variants(learned: Candidate, common: Tuned | None, profiles: bool) -> list[tuple[str, Kernel, float]]:
@@ -405,12 +422,19 @@ def _variants(learned: Candidate, common: Tuned | None, profiles: bool) -> list[
 
 
 def tune_on_sample(
-    rows: RowsRef, kernel: Kernel, shift: float, size: tuple[int, int], trials: int, floor: float, seed: int
+    rows: RowsRef,
+    kernel: Kernel,
+    shift: float,
+    steps: tuple[float, float],
+    size: tuple[int, int],
+    trials: int,
+    floor: float,
+    seed: int,
 ) -> Tuned:
     """Runs on a worker."""
     X, y, w = _shuffled_sample(rows, size[0], seed)
     return tune(
-        kernel, X, y, rows.n_classes, shift=shift, steps=FINE, trials=trials, evaluated=size[1], floor=floor, weights=w
+        kernel, X, y, rows.n_classes, shift=shift, steps=steps, trials=trials, evaluated=size[1], floor=floor, weights=w
     )
 
 

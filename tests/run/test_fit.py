@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -23,9 +24,13 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.ops.cluster import open_client
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
+from kme_dist.run.fit.choose import WORK
 from kme_dist.run.fit.panels import labels, make_panels
 from kme_dist.run.fit.pcg import Preconditioner, solve_blocks
+from kme_dist.run.fit.problem import CENTRES
 from kme_dist.run.scratch import Scratch
+
+choose_module = sys.modules["kme_dist.run.fit.choose"]  # its name in the package is that of its function
 
 M = 3
 KERNEL = Gaussian(length_scale=np.full(4, 0.6))
@@ -385,15 +390,36 @@ def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
 
     assert auto(1000)[0] == "cholesky"
     assert auto(1000, room=10**6)[0] == "tiled"
-    assert auto(15_000)[0] == "tiled"
-    assert auto(60_000)[0] == "nystrom"
-    assert auto(1000, centres=50) == ("nystrom", "50 centres requested")
-    assert "60000 rows" in auto(60_000)[1]
-    assert "about" in auto(60_000)[1]
+    assert auto(15_000).solver == "cholesky"
+    assert auto(60_000).solver == "nystrom"
+    assert auto(1000, centres=50) == ("nystrom", "50 centres requested", 50)
+    assert "60000 rows" in auto(60_000).reason
+    assert "fit_seconds" in auto(60_000).reason
+
+
+def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(choose_module, "measured_speed", lambda: 1e9)
+
+    def auto(n, seconds=None, room=10**11):
+        return choose("auto", n, None, None, room, "float32", seconds)
+
+    counts = [auto(n).centres for n in (20_000, 60_000, 200_000, 10**7)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == CENTRES
+    assert all(SOLVERS["nystrom"].cost(Size(n, basis=auto(n).centres)).flops <= WORK for n in (20_000, 200_000))
+    assert auto(60_000, room=3 * 10**8).centres < auto(60_000).centres
+    assert auto(5_000, seconds=1.0).solver == "nystrom"
+    assert auto(5_000, seconds=60.0).solver == "cholesky"
+    with pytest.raises(errors.ConfigError, match="fit_seconds=0"):
+        auto(5_000, seconds=0)
+
+
+def test_the_speed_of_this_machine_is_measured():
+    assert 1e7 < choose_module.measured_speed() < 1e14
 
 
 def test_a_solver_that_is_asked_for_is_taken_where_it_fits():
-    assert choose("nystrom", 500, None, None, 10**10, "float32") == ("nystrom", "requested")
+    assert choose("nystrom", 500, None, None, 10**10, "float32") == ("nystrom", "requested", None)
     with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB on one worker for 100000 centres.* `centres` lower"):
         choose("nystrom", 10**6, 100_000, None, 10**10, "float64")
 

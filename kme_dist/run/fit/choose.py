@@ -1,24 +1,34 @@
-"""The choice of solver, by cost."""
+"""The choice of solver, by cost: exact if that is affordable, else as many centres as are.
+
+What is affordable depends on the number of rows only, so that a fit is the same on every machine, in this process and
+on a cluster; with a budget in seconds, also on the measured speed of this machine.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import NamedTuple
 
+import numpy as np
+
+from kme_dist.backend import blas_threads, cholesky, empty_square
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.errors import ConfigError
 from kme_dist.run.fit import centres as nystrom
-from kme_dist.run.fit import cholesky, features, pcg, tiled
+from kme_dist.run.fit import cholesky as one_factor
+from kme_dist.run.fit import features, pcg, tiled
 from kme_dist.run.fit.problem import CENTRES, Size, Solver
 
 SOLVERS: dict[str, Solver] = {
-    "cholesky": cholesky,
+    "cholesky": one_factor,
     "tiled": tiled,
     "pcg": pcg,
     "nystrom": nystrom,
     "features": features,
 }
-EXACT_ROWS = 12_000  # above this `auto` does not factorise on one worker
-_FLOPS, _PATIENCE_S = 2e10, 60.0  # of one worker in double precision; longest exact fit under "auto"
+WORK = 1.25e12  # operations of a solve under "auto": 15,500 rows exactly, in about half a minute of one core
+_MOST_CENTRES = 20_000
 
 
 class Choice(NamedTuple):
@@ -26,13 +36,22 @@ class Choice(NamedTuple):
 
     solver: str
     reason: str
+    centres: int | None = None
 
 
-def choose(solver: str, n: int, centres: int | None, features: FeatureMap | None, room: int, dtype: str) -> Choice:
+def choose(
+    solver: str,
+    n: int,
+    centres: int | None,
+    features: FeatureMap | None,
+    room: int,
+    dtype: str,
+    seconds: float | None = None,
+) -> Choice:
     """Resolve "auto", and refuse what does not fit in memory.
 
-    The choice depends on the number of rows, never on the number of workers, so that a fit is the same in this process
-    and on a cluster. `room`, the memory of one worker, matters only if it is too small for a single factorisation.
+    The choice never depends on the number of workers. `room`, the memory of one worker, matters only if it is too small
+    for what the work allows; `seconds` is a budget of processor time for the solve.
     """
     if features is not None and solver in ("auto", "features"):
         return Choice("features", "explicit features were given")
@@ -40,8 +59,10 @@ def choose(solver: str, n: int, centres: int | None, features: FeatureMap | None
         raise ConfigError("solver='features' requires a feature map; set `features`, or choose another solver")
     if solver not in ("auto", *SOLVERS):
         raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
-    size = Size(n, basis=min(centres or CENTRES, n), dtype=dtype)
-    found = _cheapest(size, centres, room) if solver == "auto" else Choice(solver, "requested")
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(f"fit_seconds={seconds!r}: must be a positive number")
+    found = _affordable(n, centres, room, dtype, seconds) if solver == "auto" else Choice(solver, "requested", centres)
+    size = Size(n, basis=min(found.centres or CENTRES, n), dtype=dtype)
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room:
         raise ConfigError(
@@ -56,19 +77,47 @@ def choose(solver: str, n: int, centres: int | None, features: FeatureMap | None
     return found
 
 
-def _cheapest(size: Size, centres: int | None, room: int) -> Choice:
-    """The exact solver if it is fast enough, else centres."""
+def _affordable(n: int, centres: int | None, room: int, dtype: str, seconds: float | None) -> Choice:
+    """The exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
-        return Choice("nystrom", f"{centres} centres requested")
-    one, many = cholesky.cost(size), tiled.cost(size)
-    if size.rows <= EXACT_ROWS and one.memory < room:
-        held = f"{one.memory / 1e6:.0f} MB on one worker"
-        return Choice("cholesky", f"{size.rows} rows fit one exact factorisation ({held})")
-    seconds = many.flops / _FLOPS
-    if seconds <= _PATIENCE_S:
-        return Choice("tiled", f"an exact factorisation of {size.rows} rows takes one worker about {seconds:.0f} s")
+        return Choice("nystrom", f"{centres} centres requested", centres)
+    work = WORK if seconds is None else seconds * measured_speed()
+    size = Size(n, dtype=dtype)
+    exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
+    if exact <= work and held < room:
+        return Choice("cholesky", f"{n} rows fit one exact factorisation ({held / 1e6:.0f} MB on one worker)")
+    if exact <= work:
+        return Choice("tiled", f"a factorisation of {n} rows ({held / 1e9:.1f} GB) does not fit the memory of a worker")
+    count = _centres_for(n, work, room, dtype)
+    allowed = "" if seconds is None else f", allowed are {seconds:g} s"
     return Choice(
         "nystrom",
-        f"an exact factorisation of {size.rows} rows would take one worker about {seconds:.0f} s and "
-        f"{many.scratch / 1e9:.1f} GB; solver='tiled' forces it",
+        f"{count} centres: an exact factorisation of {n} rows would take {exact / WORK:.1f} times the default work"
+        f"{allowed}; solver='tiled' forces it, fit_seconds or centres change the number",
+        count,
     )
+
+
+def _centres_for(n: int, work: float, room: int, dtype: str) -> int:
+    """The largest multiple of 100 whose sums and solve are within the work and the memory, at least the default."""
+    count = min(CENTRES, n)
+    while count + 100 <= min(n, _MOST_CENTRES):
+        cost = nystrom.cost(Size(n, basis=count + 100, dtype=dtype))
+        if cost.flops > work or cost.memory > 0.5 * room:
+            break
+        count += 100
+    return count
+
+
+@functools.cache
+def measured_speed() -> float:
+    """Operations a second of a factorisation in double precision on one core of this machine."""
+    n, best = 1_024, 0.0
+    for _ in range(3):
+        A = empty_square(n, np.zeros(1))
+        A[...] = np.eye(n)
+        with blas_threads(1):
+            began = time.perf_counter()
+            cholesky(A)
+        best = max(best, n**3 / 3 / max(time.perf_counter() - began, 1e-9))
+    return best

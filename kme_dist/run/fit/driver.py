@@ -42,6 +42,7 @@ def fit_on_dataset(
     tolerance: float = 1e-6,
     tile_rows: int | None = None,
     memory: int | None = None,
+    seconds: float | None = None,
     features: FeatureMap | None = None,
     backend: str = "numpy",
     report: Callable[[str], None] | None = None,
@@ -60,6 +61,7 @@ def fit_on_dataset(
     floor : the probability floor used in the losses
     tolerance : of `pcg`, relative residual
     tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
+    seconds : budget of processor time under solver "auto" (None: a fixed amount of work, the same on every machine)
     features : an explicit feature map for solver "features"
     backend : "numpy" or "cupy", for the factorisation of `cholesky`
     report : called with one line for each stage of the fit
@@ -70,12 +72,12 @@ def fit_on_dataset(
         scaling = Scaling.of(dataset.split_statistics(split), scaling)
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
-    chosen = choose(solver, rows.count, centres, features, room, dtype)
+    chosen = choose(solver, rows.count, centres, features, room, dtype, seconds)
     report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
         rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
-        tile_rows=tile_rows, backend=backend, centres=centres, centre_choice=centre_choice, features=features,
-        report=report,
+        tile_rows=tile_rows, backend=backend, centres=chosen.centres or centres, centre_choice=centre_choice,
+        features=features, report=report,
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune, chosen, rows.count, scaling)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import blas_threads
-from kme_dist.core.embedding import Embedding, FeatureEmbedding
+from kme_dist.core.embedding import Embedding, FeatureEmbedding, log_loss
 from kme_dist.core.nystrom import System, evaluated_rows
 from kme_dist.core.objective import one_hot
 from kme_dist.core.sums import TILE_ROWS, Centres, FeatureBasis
@@ -69,9 +69,11 @@ class Equations:
         return [loss for loss, _ in found]
 
     def solve(self, lam: float) -> Solved:
-        basis, facts = self.statistics.basis, {}
+        basis, facts = self.statistics.basis, dict[str, Any]()
         with blas_threads(1):
-            V = self.system.solve(lam)
+            factor = self.system.factor(lam)
+            V = factor.solve(self.system.B)
+            left_out = self._left_out(factor, lam, facts)
         if lam in self.leverages:
             facts["effective_dimension"] = self.leverages[lam] / self.evaluated_rows * self.statistics.rows
         embedding: Any
@@ -80,19 +82,25 @@ class Equations:
         else:
             assert isinstance(basis, FeatureBasis)
             embedding = FeatureEmbedding(basis.features, V, regularization=lam)
-        return Solved(V, embedding, 1, 8 * basis.size**2, facts, left_out=self._left_out(lam))
+        return Solved(V, embedding, 1, 8 * basis.size**2, facts, left_out=left_out)
 
-    def _left_out(self, lam: float) -> LeftOut | None:
-        """Sampled rows under the fits without them; None for numeric targets, which are not calibrated."""
-        sample, basis = self.statistics.sample, self.statistics.basis
+    def _left_out(self, factor: Any, lam: float, facts: dict[str, Any]) -> LeftOut | None:
+        """Sampled rows under the fits without them. Of centres, the first half of them is judged likewise: `facts` tell
+        what more of them still bring."""
+        sample, basis, system = self.statistics.sample, self.statistics.basis, self.system
         if sample is None or not self.evaluated_rows:
             return None
         few = slice(min(self.evaluated_rows, LEFT_OUT_ROWS))
         Z = np.asarray(basis.wide.rows(sample.X[few].astype(np.float64)), dtype=np.float64)
-        w = None if sample.weights is None else sample.weights[few]
-        with blas_threads(1):
-            P, _ = self.system.left_out(lam, Z, one_hot(sample.y[few], self.system.B.shape[1], Z), w)
-        return LeftOut(np.asarray(P), sample.y[few], w)
+        y, w = sample.y[few], None if sample.weights is None else sample.weights[few]
+        Y = one_hot(y, system.B.shape[1], Z)
+        P, _ = system.left_out(factor, Z, Y, w)
+        if isinstance(basis, Centres) and (half := basis.size // 2):
+            M = None if system.M is None else system.M[:half, :half]
+            fewer = System(system.G[:half, :half], system.B[:half], M, system.rows, system.noise)
+            facts["loss"] = float(log_loss(Y, P, self.floor, w))
+            facts["loss_of_half_the_centres"] = fewer.leave_one_out(lam, Z[:, :half], Y, self.floor, w)[0]
+        return LeftOut(np.asarray(P), y, w)
 
     def residual(self, solved: Solved, lam: float) -> float:
         with blas_threads(1):
