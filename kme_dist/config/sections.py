@@ -106,11 +106,11 @@ class ModelConfig(_Section):
 
     kernel: str | dict[str, Any] | None = Field(
         default=None,
-        description="name of a kernel, or a mapping such as {name: gaussian, ard: true, length_scale: 1.0, scale: 1.0}",
+        description="auto, name of a kernel, or a mapping such as {name: gaussian, ard: true, length_scale: 1.0}",
     )
-    objective: Literal["auto", "rcb", "validation", "loo", "erm", "cv", "median"] | None = Field(
+    objective: Literal["auto", "rcb", "validation", "loo", "erm", "calibrated", "cv", "median"] | None = Field(
         default=None,
-        description="the quantity that learning minimises; auto: rcb and validation, the better one is kept",
+        description="the quantity that learning minimises; auto: calibrated, with several kernels compared afterwards",
     )
     risk: Literal["sum", "mean"] | None = Field(
         default=None,
@@ -125,8 +125,11 @@ class ModelConfig(_Section):
     )
     backend: Literal["auto", "numpy", "cupy"] | None = Field(default=None, description="numpy (CPU) or cupy (GPU)")
     dtype: Literal["float32", "float64"] | None = Field(default=None, description="precision of the arithmetic")
-    calibration: Literal["none", "temperature", "isotonic"] | None = Field(
-        default=None, description="calibration of the probabilities, fitted to leave-one-out predictions"
+    calibration: Literal["auto", "none", "temperature", "softmax", "isotonic"] | None = Field(
+        default=None, description="calibration of the probabilities, fitted to training rows that were left out"
+    )
+    class_weight: Literal["balanced"] | dict[str | int | float, float] | None = Field(
+        default=None, description="weights of classes: balanced, or a mapping from label to a number >= 0"
     )
     threads: Annotated[int, Field(gt=0)] | None = Field(
         default=1,
@@ -217,7 +220,7 @@ class FitConfig(_Section):
     """How the final embedding is fitted with the learned kernel."""
 
     solver: Literal["auto", "cholesky", "tiled", "pcg", "nystrom"] | None = Field(
-        default=None, description="solver of the final fit; auto chooses by rows, memory and workers"
+        default=None, description="solver of the final fit; auto: exact if affordable, else as many centres as are"
     )
     centres: Annotated[int, Field(gt=0)] | None = Field(default=None, description="nystrom: number of centres")
     centre_choice: Literal["rpcholesky", "kmeans++", "uniform"] | None = Field(
@@ -228,6 +231,10 @@ class FitConfig(_Section):
         default=None, description="tiled and pcg: rows per tile; null: chosen by the number of rows"
     )
     memory: str | None = Field(default=None, min_length=1, description="memory limit of the fit per worker, e.g. 2GiB")
+    fit_seconds: Positive | None = Field(
+        default=None,
+        description="auto: processor seconds of the solve, as measured here; null: the same work on every machine",
+    )
     refit_regularization: bool | None = Field(
         default=None, description="re-tune the regularisation on all rows after learning"
     )

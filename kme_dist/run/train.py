@@ -115,14 +115,14 @@ class Recipe:
     def _auto_settings(self, objective: str, rows: int) -> LearnSettings:
         """Small batches find the ratios of the length scales; their common factor is tuned afterwards. The prior on
         ratios fades quickly with more rows, since a loss that leaves rows out is optimistic about few of them."""
-        smallest, largest = _AUTO_BATCH
+        steps, (smallest, largest) = min(int(self.steps), _AUTO_STEPS), _AUTO_BATCH
         if len(names := length_scale_names(self.kernel)) == 1:  # a step costs batch² x features
             largest = max(smallest, min(largest, math.isqrt(_AUTO_PRODUCTS // self.kernel.parameters[names[0]].size)))
         batch = min(max(rows // 4, smallest), largest) if self.batch_size is None else self.batch_size
         return LearnSettings(
             objective=objective,
             risk=self.risk,
-            steps=min(int(self.steps), _AUTO_STEPS),
+            steps=steps - steps % (self.local_steps or 1),
             batch_size=batch,
             learning_rate=self.learning_rate,
             schedule=self.schedule or _falling,
@@ -265,14 +265,12 @@ def fit_candidates(
             backend=recipe.backend,
             solver=recipe.solver,
             centres=recipe.centres,
-            seconds=recipe.fit_seconds,
-            memory=recipe.memory,
             features=form.features,
             retune=retune,
             floor=recipe.floor(dataset.split_weight(split), dataset.n_classes),
             seed=recipe.seed,
             report=report,
-            **recipe.fit,
+            **{"seconds": recipe.fit_seconds, "memory": recipe.memory, **recipe.fit},
         )
         return replace(fit, regularization=fit.regularization * form.variance)
 
