@@ -75,6 +75,29 @@ def test_leave_one_out_equals_refits_with_the_same_shift(arrays, dtype):
     np.testing.assert_allclose(arrays.host(V), exact, rtol=0, atol=TOLERANCE[dtype] * abs(exact).max())
 
 
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_the_last_rows_are_left_out_at_the_cost_of_the_factor(arrays, dtype, count):
+    """The same as refits without each of them; of the other rows nothing more is computed."""
+    n, kernel = 12, Gaussian(length_scale=ARD)
+    host, y = vectors(n).astype(dtype), labels(n)
+    found = mce.exact_solution(kernel, arrays(host), y, M, LAM, leave_out=count)
+    every, _ = mce.leave_one_out(kernel, arrays(host), arrays(np.eye(M)[y], dtype), LAM)
+    left_out = arrays.host(found.left_out)
+    assert left_out.shape == (count, M)
+    np.testing.assert_allclose(left_out, arrays.host(every)[-count:], rtol=0, atol=TOLERANCE[dtype])
+    exact = plain_weights(kernel, host.astype(float), y)
+    np.testing.assert_allclose(arrays.host(found.weights), exact, rtol=0, atol=TOLERANCE[dtype] * abs(exact).max())
+
+
+def test_an_exact_solution_knows_the_risk_and_the_norm_of_its_function():
+    X, y, kernel = vectors(15), labels(15), Matern(nu=1.5, length_scale=ARD)
+    found = mce.exact_solution(kernel, X, y, M, LAM)
+    assert found.left_out is None
+    P = mce.Embedding(kernel, X, found.weights, LAM).decision(X)
+    assert found.risk == pytest.approx(-np.log(np.clip(P[np.arange(15), y], 1e-15, 1)).mean(), rel=1e-10)
+    assert found.squared_norm == pytest.approx(np.sum(found.weights * P), rel=1e-10)
+
+
 # --- probabilities ---------------------------------------------------------------------------------
 
 decisions = hnp.arrays(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from kernel_table import ARD, labels, vectors
 
-from kme_dist.core.calibration import Calibration, leave_one_out_decisions
-from kme_dist.core.embedding import Embedding, exact_weights, leave_one_out, log_loss
+from kme_dist.core.calibration import Calibration
+from kme_dist.core.embedding import Embedding, exact_solution, exact_weights, leave_one_out, log_loss
 from kme_dist.core.kernels import Gaussian, Laplace, Linear
 from kme_dist.core.masked import masked_objective
 from kme_dist.core.nystrom import System
@@ -255,12 +255,25 @@ def test_leave_one_out_of_a_system_of_sums_is_a_refit_without_the_row():
     close(leverage, np.sum(w * np.einsum("ij,ji->i", Z, np.linalg.solve(A, Z.T))), 1e-6)
 
 
-def test_leave_one_out_decisions_with_every_row_a_centre_are_those_of_the_exact_fit():
+def test_left_out_with_every_row_a_centre_is_that_of_the_exact_fit():
     X, y, w, kernel = vectors(N), labels(N), uneven(), Gaussian(length_scale=0.5)
-    Y = one_hot(y, M, X)
-    V = exact_weights(kernel, X, y, M, LAM, row_weights=w)
-    P = leave_one_out_decisions(Embedding(kernel, X, V, LAM), X, Y, w.sum(), w)
-    close(P, leave_one_out(kernel, X, Y, LAM, weights=w)[0], 1e-6)
+    Y, K = one_hot(y, M, X), kernel.gram(X)
+    system = System(np.asfortranarray(K.T @ (w[:, None] * K)), K.T @ (w[:, None] * Y), K, w.sum(), 0.0)
+    close(system.left_out(LAM, K, Y, w)[0], leave_one_out(kernel, X, Y, LAM, weights=w)[0], 1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 5, N])
+def test_the_last_rows_of_an_exact_solution_are_left_out_with_their_weights(count):
+    X, y, w, kernel = vectors(N), labels(N), uneven(), Gaussian(length_scale=0.5)
+    found = exact_solution(kernel, X, y, M, LAM, row_weights=w, leave_out=count)
+    Y, K = one_hot(y, M, X), kernel.gram(X)
+    A = K + np.diag(w.sum() * LAM / w)
+    for i in range(N - count, N):
+        rest = np.arange(N) != i
+        close(found.left_out[i - N], K[i, rest] @ np.linalg.solve(A[np.ix_(rest, rest)], Y[rest]))
+    fitted = K @ found.weights
+    close(found.risk, -np.average(np.log(np.clip(fitted[np.arange(N), y], 1e-15, 1)), weights=w))
+    close(found.squared_norm, np.sum(found.weights * fitted))
 
 
 @pytest.mark.parametrize("kind", ["temperature", "isotonic"])
