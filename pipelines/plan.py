@@ -29,12 +29,6 @@ PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loa
 ROUND_S = 0.02  # overhead of a round, on a local cluster
 # n x n matrices held at a time, by objective
 MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4, "calibrated": 3}
-    "rcb": 1,
-    "erm": 1,
-    "validation": 2,
-    "loo": 4,
-    "calibrated": 3,
-}  # n x n matrices held at a time, by objective
 CALIBRATION_BATCHES = 3
 
 
