@@ -25,7 +25,7 @@ from kme_dist.core.calibration import KINDS, Calibration
 from kme_dist.core.compression import compress
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
-from kme_dist.core.kernels import Gaussian, Kernel, Matern
+from kme_dist.core.kernels import Gaussian, Kernel, Linear, Matern
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -427,6 +427,14 @@ class MCEClassifier(EmbeddingClassifier):
         if self.calibration == "none" or found is None:
             return Calibration()
         return Calibration.fit(self.calibration, found.decisions, found.codes, self.probability_floor_, found.weights)
+
+    def _with_centres(self) -> mce.Embedding:
+        """The embedding; explicit features become a linear kernel with the unit vectors as centres."""
+        found = self.embedding_
+        if isinstance(found, mce.Embedding):
+            return found
+        unit = devices.like(np.eye(found.weights.shape[0]), found.weights)
+        return mce.Embedding(Linear(), unit, found.weights, found.regularization)
 
     def compress(
         self,
