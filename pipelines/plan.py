@@ -22,12 +22,13 @@ from kme_dist.ops.cluster import worker_count
 from kme_dist.pipelines import recipes, tables
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
-from kme_dist.run.learners import KernelLearner, log_parameters
+from kme_dist.run.learners import KernelLearner, kernel_start
 from kme_dist.run.train import Recipe
 
 PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
 ROUND_S = 0.02  # overhead of a round, on a local cluster
-MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4}  # n x n matrices held at a time, by objective
+# n x n matrices held at a time, by objective
+MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4, "calibrated": 4}
 CALIBRATION_BATCHES = 3
 
 
@@ -73,7 +74,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         return _full(plan, workers, limit, calibrate)
     objectives, recipe, data = plan.recipe.objectives, plan.recipe, plan.data
     hardest = max(objectives, key=lambda objective: MATRICES[objective])
-    _, batches = plan.work(hardest)
+    learner, batches = plan.work(hardest)
     needed = worker_bytes(batches, hardest)
     if limit is not None and needed > limit:
         raise ConfigError(
@@ -81,7 +82,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
             f"{limit / 1e9:.2f} GB; use batches of at most {_largest_batch(limit, batches, hardest)} rows, or fewer "
             "workers with more memory (cluster.workers, cluster.memory)"
         )
-    steps, per_step = recipe.steps * len(objectives), recipe.batches_per_step
+    steps, per_step = learner.settings.steps * len(objectives), recipe.batches_per_step
     facts: dict[str, Any] = {
         "data": data.path,
         "rows": batches.plan.rows,
@@ -200,7 +201,7 @@ def _two_digits(seconds: float) -> float:
 
 def _calibrated(learner: KernelLearner, batches: Batches, regularization: float) -> float:
     """Seconds of one batch, read and computed: the median of a few, after one to warm up."""
-    parameters, times = log_parameters(learner.kernel, regularization), []
+    parameters, times = kernel_start(learner.kernel, regularization, learner.settings.objective), []
     for number in range(1 + CALIBRATION_BATCHES):
         began = time.perf_counter()
         SerialExecutor().map(batch_gradient, [(learner, batches, number, parameters)], name="calibration")

@@ -127,7 +127,7 @@ def starts_of(config: Config, n_features: int) -> list[StartingPoint]:
     settings = config.estimator_arguments()
     if config.learn.mode == "full":
         settings.setdefault("objective", FULL_OBJECTIVES[0])
-    if settings.get("kernel") is not None:
+    if settings.get("kernel") not in (None, "auto"):
         settings["kernel"] = kernels.from_config(settings["kernel"], n_features=n_features)
     if not config.learn.starts:
         return [StartingPoint("", settings)]
@@ -142,7 +142,8 @@ def _changes(config: Config, start: Start, n_features: int) -> dict[str, Any]:
     if start.regularization is not None:
         changes["regularization"] = start.regularization
     if start.length_scale is not None:
-        kernel: Any = config.model.kernel or MCEClassifier().kernel
+        kernel: Any = config.model.kernel or "auto"
+        kernel = "gaussian" if kernel == "auto" else kernel  # a given length scale is that of a given kernel
         settings = {"name": kernel, "ard": True} if isinstance(kernel, str) else kernel
         changes["kernel"] = kernels.from_config({**settings, "length_scale": start.length_scale}, n_features=n_features)
     return changes

@@ -106,11 +106,13 @@ class ModelConfig(_Section):
 
     kernel: str | dict[str, Any] | None = Field(
         default=None,
-        description="name of a kernel, or a mapping such as {name: gaussian, ard: true, length_scale: 1.0, scale: 1.0}",
+        description="name of a kernel, auto (Gaussian or Matérn, whichever predicts better), or a mapping such as "
+        "{name: gaussian, ard: true, length_scale: 1.0, scale: 1.0}",
     )
-    objective: Literal["auto", "rcb", "validation", "loo", "erm", "cv", "median"] | None = Field(
+    objective: Literal["auto", "rcb", "validation", "loo", "erm", "calibrated", "cv", "median"] | None = Field(
         default=None,
-        description="the quantity that learning minimises; auto: rcb and validation, the better one is kept",
+        description="the quantity that learning minimises; auto: calibrated, then the best of several kernels by "
+        "leave-one-out on a sample",
     )
     risk: Literal["sum", "mean"] | None = Field(
         default=None,
@@ -125,8 +127,9 @@ class ModelConfig(_Section):
     )
     backend: Literal["auto", "numpy", "cupy"] | None = Field(default=None, description="numpy (CPU) or cupy (GPU)")
     dtype: Literal["float32", "float64"] | None = Field(default=None, description="precision of the arithmetic")
-    calibration: Literal["none", "temperature", "isotonic"] | None = Field(
-        default=None, description="calibration of the probabilities, fitted to leave-one-out predictions"
+    calibration: Literal["auto", "none", "temperature", "softmax", "isotonic"] | None = Field(
+        default=None,
+        description="calibration of the probabilities, fitted to leave-one-out predictions; auto: the best one",
     )
     threads: Annotated[int, Field(gt=0)] | None = Field(
         default=1,
@@ -192,7 +195,7 @@ class LearnConfig(_Section):
     )
     train_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="fraction of a batch that `objective: validation` trains on (0.5; `auto`: 0.8)",
+        description="fraction of a batch that `objective: validation` trains on (0.5)",
     )
     checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints")
     checkpoint_seconds: Positive = Field(default=60.0, description="seconds between checkpoints, for slow steps")
