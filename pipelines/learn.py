@@ -11,7 +11,7 @@ The run folder holds
 
 The result depends on data and settings, never on the cluster: a run may be killed and resumed elsewhere, any number of
 times. Results of other settings or data are only replaced with `--fresh` (`kme-dist run` replaces them without it);
-only `learn.steps` may grow, unless the learning rate has a schedule.
+only `learn.steps` may grow, unless the learning rate has a schedule, as under `model.objective: auto`.
 
 `learn.mode`: `sync` averages gradients in every step, `local` averages replicas after `learn.local_steps` steps each,
 `full` learns the explicit features of `model.features` by the exact gradient of all rows. With `model.kind` cen or askl
@@ -104,11 +104,15 @@ def _candidate(stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]
     return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"))
 
 
+def _phase(candidate: Candidate) -> str | None:
+    """What its records in the metrics are named: under "auto" that of the objective, not of the candidate."""
+    return candidate.history[-1]["phase"] if candidate.history else None
+
+
 def _plain(candidate: Candidate) -> dict[str, Any]:
     kernel = candidate.kernel.to_config()
-    phase = candidate.history[-1]["phase"] if candidate.history else None
     facts = {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
-    return {**facts, "phase": phase, "loss": candidate.loss}
+    return {**facts, "phase": _phase(candidate), "loss": candidate.loss}
 
 
 def _arrays(learned: LearnedResult) -> dict[str, np.ndarray]:
@@ -173,7 +177,7 @@ def _work(run: Run) -> dict[str, Any]:
     (run.folder.path / METRICS).touch()
     _save(run, learned, steps)
     saved.close()
-    shown = [r for r in history if not learned.starts or r.get("phase") == learned.starts[0][0].name]
+    shown = [r for r in history if not learned.starts or r.get("phase") == _phase(learned.starts[0][0])]
     last = shown[-1] if shown else {}
     wanted = ("objective", "risk", "complexity", "accuracy", "rows_per_second", "waiting_share", "workers")
     return {
@@ -330,9 +334,10 @@ def _inputs(run: Run) -> dict[str, Any]:
 
 
 def _lasting_inputs(run: Run) -> dict[str, Any]:
-    """The inputs that identify a checkpoint. A longer run resumes a shorter one, unless the rate has a schedule."""
+    """The inputs that identify a checkpoint. A longer run resumes a shorter one, unless the rate has a schedule, as it
+    always has under "auto"."""
     inputs = _inputs(run)
-    if run.config.learn.schedule == "constant":
+    if run.config.learn.schedule == "constant" and inputs.get("objective") != "auto":
         inputs.pop("steps", None)
     return inputs
 

@@ -28,7 +28,7 @@ from kme_dist.run.train import Recipe
 PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
 ROUND_S = 0.02  # overhead of a round, on a local cluster
 # n x n matrices held at a time, by objective
-MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4, "calibrated": 3}
+MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4, "calibrated": 4}
 CALIBRATION_BATCHES = 3
 
 
@@ -74,7 +74,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
         return _full(plan, workers, limit, calibrate)
     objectives, recipe, data = plan.recipe.objectives, plan.recipe, plan.data
     hardest = max(objectives, key=lambda objective: MATRICES[objective])
-    _, batches = plan.work(hardest)
+    learner, batches = plan.work(hardest)
     needed = worker_bytes(batches, hardest)
     if limit is not None and needed > limit:
         raise ConfigError(
@@ -82,8 +82,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
             f"{limit / 1e9:.2f} GB; use batches of at most {_largest_batch(limit, batches, hardest)} rows, or fewer "
             "workers with more memory (cluster.workers, cluster.memory)"
         )
-    steps = sum(recipe.settings(objective, batches.plan.rows).steps for objective in objectives)
-    per_step = recipe.batches_per_step
+    steps, per_step = learner.settings.steps * len(objectives), recipe.batches_per_step
     facts: dict[str, Any] = {
         "data": data.path,
         "rows": batches.plan.rows,

@@ -143,8 +143,8 @@ def _changes(config: Config, start: Start, n_features: int) -> dict[str, Any]:
         changes["regularization"] = start.regularization
     if start.length_scale is not None:
         kernel: Any = config.model.kernel or "auto"
-        named = {"name": "gaussian" if kernel == "auto" else kernel, "ard": True}
-        settings = named if isinstance(kernel, str) else kernel
+        kernel = "gaussian" if kernel == "auto" else kernel  # a given length scale is that of a given kernel
+        settings = {"name": kernel, "ard": True} if isinstance(kernel, str) else kernel
         changes["kernel"] = kernels.from_config({**settings, "length_scale": start.length_scale}, n_features=n_features)
     return changes
 

@@ -106,11 +106,13 @@ class ModelConfig(_Section):
 
     kernel: str | dict[str, Any] | None = Field(
         default=None,
-        description="auto, name of a kernel, or a mapping such as {name: gaussian, ard: true, length_scale: 1.0}",
+        description="name of a kernel, auto (Gaussian or Matérn, whichever predicts better), or a mapping such as "
+        "{name: gaussian, ard: true, length_scale: 1.0, scale: 1.0}",
     )
     objective: Literal["auto", "rcb", "validation", "loo", "erm", "calibrated", "cv", "median"] | None = Field(
         default=None,
-        description="the quantity that learning minimises; auto: calibrated, with several kernels compared afterwards",
+        description="the quantity that learning minimises; auto: calibrated, then the best of several kernels by "
+        "leave-one-out on a sample",
     )
     risk: Literal["sum", "mean"] | None = Field(
         default=None,
@@ -195,7 +197,7 @@ class LearnConfig(_Section):
     )
     train_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="fraction of a batch that `objective: validation` trains on (0.5; `auto`: 0.8)",
+        description="fraction of a batch that `objective: validation` trains on (0.5)",
     )
     checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints")
     checkpoint_seconds: Positive = Field(default=60.0, description="seconds between checkpoints, for slow steps")

@@ -48,6 +48,8 @@ def calibrated_objective(
     lam, beta, space = float(regularization), float(sharpness), workspace or Workspace()
     if not (0 < lam < math.inf and 0 < beta < math.inf):
         raise ConfigError(f"regularization={regularization!r}, sharpness={sharpness!r}: must be positive numbers")
+    if risk not in ("sum", "mean"):
+        raise ConfigError(f"risk={risk!r} is unknown; choose 'sum' or 'mean'")
     X, y, w = with_positive_weights(X, y, weights)
     n = total_weight(w, row_count(X))
     q = row_count(X) if evaluated is None else max(1, min(int(evaluated), row_count(X)))

@@ -1,6 +1,6 @@
 """The multiclass conditional embedding: a classifier that learns its kernel and can be calibrated and compressed.
 
-clf = MCEClassifier(calibration="temperature").fit(X, y)        # by leave-one-out, without held-out rows
+clf = MCEClassifier().fit(X, y)                                 # calibrated by leave-one-out, without held-out rows
 clf.calibrate(X_held_out, y_held_out, method="isotonic")
 small = clf.compress(n_centres=200)
 small.compression_                                              # the loss of accuracy
@@ -25,7 +25,7 @@ from kme_dist.core.calibration import KINDS, Calibration
 from kme_dist.core.compression import compress
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
-from kme_dist.core.kernels import Gaussian, Kernel, Linear, Matern
+from kme_dist.core.kernels import Kernel, Linear, Matern
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.weights import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -62,7 +62,7 @@ from kme_dist.models.settings import (
 from kme_dist.run.fit import Fit
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.settings import OBJECTIVES, Record
-from kme_dist.run.train import Recipe, Trained, fit_candidates, learn_candidates
+from kme_dist.run.train import Recipe, Trained, fit_candidates, gaussian_of, learn_candidates
 
 _SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound
 
@@ -74,14 +74,15 @@ class MCEClassifier(EmbeddingClassifier):
     ----------
     kernel : str or Kernel
         A name ("gaussian" and other stationary kernels get one length scale per feature) or a kernel object;
-        the start of learning.
-    objective : {"auto", "rcb", "validation", "loo", "erm", "cv", "median"}
-        The quantity minimised. "auto" starts from the best common length scale, learns by the complexity bound and by
-        batch validation with length scales kept near that start, and keeps the one whose full fit has the lower
-        leave-one-out log loss. "cv" is a k-fold grid search over one length scale and λ, "median" the median-distance
-        heuristic.
+        the start of learning. "auto" learns Gaussian length scales, and with objective="auto" also tries them in Matérn
+        kernels.
+    objective : {"auto", "calibrated", "rcb", "validation", "loo", "erm", "cv", "median"}
+        The quantity minimised. "auto" starts from the best common length scale, learns by the leave-one-out log loss of
+        calibrated decisions ("calibrated") in at most 150 steps, and keeps the best of several kernels, tuned and
+        compared by that loss on a sample of rows. "cv" is a k-fold grid search over one length scale and λ, "median"
+        the median-distance heuristic.
     refit_regularization : bool
-        Retune λ on all rows by leave-one-out after learning; False keeps the learned one, as published.
+        Retune λ by leave-one-out after learning; False keeps what was learned, as published.
     risk, complexity_weight : the loss summed ("sum") or averaged ("mean"), and the multiplier τ of the complexity term
         (None: 4e for rcb, 1 for validation and loo).
     regularization : initial λ; with steps=0 kernel and λ are used as given.
@@ -105,7 +106,7 @@ class MCEClassifier(EmbeddingClassifier):
         the number of random features of the learned kernel.
     early_stopping, n_iter_no_change : stop learning when the smoothed objective has not decreased by 0.1 % for this
         many steps (None: 50 for objective="auto", else 100), and keep the best kernel. "auto" stops all but "rcb" and
-        "erm", which run all steps as published.
+        "erm", which run all steps as published, and objective="auto", whose rate falls to the last step.
     warm_start : `fit` of a fitted model starts from the learned kernel and λ instead of `kernel` and `regularization`;
         with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
     fit_seconds, memory : what the final solve may take under solver="auto", processor seconds of this machine and bytes
@@ -269,7 +270,7 @@ class MCEClassifier(EmbeddingClassifier):
             losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.loo_log_loss_.items())
             kept = f"; kept {self.objective_}" if len(self.loo_log_loss_) > 1 else ""
             account.say(f"leave-one-out log loss: {losses}{kept}")
-        tuned = " (by leave-one-out on all rows)" if self.loo_log_loss_ and self.refit_regularization else ""
+        tuned = " (by leave-one-out)" if self.loo_log_loss_ and self.refit_regularization else ""
         account.say(f"lambda {self.regularization_:.3g}{tuned}, kernel {self.kernel_!r}")
         kind = self.calibration_.kind
         shown = f" {self.calibration_.temperature:.3g}" if kind == "temperature" else ""
@@ -330,12 +331,13 @@ class MCEClassifier(EmbeddingClassifier):
         any_profile = isinstance(chosen, str) and chosen == "auto"
         chosen = "gaussian" if any_profile else chosen
         start, lam = kernels.from_config(chosen, n_features=width), float(self.regularization)
-        before = getattr(self, "kernel_", None) if self.warm_start else None
+        learned: Any = getattr(self, "kernel_", None) if self.warm_start else None
+        before = learned
         if any_profile and isinstance(before, Matern):  # a profile of the length scales that were learned
-            before = Gaussian(length_scale=before.length_scale, scale=before.scale)
+            before = gaussian_of(before)
         warm = before is not None and _form(before) == _form(start)
-        if warm and before is not None:
-            start, lam = before, float(self.regularization_)
+        if warm:
+            start, lam = (before if self.steps else learned), float(self.regularization_)
         return Recipe(
             kernel=start,
             objective=self.objective,
@@ -479,9 +481,9 @@ class MCEClassifier(EmbeddingClassifier):
         return small
 
     def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
-        embedding = self._with_centres()  # features of a map are part of the scaling
-        scaled = functools.partial(self.scaling_.apply, dtype="float64")
-        return embedding.kernel, embedding.regularization, scaled
+        found = self.embedding_  # features of a map are part of the scaling
+        kernel = Linear() if isinstance(found, FeatureEmbedding) else found.kernel
+        return kernel, found.regularization, functools.partial(self.scaling_.apply, dtype="float64")
 
     # --- storing ---------------------------------------------------------------------------------
 

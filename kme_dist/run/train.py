@@ -46,6 +46,7 @@ _AUTO_PRODUCTS = 200_000_000
 # Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
 _START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 10, 6, 7  # candidates that may still win get as many again
+_ROUGHER = 2.0  # length scales of Matérn 1/2, whose correlations fall at once, in those of a Gaussian
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,16 @@ class Recipe:
     def _auto_settings(self, objective: str, rows: int) -> LearnSettings:
         """Small batches find the ratios of the length scales; their common factor is tuned afterwards. The prior on
         ratios fades quickly with more rows, since a loss that leaves rows out is optimistic about few of them."""
-        steps, (smallest, largest) = min(int(self.steps), _AUTO_STEPS), _AUTO_BATCH
+        smallest, largest = _AUTO_BATCH
         if len(names := length_scale_names(self.kernel)) == 1:  # a step costs batch² x features
             largest = max(smallest, min(largest, math.isqrt(_AUTO_PRODUCTS // self.kernel.parameters[names[0]].size)))
         batch = min(max(rows // 4, smallest), largest) if self.batch_size is None else self.batch_size
+        own = self.local_steps or 1  # whole rounds of replicas
+        most = max(_AUTO_STEPS - _AUTO_STEPS % own, own)
         return LearnSettings(
             objective=objective,
             risk=self.risk,
-            steps=steps - steps % (self.local_steps or 1),
+            steps=min(int(self.steps), most),
             batch_size=batch,
             learning_rate=self.learning_rate,
             schedule=self.schedule or _falling,
@@ -410,13 +413,19 @@ def _variants(learned: Candidate, common: Tuned | None, profiles: bool) -> list[
         found = [("learned", own, shift)]
         return found if common is None else [*found, ("common", common.kernel, common.shift)]
     rough = Matern(length_scale=own.length_scale, scale=own.scale, nu=1.5)
-    rougher = Matern(length_scale=2 * np.asarray(own.length_scale), scale=own.scale, nu=0.5)
+    rougher = Matern(length_scale=_ROUGHER * np.asarray(own.length_scale), scale=own.scale, nu=0.5)
     found = [("learned matern-3/2", rough, shift), ("learned gaussian", own, shift)]
     found.append(("learned matern-1/2", rougher, shift))
     if common is not None and isinstance(common.kernel, Gaussian):
         plain = Matern(length_scale=common.kernel.length_scale, scale=common.kernel.scale, nu=1.5)
         found.append(("common matern-3/2", plain, common.shift))
     return found
+
+
+def gaussian_of(profile: Matern) -> Gaussian:
+    """The Gaussian kernel that a Matérn candidate was made from, up to the factor of its tuning."""
+    factor = _ROUGHER if profile.nu == 0.5 else 1.0
+    return Gaussian(length_scale=np.asarray(profile.length_scale) / factor, scale=profile.scale)
 
 
 def tune_on_sample(

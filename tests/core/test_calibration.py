@@ -340,13 +340,16 @@ def test_auto_takes_softmax_for_few_rows():
 
 
 def test_auto_follows_the_weights():
-    """Rows of one kind decide if those of the other weigh next to nothing."""
+    """Rows that weigh next to nothing neither fit a map nor compare them, whatever their number."""
     f, codes = stepped(3000, 1)
-    g, other, _ = decisions(0.0, 8.0, 3000, 2)
-    g, other = g[:, :2], np.minimum(other, 1)
-    both, labels = np.concatenate([f, g]), np.concatenate([codes, other])
-    found = Calibration.fit("auto", both, labels, 1e-3, weights=np.repeat([1.0, 1e-9], 3000))
+    first = np.random.default_rng(2).uniform(0.3, 0.7, 9000)  # where steps are flat, but these labels are clear
+    g = np.stack([first, 1 - first], axis=1)
+    both, labels = np.concatenate([f, g]), np.concatenate([codes, g.argmax(axis=1)])
+    found = Calibration.fit("auto", both, labels, 1e-3, weights=np.repeat([1.0, 1e-9], [3000, 9000]))
     assert found.kind == "isotonic"
+    fitted = Calibration.fit("isotonic", f, codes, 1e-3), Calibration.fit("softmax", f, codes, 1e-3)
+    of_light = [-np.log(class_probabilities(g, 1e-3, c)[np.arange(9000), labels[3000:]]).mean() for c in fitted]
+    assert of_light[0] > of_light[1] + 0.1, "counted by rows, the other map would win"
 
 
 def test_auto_is_the_same_every_time():

@@ -25,15 +25,15 @@ def test_nothing_is_printed_unless_asked_for(kind, capsys):
 
 
 def test_a_fit_is_told_from_rows_to_seconds(capsys):
-    lines = printed(capsys, MCEClassifier(steps=400, n_iter_no_change=5, calibration="temperature", verbose=1))
+    stopping = {"steps": 400, "early_stopping": True, "n_iter_no_change": 5}
+    lines = printed(capsys, MCEClassifier(**stopping, calibration="temperature", verbose=1))
     assert lines[0] == "MCEClassifier: 150 rows, 4 features, 3 classes, objective auto"
     text = "\n".join(lines)
-    for phase in ("rcb", "validation"):
-        assert f"{phase}: starts with q " in text
-        assert f"{phase}: " in text
-    assert text.count("of 400 steps in ") == text.count("stopped at a plateau of 5 steps") == 2
-    assert text.count("fit: cholesky on 150 rows (") == 1  # which solver and why, once for all candidates
-    assert "leave-one-out log loss: rcb 0." in text
+    assert "calibrated: starts with q " in text
+    assert text.count("of 150 steps in ") == text.count("stopped at a plateau of 5 steps") == 1
+    assert text.count("fit: cholesky on 150 rows (") == 1  # which solver and why
+    assert "leave-one-out log loss: " in text
+    assert text.count("learned matern-3/2 0.") == text.count("common matern-3/2 0.") == 1
     assert "; kept " in text
     assert "lambda " in text
     assert "calibration temperature " in text

@@ -197,7 +197,7 @@ def test_there_is_no_expectation_without_probabilities():
 
 
 def test_the_logarithm_of_no_probability_is_minus_infinity_without_a_warning(recwarn):
-    model = kme.MCEClassifier(steps=0, regularization=1e-6, probability_floor=0).fit(X, Y)
+    model = kme.MCEClassifier(steps=0, regularization=1e-6, probability_floor=0, calibration="none").fit(X, Y)
     p, logs = model.predict_proba(X), model.predict_log_proba(X)
     assert (p == 0).any()
     np.testing.assert_array_equal(np.isneginf(logs), p == 0)

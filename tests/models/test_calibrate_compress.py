@@ -18,9 +18,10 @@ def digits():
     return X[:600], np.char.add("d", y[:600].astype(str)), X[600:1200], np.char.add("d", y[600:1200].astype(str))
 
 
-def fitted(digits, **options):
+def fitted(digits, calibration="none", **options):
     kernel = Gaussian(length_scale=np.full(64, 2.5))
-    return kme.MCEClassifier(kernel=kernel, steps=0, regularization=1e-5, **options).fit(*digits[:2])
+    model = kme.MCEClassifier(kernel=kernel, steps=0, regularization=1e-5, calibration=calibration, **options)
+    return model.fit(*digits[:2])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,44 @@ def test_leave_one_out_calibrates_without_touching_labels(plain, digits, tmp_pat
     np.testing.assert_array_equal(again.predict_proba(digits[2]), calibrated.predict_proba(digits[2]))
 
 
-@pytest.mark.parametrize("method", ["temperature", "isotonic"])
+SOLVERS = {
+    "cholesky": {"solver": "cholesky"},
+    "tiled": {"solver": "tiled"},
+    "pcg": {"solver": "pcg"},
+    "centres": {"solver": "nystrom", "centres": 150},
+    "random features": {"features": 300},
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_by_default_probabilities_are_calibrated_whatever_the_solver(digits, solver, tmp_path):
+    """By rows of the fit, each left out: nothing is held out, and no label changes."""
+    without = fitted(digits, **SOLVERS[solver])
+    model = kme.MCEClassifier(kernel=without.kernel, steps=0, regularization=1e-5, **SOLVERS[solver]).fit(*digits[:2])
+    assert model.calibration == "auto"
+    assert model.calibration_.kind != "none"
+    before, after = judged(without, digits), judged(model, digits)
+    assert after["log_loss"] < 0.6 * before["log_loss"]
+    assert after["calibration_error"] < 0.5 * before["calibration_error"]
+    np.testing.assert_array_equal(model.predict(digits[2]), without.predict(digits[2]))
+    np.testing.assert_array_equal(
+        model.classes_[model.predict_proba(digits[2]).argmax(axis=1)], model.predict(digits[2])
+    )
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    np.testing.assert_array_equal(again.predict_proba(digits[2]), model.predict_proba(digits[2]))
+
+
+def test_the_defaults_learn_digits_and_calibrate_them(digits):
+    """Everything by default but fewer steps: log loss lower than without calibration, and the same labels."""
+    model = kme.MCEClassifier(steps=10).fit(*digits[:2])
+    without = kme.MCEClassifier(steps=10, calibration="none").fit(*digits[:2])
+    assert judged(model, digits)["log_loss"] < 0.7 * judged(without, digits)["log_loss"]
+    assert judged(model, digits)["accuracy"] == judged(without, digits)["accuracy"] > 0.93
+    np.testing.assert_array_equal(model.predict(digits[2]), without.predict(digits[2]))
+
+
+@pytest.mark.parametrize("method", ["temperature", "isotonic", "softmax", "auto"])
 def test_held_out_rows_calibrate_too(digits, method):
     model = fitted(digits)
     before = judged(model, digits)
@@ -55,7 +93,7 @@ def test_held_out_rows_calibrate_too(digits, method):
     assert judged(model.calibrate(*half, method="none"), digits)["log_loss"] == pytest.approx(before["log_loss"])
 
 
-@pytest.mark.parametrize("method", ["none", "temperature", "isotonic"])
+@pytest.mark.parametrize("method", ["none", "temperature", "isotonic", "softmax", "auto"])
 @pytest.mark.parametrize("floor", [None, 0.0])
 def test_labels_are_the_most_probable_classes_and_no_calibration_changes_them(digits, method, floor):
     far = np.full((2, 64), 1e3) * [[1], [-1]]  # beyond every centre: all decisions are 0
@@ -77,7 +115,7 @@ def test_isotonic_calibration_is_worth_having(plain, digits):
     assert after["accuracy"] == before["accuracy"]
 
 
-@pytest.mark.parametrize("method", ["none", "temperature", "isotonic"])
+@pytest.mark.parametrize("method", ["none", "temperature", "isotonic", "softmax"])
 def test_an_expectation_is_one_of_the_probabilities_unless_asked_for_raw(digits, method):
     model = fitted(digits, calibration=method)
     f, p = model.decision_probabilities(digits[2]), model.predict_proba(digits[2])
@@ -92,13 +130,16 @@ def test_an_expectation_is_one_of_the_probabilities_unless_asked_for_raw(digits,
     np.testing.assert_allclose(model.expectation(digits[2], indicator, raw=True), f, rtol=1e-12)
 
 
-def test_a_sample_of_the_rows_is_nearly_as_good(digits, monkeypatch):
-    losses = {}
+@pytest.mark.parametrize("solver", ["cholesky", "nystrom"])
+def test_a_sample_of_the_rows_is_nearly_as_good(digits, monkeypatch, solver):
+    losses, chosen = {}, {"solver": solver, "centres": 80 if solver == "nystrom" else None}
     for rows in (400, 600):
-        monkeypatch.setattr("kme_dist.models.mce._SAMPLE_ROWS", rows)
-        model = fitted(digits, solver="nystrom", centres=80, calibration="temperature")
+        monkeypatch.setattr("kme_dist.run.fit.equations.LEFT_OUT_ROWS", rows)
+        monkeypatch.setattr("kme_dist.run.fit.exact.LEFT_OUT_ROWS", rows)
+        model = fitted(digits, calibration="temperature", **chosen)
         losses[rows] = judged(model, digits)["log_loss"]
-    plain = judged(fitted(digits, solver="nystrom", centres=80), digits)["log_loss"]
+    plain = judged(fitted(digits, **chosen), digits)["log_loss"]
+    assert losses[400] != losses[600]
     assert max(losses.values()) < 0.6 * plain
     assert losses[400] < 1.3 * losses[600]
 

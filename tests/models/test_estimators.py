@@ -47,12 +47,19 @@ def fitted(iris):
 # --- learning --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["auto", "rcb", "validation", "loo", "erm", "cv", "median"])
+@pytest.mark.parametrize("objective", ["auto", "calibrated", "rcb", "validation", "loo", "erm", "cv", "median"])
 def test_every_objective_learns_iris(objective, iris):
     X, y = iris
     clf = MCEClassifier(objective=objective, steps=40).fit(X[::2], y[::2])
     assert clf.score(X[1::2], y[1::2]) > 0.9
-    assert clf.objective_ in ({"rcb", "validation"} if objective == "auto" else {objective})
+    if objective == "auto":
+        assert set(clf.loo_log_loss_) == {
+            "learned matern-3/2", "learned gaussian", "learned matern-1/2", "common matern-3/2"
+        }  # fmt: skip
+        assert clf.objective_ in clf.loo_log_loss_
+        assert type(clf.kernel_).__name__.lower() in clf.objective_
+    else:
+        assert clf.objective_ == objective
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
