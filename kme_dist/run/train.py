@@ -41,7 +41,7 @@ SEARCHED = ("median", "cv")  # objectives that search on a sample
 WHOLE_BATCH_ROWS = 1_000  # with more rows, steps use batches of this size
 SAMPLE_ROWS = 1_500  # used in the search of "median" and "cv"
 # Of "auto": rows of a batch (a quarter of all rows, within limits), those of a batch that are left out, most steps.
-_AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 150
+_AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 100
 _AUTO_PRODUCTS = 200_000_000
 # Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
