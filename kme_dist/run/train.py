@@ -225,9 +225,11 @@ def learn_candidates(
             backend=recipe.backend,
         )
         found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
-    if recipe.objective == "auto" and recipe.refit_regularization:
-        shift = found[0].regularization * min(batch, rows)
-        return _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
+    if recipe.objective == "auto":
+        shift = found[0].regularization * batch
+        if recipe.refit_regularization:
+            return _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
+        return [replace(found[0], regularization=shift / rows)]
     return found
 
 

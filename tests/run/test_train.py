@@ -44,15 +44,16 @@ def train(data, chosen, executor, scratch):
     return fit_candidates(data, chosen, candidates, executor=executor, scratch=scratch)
 
 
-@pytest.mark.parametrize("objective", ["auto", "rcb", "validation", "loo", "erm", "median", "cv"])
+@pytest.mark.parametrize("objective", ["auto", "calibrated", "rcb", "validation", "loo", "erm", "median", "cv"])
 def test_every_objective_ends_in_a_model_that_knows_iris(iris, tmp_path, objective):
     trained = train(iris, recipe(objective=objective), SerialExecutor(), tmp_path / "scratch")
     X, y = iris.read("test")
     decided = trained.fit.embedding.decision(trained.fit.scaling.apply(X, "float64")).argmax(axis=1)
     assert (decided == y).mean() >= 0.9
     if objective == "auto":
-        assert set(trained.losses) == {"rcb", "validation"}
-        assert trained.losses[trained.best.name] == min(trained.losses.values())
+        assert set(trained.losses) == {"learned", "common"}
+        assert trained.best == trained.candidates[0]
+        assert trained.fit.regularization == trained.best.regularization, "tuned on a sample, fitted as it is"
     elif objective != "cv":
         assert set(trained.losses) == {objective}
 
@@ -66,9 +67,12 @@ def test_workers_and_one_process_find_the_same_bits(iris, client, tmp_path):
 
 
 def test_the_regularisation_stays_as_learned_where_that_is_asked_for(iris, tmp_path):
-    trained = train(iris, recipe(refit_regularization=False), SerialExecutor(), tmp_path / "scratch")
-    assert trained.fit.regularization == trained.best.regularization
-    assert len(trained.losses) == 2, "the objectives are compared all the same"
+    for objective in ("auto", "rcb"):
+        chosen = recipe(objective=objective, refit_regularization=False)
+        trained = train(iris, chosen, SerialExecutor(), tmp_path / "scratch")
+        assert trained.fit.regularization == trained.best.regularization
+        assert trained.losses == {}, "nothing is tuned or compared"
+        assert isinstance(trained.fit.embedding.kernel, kernels.Gaussian)
 
 
 def test_without_steps_the_kernel_is_used_as_given(iris, tmp_path):
@@ -85,6 +89,7 @@ def same_model(one, other, Xq):
     assert one.kernel_ == other.kernel_
     for name in ("regularization_", "bound_", "loo_log_loss_", "objective_", "solver_", "probability_floor_"):
         assert getattr(one, name) == getattr(other, name), name
+    assert one.calibration_.to_plain() == other.calibration_.to_plain()
     np.testing.assert_array_equal(one.embedding_.weights, other.embedding_.weights)
     many = np.tile(Xq, (-(-700 // len(Xq)), 1))  # enough rows for every path that a matrix product may take
     np.testing.assert_array_equal(one.predict_proba(many), other.predict_proba(many))
@@ -95,6 +100,11 @@ def same_model(one, other, Xq):
 
 SETTINGS = [
     {},
+    {"kernel": "gaussian"},
+    {"kernel": kernels.Matern(nu=2.5) + kernels.Linear(), "calibration": "softmax"},
+    {"refit_regularization": False},
+    {"class_weight": {0: 3.0}, "batch_size": 40},
+    {"objective": "calibrated", "batch_size": 50},
     {"objective": "rcb", "batch_size": 30, "scaling": "standard"},
     {"objective": "validation", "batch_size": 50, "refit_regularization": False},
     {"objective": "loo", "steps": 3},
