@@ -372,9 +372,8 @@ def _compared(
     tuned = executor.map(tune_on_sample, calls, name="tune")
     best = 0
     for i in range(1, len(tuned)):
-        gain = tuned[0].losses - tuned[i].losses
-        error = float(np.std(gain)) / math.sqrt(len(gain))
-        if tuned[i].loss < tuned[best].loss and float(np.mean(gain)) > error:
+        gain, error = tuned[0].gain(tuned[i])
+        if tuned[i].loss < tuned[best].loss and gain > error:
             best = i
     found = tuned[best]
     if rows.positive > _COMPARED_ROWS[0]:
