@@ -106,7 +106,7 @@ class ModelConfig(_Section):
 
     kernel: str | dict[str, Any] | None = Field(
         default=None,
-        description="name of a kernel, auto (Gaussian or Matérn, whichever predicts better), or a mapping such as "
+        description="name of a kernel, auto (Gaussian or Matérn, by leave-one-out), or a mapping such as "
         "{name: gaussian, ard: true, length_scale: 1.0, scale: 1.0}",
     )
     objective: Literal["auto", "rcb", "validation", "loo", "erm", "calibrated", "cv", "median"] | None = Field(

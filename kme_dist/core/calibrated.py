@@ -2,7 +2,7 @@
 
     f₋ᵢ = Y_i - V_i / [A⁻¹]_ii,     p_i ∝ exp(β f₋ᵢ),     q = - mean of w_i log p_i,y_i
 
-The sharpness β is learned together with the kernel and λ, so that a kernel is judged by how well its decisions separate
+The sharpness β is learned together with the kernel and λ, so that a kernel is rated by how well its decisions separate
 the classes and not by how near they come to 0 and 1, which a calibration mends afterwards.
 
 Only the last `evaluated` rows of a batch are left out, one at a time; all rows are fitted. With q rows evaluated the

@@ -33,13 +33,21 @@ START_FACTOR, START_SHIFT = 0.6, 0.1  # times the median distance; times k(x, x)
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best trial; `losses` of its evaluated rows, to compare kernels row by row."""
+    """The best trial; `losses` and weights of its evaluated rows, to compare kernels row by row."""
 
     kernel: Kernel
     shift: float
     loss: float
     losses: np.ndarray = field(repr=False)
     trials: int
+    weights: np.ndarray | None = field(default=None, repr=False)
+
+    def gain(self, other: Tuned) -> tuple[float, float]:
+        """By how much the loss of `other` is lower on the same rows, and the standard error of that."""
+        gain = self.losses - other.losses
+        mean = float(np.average(gain, weights=self.weights))
+        share = np.full(len(gain), 1 / len(gain)) if self.weights is None else self.weights / self.weights.sum()
+        return mean, math.sqrt(float(np.sum((share * (gain - mean)) ** 2)))
 
 
 def tune(
@@ -92,7 +100,7 @@ def tune(
             f"the Gram matrix of {row_count(X)} rows is not positive definite at any shift tried; check that all rows "
             "are finite"
         )
-    return Tuned(found[2], math.exp(here[1]), found[0], found[1], len(tried))
+    return Tuned(found[2], math.exp(here[1]), found[0], found[1], len(tried), _last(weights, len(found[1])))
 
 
 def _moves(width: list[float], scales: bool) -> list[tuple[float, float]]:

@@ -230,9 +230,11 @@ def learn_candidates(
             backend=recipe.backend,
         )
         found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
-    if recipe.objective == "auto" and recipe.refit_regularization:
-        shift = found[0].regularization * min(batch, rows)
-        return _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
+    if recipe.objective == "auto":
+        shift = found[0].regularization * batch
+        if recipe.refit_regularization:
+            return _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
+        return [replace(found[0], regularization=shift / rows)]
     return found
 
 
@@ -401,9 +403,8 @@ def _compared(
 
 def _lead(one: Tuned, other: Tuned) -> float:
     """By how many standard errors `one` is better, row by row; 0 if they are equal."""
-    gain = other.losses - one.losses
-    error = float(np.std(gain)) / math.sqrt(len(gain))
-    return float(np.mean(gain)) / error if error > 0 else 0.0
+    gain, error = other.gain(one)
+    return gain / error if error > 0 else 0.0
 
 
 def _variants(learned: Candidate, common: Tuned | None, profiles: bool) -> list[tuple[str, Kernel, float]]:

@@ -8,7 +8,7 @@ from kernel_table import labels, strings
 
 from kme_dist.core.calibration import Calibration, class_probabilities
 from kme_dist.core.kernels import Gaussian, Linear, Matern, Polynomial, Spectrum
-from kme_dist.core.tuning import COARSE, FINE, at_median_distance, tune
+from kme_dist.core.tuning import COARSE, FINE, Tuned, at_median_distance, tune
 from kme_dist.errors import KMEError
 
 M = 3
@@ -65,6 +65,19 @@ def test_from_any_start_the_loss_is_about_that_of_a_fine_grid(factor, shift):
     assert np.ptp(grid) > 0.3, "the grid has bad places, too"
     ratios = found.kernel.parameters["length_scale"] / kernel.parameters["length_scale"]
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-12, err_msg="one factor for all length scales")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gain_over_another_kernel_and_its_error_are_over_the_same_rows(weighted, rng):
+    a, b = rng.normal(size=(2, 40))
+    w = rng.uniform(0.2, 3.0, 40) if weighted else None
+    one, two = (Tuned(Gaussian(), 0.1, 0.0, losses, 1, w) for losses in (a, b))
+    gain, error = one.gain(two)
+    assert gain == pytest.approx(np.average(a - b, weights=w), rel=1e-12)
+    draws = rng.choice(40, size=(20_000, 40))  # the deviation of the mean over rows drawn again
+    own = (a - b)[draws] if w is None else (a - b)[draws] * w[draws]
+    means = own.mean(axis=1) if w is None else own.sum(axis=1) / w[draws].sum(axis=1)
+    assert error == pytest.approx(means.std(), rel=0.1)
 
 
 def test_the_same_rows_give_the_same_bits():

@@ -138,27 +138,62 @@ def test_a_run_goes_on_where_single_commands_have_ended(tmp_path):
 
 
 def test_learn_keeps_every_candidate_and_fit_the_best(tmp_path):
-    """By default the objective is that of the estimator: two are compared."""
+    """By default the objective is that of the estimator: several kernels are compared, the best one comes first."""
     config = parse_config(config_of(tmp_path / "run", stored(tmp_path), {}, {"steps": 10}))
     learn.run(config, name="x")
     _, found = load_arrays(tmp_path / "run" / "learned.zarr")
     (start,) = found["starts"]
-    assert [candidate["name"] for candidate in start["candidates"]] == ["rcb", "validation"]
+    names = [candidate["name"] for candidate in start["candidates"]]
+    assert sorted(names) == ["common matern-3/2", "learned gaussian", "learned matern-1/2", "learned matern-3/2"]
+    assert [candidate["phase"] for candidate in start["candidates"]] == ["calibrated", None, None, None]
     result = fit.run(config, name="x")
     losses = result["fits"][0]["losses"]
-    assert set(losses) == {"rcb", "validation"}
+    assert losses == {candidate["name"]: candidate["loss"] for candidate in start["candidates"]}
     model = kme_dist.load(tmp_path / "run" / "model.zarr")
-    assert model.objective_ == min(losses, key=losses.get)
     alone = kme_dist.MCEClassifier(steps=10).fit(kme_dist.open_dataset(config.data.source))
+    assert model.objective_ == names[0] == alone.objective_
+    assert model.loo_log_loss_ == alone.loo_log_loss_
+    assert len(model.history_) == len(alone.history_) == 10
     np.testing.assert_array_equal(model.embedding_.weights, alone.embedding_.weights)
 
 
 def test_learn_stops_early_where_the_recipe_says_so(tmp_path):
-    """Under "auto" a plateau ends the learning, in the command as in a run."""
-    steps = 400
-    config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {}, {"steps": steps, "checkpoint_steps": 100}))
-    summary = learn.run(config, name="x")
-    assert summary["steps"] < 2 * steps
+    """A plateau ends the learning under "validation", 150 steps at most under "auto", in the command as in a run."""
+    for objective, most in (("validation", 399), ("auto", 150)):
+        learning = {"steps": 400, "checkpoint_steps": 100}
+        config = config_of(tmp_path / objective, csv(tmp_path), {"objective": objective}, learning)
+        assert 1 < learn.run(parse_config(config), name="x")["steps"] <= most
+
+
+def test_under_auto_the_rate_falls_to_the_last_step_so_other_steps_are_another_learning(tmp_path):
+    def learned(steps, fresh=False):
+        config = config_of(tmp_path / "run", csv(tmp_path), {}, {"steps": steps})
+        return learn.run(parse_config(config), name="x", fresh=fresh)
+
+    learned(3)
+    with pytest.raises(ConfigError, match=r"learn\.steps was 3, now it is 5"):
+        learned(5)
+    again = learned(5, fresh=True)
+    alone = learn.run(parse_config(config_of(tmp_path / "alone", csv(tmp_path), {}, {"steps": 5})), name="x")
+    assert (again["kernel"], again["regularization"]) == (alone["kernel"], alone["regularization"])
+
+
+def test_auto_learns_whole_rounds_of_replicas(tmp_path):
+    for local, steps in ((40, 120), (200, 200)):
+        learning = {"steps": 400, "mode": "local", "local_steps": local}
+        config = config_of(tmp_path / str(local), csv(tmp_path), {}, learning)
+        assert learn.run(parse_config(config), name="x")["steps"] == steps
+
+
+@pytest.mark.parametrize("kernel", [None, "auto"])
+def test_kernel_auto_is_a_kernel_like_any_other_in_a_config(tmp_path, kernel):
+    own = {} if kernel is None else {"kernel": kernel}
+    starts = [{"name": "wide", "length_scale": 2.0}, {"name": "default"}]
+    config = config_of(tmp_path / "run", csv(tmp_path), own, {"steps": 2, "starts": starts})
+    learn.run(parse_config(config), name="x")
+    found = load_arrays(tmp_path / "run" / "learned.zarr")[1]["starts"]
+    assert {c["name"] for c in found[0]["candidates"]} == {"learned", "common"}, "a kernel was given"
+    assert len(found[1]["candidates"]) == 4, "profiles are compared"
 
 
 def test_a_data_set_without_parts_is_learned_from_as_a_whole(tmp_path):
@@ -283,10 +318,10 @@ def test_the_figures_of_learn_are_those_of_the_candidate_it_names(tmp_path):
     config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {}, {"steps": 5}))
     found = learn.run(config, name="mine")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {line["phase"] for line in lines} == {"rcb", "validation"}
+    assert {line["phase"] for line in lines} == {"calibrated"}
     first = load_arrays(tmp_path / "run" / "learned.zarr")[1]["starts"][0]["candidates"][0]
     assert found["regularization"] == first["regularization"]
-    own = [line for line in lines if line["phase"] == first["name"]]
+    own = [line for line in lines if line["phase"] == first["phase"]]
     assert found["objective"] == own[-1]["objective"]
 
 

@@ -11,10 +11,13 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import kme_dist
 from kme_dist import kernels
 from kme_dist.core import embedding
+from kme_dist.core.tuning import Tuned
+from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import DataError
 from kme_dist.run import learners
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
+from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.train import Recipe, fit_candidates, learn_candidates
 
 
@@ -44,15 +47,16 @@ def train(data, chosen, executor, scratch):
     return fit_candidates(data, chosen, candidates, executor=executor, scratch=scratch)
 
 
-@pytest.mark.parametrize("objective", ["auto", "rcb", "validation", "loo", "erm", "median", "cv"])
+@pytest.mark.parametrize("objective", ["auto", "calibrated", "rcb", "validation", "loo", "erm", "median", "cv"])
 def test_every_objective_ends_in_a_model_that_knows_iris(iris, tmp_path, objective):
     trained = train(iris, recipe(objective=objective), SerialExecutor(), tmp_path / "scratch")
     X, y = iris.read("test")
     decided = trained.fit.embedding.decision(trained.fit.scaling.apply(X, "float64")).argmax(axis=1)
     assert (decided == y).mean() >= 0.9
     if objective == "auto":
-        assert set(trained.losses) == {"rcb", "validation"}
-        assert trained.losses[trained.best.name] == min(trained.losses.values())
+        assert set(trained.losses) == {"learned", "common"}
+        assert trained.best == trained.candidates[0]
+        assert trained.fit.regularization == trained.best.regularization, "tuned on a sample, fitted as it is"
     elif objective != "cv":
         assert set(trained.losses) == {objective}
 
@@ -66,9 +70,12 @@ def test_workers_and_one_process_find_the_same_bits(iris, client, tmp_path):
 
 
 def test_the_regularisation_stays_as_learned_where_that_is_asked_for(iris, tmp_path):
-    trained = train(iris, recipe(refit_regularization=False), SerialExecutor(), tmp_path / "scratch")
-    assert trained.fit.regularization == trained.best.regularization
-    assert len(trained.losses) == 2, "the objectives are compared all the same"
+    for objective in ("auto", "rcb"):
+        chosen = recipe(objective=objective, refit_regularization=False)
+        trained = train(iris, chosen, SerialExecutor(), tmp_path / "scratch")
+        assert trained.fit.regularization == trained.best.regularization
+        assert trained.losses == {}, "nothing is tuned or compared"
+        assert isinstance(trained.fit.embedding.kernel, kernels.Gaussian)
 
 
 def test_without_steps_the_kernel_is_used_as_given(iris, tmp_path):
@@ -80,11 +87,198 @@ def test_without_steps_the_kernel_is_used_as_given(iris, tmp_path):
     )
 
 
+# --- "auto": several kernels tuned on a sample, the best one fitted -----------------------------------
+
+
+def made(kind, n, seed=0):
+    """Rows in memory: pure noise; a smooth rule with noise; stripes of very different widths."""
+    rng = np.random.default_rng(seed)
+    if kind == "noise":
+        X, y = rng.normal(size=(n, 3)), rng.integers(0, 3, n)
+    elif kind == "smooth":
+        X = rng.normal(size=(n, 4))
+        score = 2 * X[:, 0] * X[:, 1] + X[:, 2] ** 2 - 1
+        y = (rng.uniform(size=n) < 1 / (1 + np.exp(-3 * score))).astype(int)
+    else:
+        X = 10 ** rng.uniform(-3, 0, size=(n, 1)) * rng.choice([-1, 1], size=(n, 1))
+        y = (np.floor(4 * np.log10(np.abs(X[:, 0]))) % 2).astype(int)
+    return X, y
+
+
+def candidates_of(X, y, **changes):
+    data = ArrayRows(X, y, np.unique(y))
+    start = kernels.from_config("gaussian", n_features=X.shape[1])
+    return learn_candidates(data, Recipe(start, **{"steps": 10, **changes}), executor=SerialExecutor())
+
+
+PROFILES = ["learned matern-3/2", "learned gaussian", "learned matern-1/2", "common matern-3/2"]
+
+
+def test_candidates_share_the_learned_length_scales_up_to_one_factor():
+    found = {c.name: c for c in candidates_of(*made("smooth", 300), profiles=True)}
+    assert sorted(found) == sorted(PROFILES)
+    lengths = {name: np.log(np.asarray(c.kernel.length_scale)) for name, c in found.items()}
+    for name in PROFILES[1:3]:
+        change = lengths[name] - lengths[PROFILES[0]]
+        np.testing.assert_allclose(change, change[0], atol=1e-9)
+    assert np.ptp(lengths["learned gaussian"]) > 0.1, "one length scale for each feature"
+    assert {name: getattr(c.kernel, "nu", None) for name, c in found.items()} == dict(
+        zip(PROFILES, [1.5, None, 0.5, 1.5], strict=True)
+    )
+    assert all(np.isfinite(c.loss) for c in found.values())
+
+
+@pytest.mark.parametrize(
+    ("gains", "chosen"),
+    [
+        ([0.0, 0.0, 0.0], 0),
+        ([0.5, 0.5, 0.5], 0),  # all better, none by more than the standard error
+        ([-3.0, 2.0, 0.5], 2),
+        ([2.0, 3.0, 0.9], 2),
+        ([2.0, 1.5, 4.0], 3),
+    ],
+)
+def test_the_first_candidate_stays_unless_another_is_better_by_more_than_the_standard_error(monkeypatch, gains, chosen):
+    """`gains` over the first candidate, in standard errors."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=100)
+    noise = (noise - noise.mean()) / noise.std()  # the error of the mean of a difference is then 1/10
+    offsets = iter([0.0, *gains])
+
+    def tuned(rows, kernel, shift, size, trials, floor, seed):
+        gain = next(offsets)
+        losses = np.full(100, 1.0) if gain == 0 else 1.0 - gain / 10 - noise
+        return Tuned(kernel, shift, float(losses.mean()), losses, 1)
+
+    monkeypatch.setattr("kme_dist.run.train.tune_on_sample", tuned)
+    found = candidates_of(*made("noise", 60), profiles=True)
+    assert found[0].name == PROFILES[chosen]
+    assert [c.name for c in found[1:]] == [name for name in PROFILES if name != PROFILES[chosen]]
+    assert [len(c.history) for c in found] == [10, 0, 0, 0]
+
+
+def test_weights_count_where_candidates_are_compared():
+    """Stripes and noise in the same rows: those that weigh next to nothing do not decide."""
+    X, y = made("stripes", 300)
+    heavy = np.arange(300) % 2 == 0
+    y = np.where(heavy, y, np.random.default_rng(1).integers(0, 2, 300))
+    model = kme_dist.MCEClassifier(steps=5).fit(X, y, sample_weight=np.where(heavy, 1.0, 1e-6))
+    plain = kme_dist.MCEClassifier(steps=5).fit(X[heavy], y[heavy])
+    assert min(model.loo_log_loss_.values()) < 0.5 * np.log(2)
+    assert min(model.loo_log_loss_.values()) == pytest.approx(min(plain.loo_log_loss_.values()), abs=0.1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rough_rules_get_a_rough_kernel_and_smooth_ones_none_that_is_roughest(seed):
+    rough = kme_dist.MCEClassifier(steps=10).fit(*made("stripes", 400, seed))
+    assert isinstance(rough.kernel_, kernels.Matern)
+    assert rough.loo_log_loss_["learned gaussian"] > 1.5 * rough.loo_log_loss_[rough.objective_]
+    smooth = kme_dist.MCEClassifier(steps=10).fit(*made("smooth", 500, seed))
+    assert smooth.objective_ != "learned matern-1/2"
+    assert smooth.loo_log_loss_["learned gaussian"] < smooth.loo_log_loss_["learned matern-1/2"]
+
+
+GIVEN_KERNELS = [
+    kernels.Gaussian(length_scale=np.ones(4)),
+    kernels.Matern(nu=2.5, length_scale=np.ones(4)),
+    kernels.Gaussian() + kernels.Linear(),
+    kernels.Polynomial(degree=2),
+    "laplace",
+    "linear",
+]
+
+
+@pytest.mark.parametrize("kernel", GIVEN_KERNELS, ids=str)
+def test_a_kernel_that_is_given_keeps_its_form(iris, kernel):
+    X, y = iris.read("train")
+    model = kme_dist.MCEClassifier(kernel=kernel, steps=5).fit(X, y)
+    assert type(model.kernel_) is type(kernels.from_config(kernel, n_features=4))
+    assert getattr(model.kernel_, "nu", None) == getattr(kernel, "nu", None)
+    assert set(model.loo_log_loss_) == {"learned", "common"}
+    assert model.score(X, y) > (0.6 if kernel == "linear" else 0.85)  # planes through the origin confuse two species
+
+
+def test_a_warm_start_has_no_common_candidate_and_starts_at_the_shift_it_had(iris):
+    X, y = iris.read("train")
+    learned = kme_dist.MCEClassifier(steps=5).fit(X, y)
+    shift = learned.regularization_ * len(y)
+    warm = kme_dist.MCEClassifier(steps=5, warm_start=True, batch_size=40)
+    vars(warm).update({name: value for name, value in vars(learned).items() if name.endswith("_")})
+    warm.fit(X, y)
+    assert set(warm.loo_log_loss_) == set(PROFILES[:3])
+    assert warm.history_[0]["regularization"] * 40 == pytest.approx(shift, rel=1e-9)
+
+
+def test_without_retuning_a_batch_and_all_rows_have_the_same_shift(iris):
+    X, y = iris.read("train")
+    chosen = {"kernel": "gaussian", "refit_regularization": False, "batch_size": 40}
+    model = kme_dist.MCEClassifier(steps=4, learning_rate=1e-6, warm_start=True, **chosen).fit(X, y)
+    shift = model.history_[-1]["regularization"] * 40
+    assert model.regularization_ * len(y) == pytest.approx(shift, rel=1e-4)
+    assert model.fit(X, y).regularization_ * len(y) == pytest.approx(shift, rel=1e-4), "and does not drift"
+
+
+def test_auto_makes_no_more_than_150_steps_at_a_falling_rate():
+    settings = recipe(objective="auto").settings("calibrated", 4000)
+    assert (settings.steps, settings.batch_size, settings.patience) == (20, 1000, None)
+    many = Recipe(recipe().kernel, steps=1000)
+    assert many.settings("calibrated", 4000).steps == 150
+    rate = settings.schedule(0.1, 20)
+    assert rate(0) == 0.1
+    assert all(rate(t + 1) < rate(t) for t in range(20))
+    assert [many.settings("calibrated", n).batch_size for n in (10, 2000, 10**6)] == [256, 500, 1000]
+    for local, steps in ((40, 120), (50, 150), (500, 500)):
+        assert Recipe(recipe().kernel, steps=1000, local_steps=local).settings("calibrated", 400).steps == steps
+
+
+def test_only_the_best_candidate_is_fitted(iris, tmp_path, monkeypatch):
+    fits = []
+    real = fit_on_dataset
+
+    def counted(data, kernel, lam, **options):
+        fits.append((kernel, lam))
+        return real(data, kernel, lam, **options)
+
+    monkeypatch.setattr("kme_dist.run.train.fit_on_dataset", counted)
+    trained = train(iris, recipe(profiles=True), SerialExecutor(), tmp_path / "scratch")
+    assert fits == [(trained.best.kernel, trained.best.regularization)]
+    assert len(trained.losses) == 4
+
+
+ODD = {
+    "one row per class": (np.array([[0.0, 1.0], [3.0, 1.0], [5.0, 2.0]]), np.array([0, 1, 2])),
+    "two rows": (np.array([[0.0, 1.0], [3.0, 1.0]]), np.array([0, 1])),
+    "constant features": (np.full((30, 2), 7.0), np.arange(30) % 2),
+    "one feature constant": (np.stack([np.arange(30.0), np.full(30, 1e8)], axis=1), (np.arange(30) > 14).astype(int)),
+    "equal rows, other labels": (np.repeat(np.eye(3), 10, axis=0), np.arange(30) % 3),
+    "one row of a class": (np.arange(20.0)[:, None], (np.arange(20) == 7).astype(int)),
+    "far away": (np.arange(40.0)[:, None] + 1e8, (np.arange(40) > 19).astype(int)),
+    "many features": (np.random.default_rng(0).normal(size=(12, 200)), np.arange(12) % 2),
+}
+
+
+@pytest.mark.parametrize("scaling", ["unit", "standard", None])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_are_learned_without_a_crash(name, scaling):
+    X, y = ODD[name]
+    model = kme_dist.MCEClassifier(steps=3, scaling=scaling).fit(X, y)
+    p = model.predict_proba(X)
+    assert np.isfinite(p).all()
+    np.testing.assert_allclose(p.sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(model.predict(X), model.classes_[p.argmax(axis=1)])
+    if name in ("far away", "one feature constant"):
+        assert model.score(X, y) > 0.9
+
+
+# --- the same everywhere -----------------------------------------------------------------------------
+
+
 def same_model(one, other, Xq):
     """To the last bit: what was learned, how it was judged, and what it says."""
     assert one.kernel_ == other.kernel_
     for name in ("regularization_", "bound_", "loo_log_loss_", "objective_", "solver_", "probability_floor_"):
         assert getattr(one, name) == getattr(other, name), name
+    assert one.calibration_.to_plain() == other.calibration_.to_plain()
     np.testing.assert_array_equal(one.embedding_.weights, other.embedding_.weights)
     many = np.tile(Xq, (-(-700 // len(Xq)), 1))  # enough rows for every path that a matrix product may take
     np.testing.assert_array_equal(one.predict_proba(many), other.predict_proba(many))
@@ -95,6 +289,11 @@ def same_model(one, other, Xq):
 
 SETTINGS = [
     {},
+    {"kernel": "gaussian"},
+    {"kernel": kernels.Matern(nu=2.5) + kernels.Linear(), "calibration": "softmax"},
+    {"refit_regularization": False},
+    {"class_weight": {0: 3.0}, "batch_size": 40},
+    {"objective": "calibrated", "batch_size": 50},
     {"objective": "rcb", "batch_size": 30, "scaling": "standard"},
     {"objective": "validation", "batch_size": 50, "refit_regularization": False},
     {"objective": "loo", "steps": 3},

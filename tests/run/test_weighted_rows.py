@@ -94,6 +94,71 @@ def test_rows_of_weight_zero_are_no_rows_for_every_solver(solver, retune):
         assert len(one.embedding.centres) == len(two.embedding.centres) <= kept.sum()
 
 
+def refits(fit, solver, X, y, w):
+    """Decisions of every row under the fit without it; the shifts of the other rows stay."""
+    Z, Y, W = fit.scaling.apply(X, "float64"), np.eye(M)[y], w.sum()
+    P = np.empty((N, M))
+    if solver in ("nystrom", "features"):
+        centres = None if solver == "features" else np.asarray(fit.embedding.centres, np.float64)
+        Phi = Z if centres is None else np.asarray(KERNEL.gram(Z, centres))
+        metric = np.eye(D) if centres is None else np.asarray(KERNEL.gram(centres))
+        for i in range(N):
+            rest = np.arange(N) != i
+            G = (Phi[rest].T * w[rest]) @ Phi[rest] + W * fit.regularization * metric
+            P[i] = Phi[i] @ np.linalg.solve(G, (Phi[rest].T * w[rest]) @ Y[rest])
+        return P
+    K = np.asarray(KERNEL.gram(Z))
+    A = K + np.diag(W * fit.regularization / w)
+    for i in range(N):
+        rest = np.arange(N) != i
+        P[i] = K[i, rest] @ np.linalg.solve(A[np.ix_(rest, rest)], Y[rest])
+    return P
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_rows_left_out_of_a_fit_are_decided_by_refits_without_them(solver, weighted):
+    """Every row of a small table is left out, in an order of its own; labels and weights come along."""
+    X, y, w, _ = table()
+    fit = fitted(in_memory(X, y, w if weighted else None), solver)
+    found = fit.left_out
+    w = w if weighted else np.ones(N)
+    wanted = refits(fit, solver, X, y, w)
+    assert found.decisions.shape == (N, M)
+    order, own = np.lexsort(wanted.T), np.lexsort(found.decisions.T)
+    # Sums of squares lose u (|K|/nλ)², conjugate gradients are not used for it.
+    np.testing.assert_allclose(found.decisions[own], wanted[order], atol=1e-6)
+    np.testing.assert_array_equal(found.codes[own], y[order])
+    if weighted:
+        np.testing.assert_array_equal(found.weights[own], w[order])
+    else:
+        assert found.weights is None
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg"])
+def test_an_exact_fit_knows_its_risk_and_norm_on_the_rows(solver, weighted):
+    X, y, w, _ = table()
+    w = w if weighted else None
+    fit = fitted(in_memory(X, y, w), solver)
+    P, V = decisions(fit, X), np.asarray(fit.embedding.weights, np.float64)
+    risk = -np.average(np.log(np.clip(P[np.arange(N), y], 1e-15, 1)), weights=w)
+    np.testing.assert_allclose(fit.training, (risk, np.sum(V * P)), rtol=1e-6)
+
+
+def test_more_rows_than_are_left_out_are_sampled_by_the_seed(monkeypatch):
+    monkeypatch.setattr("kme_dist.run.fit.exact.LEFT_OUT_ROWS", 50)
+    X, y, w, _ = table()
+    one, same, other = (fitted(in_memory(X, y, w), "cholesky", seed=seed) for seed in (1, 1, 2))
+    assert one.left_out.decisions.shape == (50, M)
+    np.testing.assert_array_equal(one.left_out.decisions, same.left_out.decisions)
+    assert set(one.left_out.weights) != set(other.left_out.weights)
+    every = refits(one, "cholesky", X, y, w)
+    rows = [int(np.flatnonzero(w == weight)[0]) for weight in one.left_out.weights]
+    np.testing.assert_allclose(one.left_out.decisions, every[rows], atol=1e-8)
+    np.testing.assert_array_equal(one.left_out.codes, y[rows])
+
+
 def test_the_exact_solvers_agree_and_leave_no_residual():
     X, y, w, _ = table()
     fits = [fitted(in_memory(X, y, w), solver, retune=True) for solver in ("cholesky", "tiled", "pcg")]

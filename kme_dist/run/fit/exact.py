@@ -54,7 +54,7 @@ class Exact:
     def residual(self, solved: Solved, lam: float) -> float:
         return relative_residual(self.problem, solved.weights.astype(np.float64), lam)
 
-    def judged(self, solved: Solved, lam: float) -> Solved:
+    def evaluated(self, solved: Solved, lam: float) -> Solved:
         """With what the weights of all rows tell about the rows of the fit (K V = Y - nλV), and with decisions of a
         sample of rows, each left out of that sample at the same shift: a factor of the whole system is not at hand."""
         p = self.problem

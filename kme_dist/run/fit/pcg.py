@@ -119,7 +119,7 @@ class ConjugateGradients(Exact):
         X, kept = with_weight(panels.rows, X, V)
         facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
         embedding = Embedding(problem.kernel, X, kept.astype(panels.rows.dtype), lam)
-        return self.judged(Solved(V, embedding, steps, stored, facts, residual), lam)
+        return self.evaluated(Solved(V, embedding, steps, stored, facts, residual), lam)
 
     def residual(self, solved: Solved, lam: float) -> float:
         """The true residual of the worst class, measured after the last step."""

@@ -80,7 +80,7 @@ class TiledCholesky(Exact):
         X, kept = with_weight(tiles.rows, X, V)
         facts = {"tile_rows": _tile_rows(self.problem), "tiles": count * (count + 1) // 2, "dtype": tiles.rows.dtype}
         embedding = Embedding(self.problem.kernel, X, kept.astype(tiles.rows.dtype), lam)
-        return self.judged(Solved(V, embedding, count, stored, facts), lam)
+        return self.evaluated(Solved(V, embedding, count, stored, facts), lam)
 
 
 def _tile_rows(problem: Problem) -> int:
