@@ -78,7 +78,7 @@ class MCEClassifier(EmbeddingClassifier):
         kernels.
     objective : {"auto", "calibrated", "rcb", "validation", "loo", "erm", "cv", "median"}
         The quantity minimised. "auto" starts from the best common length scale, learns by the leave-one-out log loss of
-        calibrated decisions ("calibrated") in at most 150 steps, and keeps the best of several kernels, tuned and
+        calibrated decisions ("calibrated") in at most 100 steps, and keeps the best of several kernels, tuned and
         compared by that loss on a sample of rows. "cv" is a k-fold grid search over one length scale and λ, "median"
         the median-distance heuristic.
     refit_regularization : bool
