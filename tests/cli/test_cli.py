@@ -65,7 +65,7 @@ def test_the_first_run_trains_evaluates_and_reports(tmp_path):
     assert accuracy > 98
     assert f"report: {folder}/report.html" in done.stdout
     assert "1,437 training rows, 360 test rows, 64 features, 10 classes" in done.stderr
-    assert re.search(r"step \d+/150 .* steps/s  q .* risk .* r .* ETA", done.stderr)
+    assert re.search(r"step \d+/100 .* steps/s  q .* risk .* r .* ETA", done.stderr)
     page = (folder / "report.html").read_text()
     for title in ("Learning curves", "Confusion matrix", "Reliability", "Pixel relevance"):
         assert f"<h2>{title}</h2>" in page

@@ -8,6 +8,7 @@ from sklearn.datasets import load_iris
 from kme_dist import CENClassifier, MCEClassifier
 from kme_dist.errors import ConfigError
 from kme_dist.models.account import SECONDS_BETWEEN_LINES, Account
+from kme_dist.run.train import _AUTO_STEPS
 
 IRIS = load_iris(return_X_y=True)
 
@@ -30,7 +31,7 @@ def test_a_fit_is_told_from_rows_to_seconds(capsys):
     assert lines[0] == "MCEClassifier: 150 rows, 4 features, 3 classes, objective auto"
     text = "\n".join(lines)
     assert "calibrated: starts with q " in text
-    assert text.count("of 150 steps in ") == text.count("stopped at a plateau of 5 steps") == 1
+    assert text.count(f"of {_AUTO_STEPS} steps in ") == text.count("stopped at a plateau of 5 steps") == 1
     assert text.count("fit: cholesky on 150 rows (") == 1  # which solver and why
     assert "leave-one-out log loss: " in text
     assert text.count("learned matern-3/2 0.") == text.count("common matern-3/2 0.") == 1

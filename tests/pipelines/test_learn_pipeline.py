@@ -20,7 +20,9 @@ from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import versions
 from kme_dist.pipelines import doctor, learn, plan
 from kme_dist.pipelines import run as runs
+from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.progress import StepProgress, rate_in_words
+from kme_dist.run.train import _AUTO_STEPS
 
 CONFIG = """
 data: {{source: {source}}}
@@ -93,6 +95,31 @@ def test_the_plan_counts_batches_bytes_and_seconds(config):
         plan.run(load_config(config, [f"learn.batch_size={n}"]), calibrate=False)["worker_bytes"] for n in (100, 800)
     )
     assert large - small >= (800**2 - 100**2) * 4, "at least a Gram matrix in single precision"
+
+
+def test_the_plan_knows_the_steps_and_the_memory_of_auto(config):
+    changes = ["model.objective=auto", "learn.steps=1000", "learn.batches_per_step=1", "learn.batch_size=100"]
+    facts = plan.run(load_config(config, changes))
+    assert (facts["objectives"], facts["steps"], facts["tasks"]) == (["calibrated"], _AUTO_STEPS, _AUTO_STEPS)
+    assert facts["estimated_seconds"] > 0
+    bound = plan.run(load_config(config, [*changes, "model.objective=rcb"]), calibrate=False)
+    assert facts["worker_bytes"] > bound["worker_bytes"], "the derivative needs further matrices"
+
+
+def test_learning_under_auto_that_is_interrupted_compares_the_same_candidates(config, tmp_path):
+    def stop(record):
+        if record["step"] == 3:
+            raise KeyboardInterrupt
+
+    changes = ["model.objective=auto", "model.kernel=auto"]
+    with pytest.raises(KeyboardInterrupt):
+        learn.run(load_config(config, changes), name="small", listener=Listener(step=stop))
+    resumed = learn.run(load_config(config, changes), name="small")
+    assert 0 < resumed["steps_now"] < 5
+    learn.run(load_config(config, [*changes, f"output.folder={tmp_path / 'whole'}"]), name="small")
+    found, whole = (load_arrays(tmp_path / name / "learned.zarr")[1]["starts"] for name in ("run", "whole"))
+    assert found == whole
+    assert resumed["objective"] > 0
 
 
 def test_what_cannot_fit_is_refused_with_a_batch_that_would(config):

@@ -19,6 +19,7 @@ from kme_dist.data.store import load_arrays
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.pipelines import evaluate, fit, learn, predict, run
 from kme_dist.pipelines.folder import Listener
+from kme_dist.run.train import _AUTO_STEPS
 
 COMMANDS = ("learn", "fit", "predict", "evaluate")
 PICTURES = "kme_dist.pipelines.pages.run_page"
@@ -158,8 +159,8 @@ def test_learn_keeps_every_candidate_and_fit_the_best(tmp_path):
 
 
 def test_learn_stops_early_where_the_recipe_says_so(tmp_path):
-    """A plateau ends the learning under "validation", 150 steps at most under "auto", in the command as in a run."""
-    for objective, most in (("validation", 399), ("auto", 150)):
+    """A plateau ends the learning under "validation", a limit of steps under "auto", in the command as in a run."""
+    for objective, most in (("validation", 399), ("auto", _AUTO_STEPS)):
         learning = {"steps": 400, "checkpoint_steps": 100}
         config = config_of(tmp_path / objective, csv(tmp_path), {"objective": objective}, learning)
         assert 1 < learn.run(parse_config(config), name="x")["steps"] <= most
@@ -179,7 +180,7 @@ def test_under_auto_the_rate_falls_to_the_last_step_so_other_steps_are_another_l
 
 
 def test_auto_learns_whole_rounds_of_replicas(tmp_path):
-    for local, steps in ((40, 120), (200, 200)):
+    for local, steps in ((40, _AUTO_STEPS // 40 * 40), (200, max(200, _AUTO_STEPS // 200 * 200))):
         learning = {"steps": 400, "mode": "local", "local_steps": local}
         config = config_of(tmp_path / str(local), csv(tmp_path), {}, learning)
         assert learn.run(parse_config(config), name="x")["steps"] == steps
