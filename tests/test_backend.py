@@ -29,6 +29,20 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 # --- factorisation ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_the_last_columns_of_the_inverse_factor_come_from_its_corner(arrays, dtype, count):
+    A = positive_definite(12, dtype)
+    inverse = np.linalg.inv(np.linalg.cholesky(A.astype(float)))
+    found = arrays.host(backend.cholesky(arrays(np.array(A, order="F"))).last_columns(count))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found, inverse[-count:, -count:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(
+        (found.astype(float) ** 2).sum(axis=0),
+        np.diag(np.linalg.inv(A.astype(float)))[-count:],
+        rtol=TOLERANCE[dtype] * 10,
+    )
+
+
 def test_factor_solves(arrays, dtype, rng):
     A, B = positive_definite(12, dtype), rng.normal(size=(12, 3)).astype(dtype)
     exact = np.linalg.solve(A.astype(float), B.astype(float))

@@ -150,3 +150,46 @@ def test_log_loss_is_of_clip_normalised_probabilities(arrays, dtype):
     assert float(mce.log_loss(Y, P)) == pytest.approx(-(first_two + math.log(1e-15)) / 3, rel=1e-6)
     first_two = math.log(0.5 / 1.3) + math.log(0.5)
     assert float(mce.log_loss(Y, P, floor=0.1)) == pytest.approx(-(first_two + math.log(0.1 / 0.6)) / 3, rel=1e-6)
+
+
+def test_a_product_from_the_upper_triangle_is_the_product(rng):
+    A = rng.normal(size=(1_100, 1_100))
+    A = A + A.T
+    stored = np.asfortranarray(A.astype(np.float32))
+    stored[np.tril_indices(1_100)] = np.nan  # where a factor lies
+    wide = np.triu(A.astype(np.float32).astype(np.float64), k=1)
+    V = rng.normal(size=(1_100, 3))
+    expected = (wide + wide.T) @ V + np.diag(A)[:, None] * V
+    np.testing.assert_allclose(mce.upper_product(stored, np.diag(A), V), expected, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("shift", [1.0, 0.05, 0.01])
+def test_single_precision_is_refined_to_what_double_precision_gives(monkeypatch, shift):
+    """At these shifts single precision alone has too few digits (and is not used), but its factor is good enough."""
+    monkeypatch.setattr(mce, "_REFINED_ROWS", 100)
+    rng = np.random.default_rng(3)
+    n, kernel = 700, Gaussian(length_scale=3.0)
+    X = rng.normal(size=(n, 4)).astype(np.float32)
+    y = rng.integers(0, M, n)
+    called = []
+    whole = mce._refined
+    monkeypatch.setattr(mce, "_refined", lambda *arguments: called.append(1) or whole(*arguments))
+    found = mce.exact_solution(kernel, X, y, M, shift / n, leave_out=50)
+    expected = mce.exact_solution(kernel, X.astype(np.float64), y, M, shift / n, leave_out=50)
+    assert called == ([1] if shift < 0.5 else [])
+    scale = np.abs(expected.weights).max()
+    assert np.abs(found.weights - expected.weights).max() <= 1e-3 * scale
+    assert np.abs(np.asarray(found.left_out) - np.asarray(expected.left_out)).max() <= 5e-3
+    assert found.risk == pytest.approx(expected.risk, rel=1e-3)
+    assert found.squared_norm == pytest.approx(expected.squared_norm, rel=1e-3)
+
+
+def test_a_shift_that_refinement_cannot_serve_is_solved_in_double(monkeypatch):
+    monkeypatch.setattr(mce, "_REFINED_ROWS", 100)
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(300, 2)).astype(np.float32)
+    y = rng.integers(0, M, 300)
+    kernel = Gaussian(length_scale=2.0)
+    found = mce.exact_solution(kernel, X, y, M, 1e-7 / 300)
+    expected = mce.exact_solution(kernel, X.astype(np.float64), y, M, 1e-7 / 300)
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-6)

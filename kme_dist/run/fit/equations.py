@@ -85,8 +85,8 @@ class Equations:
         return Solved(V, embedding, 1, 8 * basis.size**2, facts, left_out=left_out)
 
     def _left_out(self, factor: Any, lam: float, facts: dict[str, Any]) -> LeftOut | None:
-        """Sampled rows under the fits without them. The first half of the centres is evaluated likewise: `facts` tell
-        what more of them still bring."""
+        """Sampled rows under the fits without them. The first half of the centres is evaluated likewise, so that
+        `facts` tell what more of them still bring."""
         sample, basis, system = self.statistics.sample, self.statistics.basis, self.system
         if sample is None or not self.evaluated_rows:
             return None
