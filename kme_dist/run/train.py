@@ -45,7 +45,7 @@ _AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 100
 _AUTO_PRODUCTS = 200_000_000
 # Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
-_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 10, 6, 7  # candidates that may still win get as many again
+_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 5  # candidates that may still win get as many again
 _ROUGHER = 2.0  # length scales of Matérn 1/2, whose correlations fall at once, in those of a Gaussian
 
 
