@@ -83,12 +83,14 @@ def _fit_kernels(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
 def _fitted(run: Run, settings: Mapping[str, Any], candidates: list[Candidate]) -> tuple[Any, Trained]:
     recipe = _recipe(run, settings)
     scratch = run.folder.path / SCRATCH
-    trained = fit_candidates(run.data, recipe, candidates, executor=run.executor, scratch=scratch, report=run.say)
-    return MCEClassifier(**settings).adopt(run.data, recipe, trained), trained
+    trained = fit_candidates(
+        run.training_data, recipe, candidates, executor=run.executor, scratch=scratch, report=run.say
+    )
+    return MCEClassifier(**settings).adopt(run.training_data, recipe, trained), trained
 
 
 def _recipe(run: Run, settings: Mapping[str, Any]) -> Recipe:
-    return recipes.recipe_of(run.config, settings, run.data, run.executor)
+    return recipes.recipe_of(run.config, settings, run.training_data, run.executor)
 
 
 def _given(recipe: Recipe) -> Candidate:
@@ -109,7 +111,7 @@ def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     else:
         chosen, lam, scaling = learned.features, learned.regularization, learned.scaling
     fit = fit_on_dataset(
-        run.data,
+        run.training_data,
         recipe.kernel,
         lam,
         executor=run.executor,
@@ -120,7 +122,7 @@ def _fit_features(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
         solver="features",
         features=chosen,
         retune=recipe.refit_regularization,
-        floor=recipe.floor(run.data.split_weight(split), run.data.n_classes),
+        floor=recipe.floor(run.training_data.split_weight(split), run.data.n_classes),
         seed=recipe.seed,
         report=run.say,
         **recipe.fit,

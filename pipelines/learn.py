@@ -265,8 +265,8 @@ def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
         run.listener.start(start.name)
         found.append(
             learn_candidates(
-                run.data,
-                recipes.recipe_of(run.config, start.settings, run.data, run.executor),
+                run.training_data,
+                recipes.recipe_of(run.config, start.settings, run.training_data, run.executor),
                 executor=run.executor,
                 checkpoints=lambda objective, number=number: saved.watched(f"{number}-{objective}"),  # type: ignore[misc]
                 callback=_step(run, lines, start.name),
@@ -277,7 +277,7 @@ def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
 
 def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
     """Learn explicit features by exact gradients."""
-    data, split = run.data, run.data.training_split()
+    data, split = run.training_data, run.data.training_split()
     recipe = recipes.recipe_of(run.config, run.starts[0].settings, data, run.executor)
     found = learn_features(
         data,

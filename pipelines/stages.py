@@ -20,6 +20,7 @@ from typing import Any
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.models.classifier import with_class_weight
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines import recipes, tables
@@ -158,6 +159,11 @@ class Run:
         """The rows, after the stage `ingest`."""
         own = self.folder.path / "data.zarr"  # also where the folder was copied or moved since
         return open_dataset(own if own.exists() else self.result("ingest")["path"])
+
+    @cached_property
+    def training_data(self) -> Dataset:
+        """The rows with the weights of their classes, for learning and fitting a kernel."""
+        return with_class_weight(self.data, self.config.model.class_weight)
 
     @cached_property
     def starts(self) -> list[recipes.StartingPoint]:

@@ -41,7 +41,7 @@ def calibrated_objective(
     workspace: Workspace | None = None,
     weights: Any = None,
 ) -> Objective:
-    """Leave-one-out log loss of softmax(β f₋ᵢ) at the last `evaluated` rows (None: all), times the batch's weight.
+    """Leave-one-out log loss of softmax(β f₋ᵢ) at the last `evaluated` rows (None: all), times the rows of the batch.
 
     `risk="mean"` does not multiply. `gradient` has "sharpness" besides the kernel's parameters and "regularization".
     """
@@ -53,7 +53,7 @@ def calibrated_objective(
     X, y, w = with_positive_weights(X, y, weights)
     n = total_weight(w, row_count(X))
     q = row_count(X) if evaluated is None else max(1, min(int(evaluated), row_count(X)))
-    factor_of_mean = n if risk == "sum" else 1.0
+    factor_of_mean = float(row_count(X)) if risk == "sum" else 1.0  # not the weights, of which only ratios matter
 
     def compute(X: Any, jitter: float) -> Objective:
         diag = kernel.diag(X)

@@ -10,11 +10,11 @@ whose code needs a constant shift uses the same system in another form, âˆšw K â
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kme_dist.backend import Array, like
+from kme_dist.backend import Array, like, to_host
 from kme_dist.core.kernels.base import select
 from kme_dist.errors import DataError
 
@@ -42,6 +42,41 @@ def positive_rows(X: Any, y: np.ndarray, weights: Any) -> tuple[Any, np.ndarray,
         return X, y, w
     kept = np.flatnonzero(w)
     return select(X, kept), y[kept], w[kept]
+
+
+class Merged(NamedTuple):
+    """Rows without repetition."""
+
+    X: Any
+    y: np.ndarray
+    weights: np.ndarray | None  # sums over equal rows; None if there were neither weights nor repetitions
+    place: np.ndarray | None  # of each given row among these; None if they are the same
+
+
+def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merged:
+    """Equal rows with equal labels as one row with the sum of their weights: the same fit, to rounding.
+
+    For leave-one-out, which would otherwise leave their copies in and be far too optimistic.
+    """
+    if getattr(X, "ndim", 0) != 2 or len(y) < 2:
+        return Merged(X, y, weights, None)
+    host = np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
+    # Sums of a row are the same for equal rows: where all differ there is nothing to merge.
+    factors = np.asarray(np.random.default_rng(0).uniform(1, 2, host.shape[1]), host.dtype)
+    sums = np.sum(host * factors, axis=1)
+    if len(np.unique(sums)) == len(sums):
+        return Merged(X, y, weights, None)
+    keys = np.concatenate([host.astype(np.float64), y[:, None].astype(np.float64)], axis=1)
+    _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    index = np.asarray(index).reshape(-1)
+    if len(first) == len(y):
+        return Merged(X, y, weights, None)
+    order = np.argsort(first)  # in the order of their first row
+    place = np.empty(len(first), np.int64)
+    place[order] = np.arange(len(first))
+    index, first = place[index], first[order]
+    own = np.ones(len(y)) if weights is None else weights
+    return Merged(select(X, first), y[first], np.bincount(index, own, minlength=len(first)), index)
 
 
 def total_weight(weights: np.ndarray | None, rows: int) -> float:

@@ -57,32 +57,13 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                 raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
             _check_classes(X.classes)
             self._record_names(X.feature_names)
-            return self._class_weighted(X), None
+            return with_class_weight(X, self.class_weight), None
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
         X, y, weights = positive_rows(X, y, sample_weights(in_memory(sample_weight), X))
         classes, codes = classes_of(y)
         data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None), weights)
-        data = self._class_weighted(data)
+        data = with_class_weight(data, self.class_weight)
         return data, share(data, self._client, stack)
-
-    def _class_weighted(self, data: Source) -> Source:
-        """The rows, with weights multiplied by those of `class_weight`."""
-        if self.class_weight is None:
-            return data
-        if isinstance(self.class_weight, str):  # "balanced": all classes have the same total weight
-            totals = data.weight_totals(data.training_split())[:, 0]
-            present = totals > 0
-            factors = np.where(present, totals.sum() / (present.sum() * np.where(present, totals, 1.0)), 1.0)
-        else:
-            classes = np.asarray(data.classes)
-            unknown = [label for label in self.class_weight if label not in classes.tolist()]
-            if unknown:
-                raise DataError(
-                    f"class_weight has the label {unknown[0]!r}, which no row has; the labels are "
-                    f"{', '.join(map(repr, classes.tolist()[:12]))}"
-                )
-            factors = np.array([self.class_weight.get(label, 1.0) for label in classes.tolist()], np.float64)
-        return data.with_class_factors(factors.tolist())
 
     # --- predicting ------------------------------------------------------------------------------
 
@@ -279,6 +260,32 @@ class EmbeddingClassifier(Classifier):
         self.sample_ = None  # of models of older versions
         if "sample/rows" in arrays:
             self.sample_ = np.asarray(arrays["sample/rows"]), np.asarray(arrays["sample/labels"])
+
+
+def with_class_weight(data: Source, class_weight: Any) -> Source:
+    """The rows, with weights multiplied by those of their classes: None, "balanced", or a mapping from label to number.
+
+    "balanced" gives all classes the same total weight. Labels of a mapping may be written as texts, as in JSON.
+    """
+    if class_weight is None:
+        return data
+    if isinstance(class_weight, str):
+        totals = data.weight_totals(data.training_split())[:, 0]
+        present = totals > 0
+        factors = np.where(present, totals.sum() / (present.sum() * np.where(present, totals, 1.0)), 1.0)
+        return data.with_class_factors(factors.tolist())
+    classes = np.asarray(data.classes).tolist()
+    written = {str(label): label for label in classes}
+    given = {written.get(str(label)): float(number) for label, number in class_weight.items()}
+    unknown = [label for label in class_weight if str(label) not in written]
+    if unknown:
+        raise DataError(
+            f"class_weight has the label {unknown[0]!r}, which no row has; the labels are "
+            f"{', '.join(map(repr, classes[:12]))}"
+        )
+    if not any(given.get(label, 1.0) for label in classes):
+        raise DataError("class_weight gives every class the weight 0; at least two classes need a positive one")
+    return data.with_class_factors([given.get(label, 1.0) for label in classes])
 
 
 def sample_weights(given: Any, X: Any) -> np.ndarray | None:

@@ -36,7 +36,7 @@ from kme_dist.core.objective import (
     rcb_objective,
     validation_objective,
 )
-from kme_dist.core.weights import column
+from kme_dist.core.weights import column, merge_equal_rows
 from kme_dist.errors import DataError
 from kme_dist.run.executors import tree_combine
 from kme_dist.run.settings import LearnSettings
@@ -143,6 +143,7 @@ class KernelLearner:
         workspace: Workspace,
         weights: np.ndarray | None,
     ) -> Objective:
+        X, y, weights, _ = merge_equal_rows(X, y, weights)
         # Other rows are left out in every step, also if every batch has all rows.
         order = np.random.default_rng([self.settings.seed, number, 1]).permutation(len(y))
         return calibrated_objective(

@@ -23,7 +23,7 @@ from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, tune
-from kme_dist.core.weights import positive_rows
+from kme_dist.core.weights import merge_equal_rows, positive_rows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
@@ -452,11 +452,12 @@ def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
 
 
 def _shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:
-    """Random rows of positive weight in random order; weights have the mean 1 over all rows."""
+    """Random rows of positive weight in random order, equal ones merged; weights have the mean 1 over all rows."""
     plan = rows.plan(size, seed)
     X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
+    X, y, w, _ = merge_equal_rows(X, y, None if w is None else w * (rows.positive / rows.weight))
     order = np.random.default_rng([seed, 3]).permutation(len(y))
-    return select(X, order), y[order], None if w is None else w[order] * (rows.positive / rows.weight)
+    return select(X, order), y[order], None if w is None else w[order]
 
 
 # --- objectives that search -------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_value_is_that_of_refits_without_the_row(kernel, evaluated, weights)
     X, y = vectors(N), labels(N)
     q = N if evaluated is None else evaluated
     loss, accuracy = refitted(kernel, X, y, LAM, BETA, weights, q)
-    for risk, factor in (("mean", 1.0), ("sum", N if weights is None else weights.sum())):
+    for risk, factor in (("mean", 1.0), ("sum", N if weights is None else np.count_nonzero(weights))):
         found = objective(kernel, X, y, evaluated=evaluated, weights=weights, risk=risk)
         assert found.value == pytest.approx(factor * loss, rel=AGREE)
         assert found.accuracy == pytest.approx(accuracy, rel=1e-12)
@@ -107,13 +107,13 @@ def test_every_array_library_gives_the_same(name, evaluated, arrays, dtype):
         np.testing.assert_allclose(found.gradient[parameter], g, rtol=0, atol=5 * tolerance * largest)
 
 
-def test_a_factor_of_all_weights_is_a_factor_of_the_sum_and_nothing_else():
+def test_a_factor_of_all_weights_changes_nothing():
     kernel, X, y, w = Gaussian(length_scale=ARD), vectors(N), labels(N), uneven()
     one = objective(kernel, X, y, evaluated=7, weights=w)
     two = objective(kernel, X, y, evaluated=7, weights=10 * w)
-    assert two.value == pytest.approx(10 * one.value, rel=AGREE)
+    assert two.value == pytest.approx(one.value, rel=AGREE)
     for name, g in one.gradient.items():
-        np.testing.assert_allclose(two.gradient[name], 10 * g, rtol=1e-7, atol=1e-7 * one.value)
+        np.testing.assert_allclose(two.gradient[name], g, rtol=1e-7, atol=1e-7 * one.value)
     same = objective(kernel, X, y, evaluated=7, weights=10 * w, risk="mean")
     assert same.value == pytest.approx(objective(kernel, X, y, evaluated=7, weights=w, risk="mean").value, rel=AGREE)
 

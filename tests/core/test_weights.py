@@ -14,7 +14,7 @@ from kme_dist.core.nystrom import System
 from kme_dist.core.objective import feature_objective, loo_objective, one_hot, rcb_objective, validation_objective
 from kme_dist.core.regularization import leave_one_out_loss, retune_regularization
 from kme_dist.core.sums import Centres, OneHot, sum_rows
-from kme_dist.core.weights import checked_weights
+from kme_dist.core.weights import checked_weights, merge_equal_rows
 from kme_dist.errors import DataError
 
 N, M, LAM, T = 18, 3, 0.02, 11
@@ -259,7 +259,7 @@ def test_left_out_with_every_row_a_centre_is_that_of_the_exact_fit():
     X, y, w, kernel = vectors(N), labels(N), uneven(), Gaussian(length_scale=0.5)
     Y, K = one_hot(y, M, X), kernel.gram(X)
     system = System(np.asfortranarray(K.T @ (w[:, None] * K)), K.T @ (w[:, None] * Y), K, w.sum(), 0.0)
-    close(system.left_out(LAM, K, Y, w)[0], leave_one_out(kernel, X, Y, LAM, weights=w)[0], 1e-6)
+    close(system.left_out(system.factor(LAM), K, Y, w)[0], leave_one_out(kernel, X, Y, LAM, weights=w)[0], 1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 5, N])
@@ -306,3 +306,23 @@ def test_log_loss_is_a_weighted_mean(rng):
 def test_impossible_weights_are_refused_by_row(weights, words):
     with pytest.raises(DataError, match=words):
         checked_weights(weights, 4)
+
+
+def test_equal_rows_are_merged_in_the_order_of_their_first_copy():
+    X = np.array([[1.0, 2.0], [0.0, 5.0], [1.0, 2.0], [-0.0, 5.0], [1.0, 2.0], [3.0, 3.0]])
+    y = np.array([0, 1, 0, 1, 2, 0])  # the fifth row has another label
+    merged = merge_equal_rows(X, y, None)
+    np.testing.assert_array_equal(merged.X, X[[0, 1, 4, 5]])
+    np.testing.assert_array_equal(merged.y, [0, 1, 2, 0])
+    np.testing.assert_array_equal(merged.weights, [2, 2, 1, 1])
+    np.testing.assert_array_equal(merged.place, [0, 1, 0, 1, 2, 3])
+    np.testing.assert_array_equal(merge_equal_rows(X, y, np.arange(1.0, 7.0)).weights, [4, 6, 5, 6])
+
+
+def test_rows_that_all_differ_are_left_as_they_are():
+    X, y = vectors(30), labels(30)
+    merged = merge_equal_rows(X, y, None)
+    assert merged.X is X
+    assert merged.weights is None
+    assert merged.place is None
+    assert merge_equal_rows(["a", "a"], np.array([0, 0]), None).place is None  # only rows of numbers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_iris, make_moons
+from sklearn.metrics import log_loss
 from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_dense_data
 
 import kme_dist as kme
@@ -221,3 +222,19 @@ def test_impossible_class_weights_are_refused(given, rows):
 def test_class_weights_of_unknown_labels_are_refused(rows):
     with pytest.raises(DataError, match="'pink', which no row has; the labels are 'blue', 'green', 'red'"):
         MCEClassifier(steps=0, class_weight={"pink": 1.0}).fit(*rows)
+
+
+def test_labels_of_class_weights_may_be_texts_as_in_json(rows):
+    X, y = rows[0], np.unique(rows[1], return_inverse=True)[1]
+    one, two = (MCEClassifier(steps=0, class_weight=given).fit(X, y) for given in ({0: 3.0}, {"0": 3.0}))
+    assert one.decision_function(X).tobytes() == two.decision_function(X).tobytes()
+
+
+def test_repeated_rows_do_not_fool_leave_one_out():
+    """A copy of a row tells its label: without care λ falls to nothing and probabilities to 0 and 1."""
+    X, y = make_moons(900, noise=0.3, random_state=0)
+    X, y, Xq, yq = X[:150], y[:150], X[150:], y[150:]
+    once, twice = MCEClassifier().fit(X, y), MCEClassifier().fit(np.repeat(X, 2, axis=0), np.repeat(y, 2))
+    losses = [log_loss(yq, model.predict_proba(Xq)) for model in (once, twice)]
+    assert losses[1] <= 1.15 * losses[0]
+    assert twice.regularization_ > 0.05 * once.regularization_

@@ -84,6 +84,19 @@ def test_learn_and_fit_on_a_stored_data_set_use_its_weights(table, tmp_path):
     assert again.decision_function(X).tobytes() == model.decision_function(X).tobytes()
 
 
+@pytest.mark.parametrize("weights", ["balanced", {"a": 3.0, "c": 0.5}])
+def test_weights_of_classes_in_a_config_are_those_of_python(table, tmp_path, weights):
+    settings = {**config(table, tmp_path / "run").model_dump(exclude_unset=True)}
+    settings["model"] |= {"class_weight": weights}
+    run(parse_config(settings), name="weights")
+    model, data = kme.load(tmp_path / "run" / "model.zarr"), kme.open_dataset(tmp_path / "run" / "data.zarr")
+    X = data.read("test")[0]
+    again = kme.MCEClassifier(**SETTINGS, class_weight=weights).fit(data)
+    assert again.decision_function(X).tobytes() == model.decision_function(X).tobytes()
+    plain = kme.MCEClassifier(**SETTINGS).fit(data)
+    assert plain.decision_function(X).tobytes() != model.decision_function(X).tobytes()
+
+
 def test_inspect_shows_the_weights_and_append_keeps_them(table, tmp_path, capsys):
     rows = str(tmp_path / "rows.zarr")
     assert cli.execute(["ingest", str(table), rows, "--label", "kind", "--weight", "importance", "--quiet"]) == 0

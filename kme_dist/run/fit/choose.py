@@ -66,15 +66,19 @@ def choose(
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room:
         raise ConfigError(
-            f"solver='cholesky' needs {held / 1e9:.1f} GB on one worker for {n} rows, {room / 1e9:.1f} GB are "
+            f"solver='cholesky' needs {_size(held)} on one worker for {n} rows, {_size(room)} are "
             "available; use solver='tiled', 'pcg', or 'nystrom' with `centres`"
         )
     if found.solver == "nystrom" and held > room:
         raise ConfigError(
-            f"solver='nystrom' needs {held / 1e9:.1f} GB on one worker for {size.basis} centres, {room / 1e9:.1f} GB "
+            f"solver='nystrom' needs {_size(held)} on one worker for {size.basis} centres, {_size(room)} "
             "are available; set `centres` lower"
         )
     return found
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
 def _affordable(n: int, centres: int | None, room: int, dtype: str, seconds: float | None) -> Choice:
@@ -85,25 +89,28 @@ def _affordable(n: int, centres: int | None, room: int, dtype: str, seconds: flo
     size = Size(n, dtype=dtype)
     exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
     if exact <= work and held < room:
-        return Choice("cholesky", f"{n} rows fit one exact factorisation ({held / 1e6:.0f} MB on one worker)")
+        return Choice("cholesky", f"one exact factorisation, {_size(held)}")
+    if exact <= work and tiled.cost(size).memory < room:
+        return Choice("tiled", f"a factorisation needs {_size(held)}, more than a worker has")
+    count = _centres_for(n, work, room, dtype, least=100 if seconds is not None else CENTRES)
     if exact <= work:
-        return Choice("tiled", f"a factorisation of {n} rows ({held / 1e9:.1f} GB) does not fit the memory of a worker")
-    count = _centres_for(n, work, room, dtype)
-    allowed = "" if seconds is None else f", allowed are {seconds:g} s"
+        why = f"a factorisation needs {_size(held)}, more than a worker has"
+    elif seconds is None:
+        why = f"an exact factorisation of {n} rows is {exact / WORK:.1f} times the work that is affordable"
+    else:
+        why = f"an exact factorisation of {n} rows takes about {exact / measured_speed():.2g} s of {seconds:g} s"
     return Choice(
-        "nystrom",
-        f"{count} centres: an exact factorisation of {n} rows would take {exact / WORK:.1f} times the default work"
-        f"{allowed}; solver='tiled' forces it, fit_seconds or centres change the number",
-        count,
+        "nystrom", f"{count} centres: {why}; fit_seconds or centres change that, solver='tiled' is exact", count
     )
 
 
-def _centres_for(n: int, work: float, room: int, dtype: str) -> int:
-    """The largest multiple of 100 whose sums and solve are within the work and the memory, at least the default."""
-    count = min(CENTRES, n)
+def _centres_for(n: int, work: float, room: int, dtype: str, least: int) -> int:
+    """The largest multiple of 100 whose sums and solve are within the work and the memory; of the work at least that of
+    `least` centres."""
+    count = min(100, n)
     while count + 100 <= min(n, _MOST_CENTRES):
         cost = nystrom.cost(Size(n, basis=count + 100, dtype=dtype))
-        if cost.flops > work or cost.memory > 0.5 * room:
+        if (cost.flops > work and count >= least) or cost.memory > 0.5 * room:
             break
         count += 100
     return count

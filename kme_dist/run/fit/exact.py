@@ -14,7 +14,7 @@ from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
-from kme_dist.core.weights import positive_rows, total_weight
+from kme_dist.core.weights import merge_equal_rows, positive_rows, total_weight
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual
@@ -92,8 +92,9 @@ def solution_and_left_out(
 ) -> tuple[ExactSolution, LeftOut]:
     """The exact solution (weights in the order of X), and random rows of it left out, one at a time.
 
-    Rows are solved in another order, in which those to be left out come last.
+    Rows are solved in another order, in which those to be left out come last. Equal rows are left out together.
     """
+    given, X, y, w, index = w, *merge_equal_rows(X, y, w)
     order = np.random.default_rng([seed, 6]).permutation(len(y))
     order[:-LEFT_OUT_ROWS] = np.sort(order[:-LEFT_OUT_ROWS])
     few = order[-LEFT_OUT_ROWS:]
@@ -104,6 +105,8 @@ def solution_and_left_out(
     V = to_host(found.weights)
     sorted_V = np.empty_like(V)
     sorted_V[order] = V
+    if index is not None and w is not None:  # each copy has its share
+        sorted_V = sorted_V[index] * ((1.0 if given is None else given) / w[index])[:, None].astype(V.dtype)
     without = LeftOut(to_host(found.left_out).astype(np.float64), y[few], None if w is None else w[few])
     return replace(found, weights=sorted_V, left_out=None), without
 
