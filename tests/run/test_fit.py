@@ -389,7 +389,7 @@ def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
         return choose("auto", n, more.get("centres"), None, room, "float32")
 
     assert auto(1000)[0] == "cholesky"
-    assert auto(1000, room=5 * 10**6)[0] == "tiled"
+    assert auto(1000, room=6 * 10**6)[0] == "tiled"
     assert auto(15_000).solver == "cholesky"
     assert auto(60_000).solver == "nystrom"
     assert auto(1000, centres=50) == ("nystrom", "50 centres requested", 50)
