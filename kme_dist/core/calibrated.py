@@ -20,7 +20,7 @@ from kme_dist.backend import Array, diagonal, like, namespace_of, precision
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.losses import hits, one_hot
 from kme_dist.core.objective import Objective, Workspace, gather, solve_batch, with_positive_weights, with_promotion
-from kme_dist.core.precision import need_of_solve
+from kme_dist.core.precision import TOLERANCE, Need, need_of_solve
 from kme_dist.core.weights import column, flat, per_row_shift, total_weight
 from kme_dist.errors import ConfigError
 
@@ -40,10 +40,12 @@ def calibrated_objective(
     risk: str = "sum",
     workspace: Workspace | None = None,
     weights: Any = None,
+    tolerance: float = TOLERANCE,
 ) -> Objective:
     """Leave-one-out log loss of softmax(β f₋ᵢ) at the last `evaluated` rows (None: all), times the rows of the batch.
 
-    `risk="mean"` does not multiply. `gradient` has "sharpness" besides the kernel's parameters and "regularization".
+    `risk="mean"` does not multiply. `tolerance` is the relative error of a solve that single precision may have.
+    `gradient` has "sharpness" besides the kernel's parameters and "regularization".
     """
     lam, beta, space = float(regularization), float(sharpness), workspace or Workspace()
     if not (0 < lam < math.inf and 0 < beta < math.inf):
@@ -54,6 +56,9 @@ def calibrated_objective(
     n = total_weight(w, row_count(X))
     q = row_count(X) if evaluated is None else max(1, min(int(evaluated), row_count(X)))
     factor_of_mean = float(row_count(X)) if risk == "sum" else 1.0  # not the weights, of which only ratios matter
+
+    def need() -> Need:
+        return need_of_solve(kernel, X, n * lam, weights=w, tolerance=tolerance)
 
     def compute(X: Any, jitter: float) -> Objective:
         diag = kernel.diag(X)
@@ -88,7 +93,7 @@ def calibrated_objective(
             dtype=precision(diag),
         )
 
-    return with_promotion(compute, X, kernel.diag, lam, lambda: need_of_solve(kernel, X, n * lam, weights=w), w)
+    return with_promotion(compute, X, kernel.diag, lam, need, w)
 
 
 def softmax_loss(Y: Array, scores: Array, share: Any) -> tuple[Array, Array]:

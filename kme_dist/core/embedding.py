@@ -284,6 +284,9 @@ def _refined(
         size = float(np.linalg.norm(R) / np.linalg.norm(Y))
         if size <= _REFINED_RESIDUAL or not size < 0.5 * last:
             break
+        if size**2 <= _REFINED_RESIDUAL and math.isinf(last):  # each step shrinks the residual by that factor
+            V, size = V + np.asarray(factor.solve(R.astype(np.float32)), np.float64), size**2
+            break
         last = size
     if not size <= _REFINED_RESIDUAL:
         raise NumericalError(f"refinement stopped at a relative residual of {size:.1e}")
@@ -296,10 +299,11 @@ def _refined(
 def upper_product(K: np.ndarray, diag: np.ndarray, V: np.ndarray) -> np.ndarray:
     """A V in double precision, for a symmetric A with the given diagonal and the strict upper triangle of K."""
     out: np.ndarray = diag[:, None] * V
-    for rows in row_blocks(len(V), HOST_TILE[0]):
-        tile = np.triu(K[rows, rows.start :].astype(np.float64), k=1)
-        out[rows] += tile @ V[rows.start :]
-        out[rows.start :] += tile.T @ V[rows]
+    for block in row_blocks(len(V), HOST_TILE[0]):  # of columns, which are contiguous
+        above = K[: block.start, block].astype(np.float64)
+        corner = np.triu(K[block, block].astype(np.float64), k=1)
+        out[: block.start] += above @ V[block]
+        out[block] += above.T @ V[: block.start] + corner @ V[block] + corner.T @ V[block]
     return out
 
 

@@ -57,9 +57,9 @@ def solve_error(dtype: str, norm: float, shift: float) -> float:
     return ERROR_FACTOR * UNIT_ROUNDOFF[dtype] * (norm + shift) / shift if shift > 0 else math.inf
 
 
-def is_sufficient(dtype: str, norm: float, shift: float) -> bool:
-    """Whether this precision leaves three digits."""
-    return solve_error(dtype, norm, shift) <= TOLERANCE
+def is_sufficient(dtype: str, norm: float, shift: float, tolerance: float = TOLERANCE) -> bool:
+    """Whether this precision leaves three digits, or an error of at most `tolerance`."""
+    return solve_error(dtype, norm, shift) <= tolerance
 
 
 def refines(n: int, top: float, norm: float, shift: float) -> bool:
@@ -79,17 +79,23 @@ def smallest_shift(dtype: str, norm: float) -> float:
 
 
 def need_of_solve(
-    kernel: Kernel, X: Any, shift: float, top: float | None = None, weights: np.ndarray | None = None
+    kernel: Kernel,
+    X: Any,
+    shift: float,
+    top: float | None = None,
+    weights: np.ndarray | None = None,
+    tolerance: float = TOLERANCE,
 ) -> Need:
     """What solving with K + shift I of these rows needs; `top` is the largest k(x, x), if the caller knows it.
 
-    With weights the matrix is √w K √w: as if each row were there w times.
+    With weights the matrix is √w K √w: as if each row were there w times. `tolerance` is the error that single
+    precision may have.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         diag = kernel.diag(X) if top is None or not hasattr(X, "dtype") else X
         largest = float(namespace_of(diag).max(diag)) if top is None else top
         n = total_weight(weights, row_count(X))
-        return decide(precision(diag), n, largest, shift, lambda: gram_norm(kernel, X, weights))
+        return decide(precision(diag), n, largest, shift, lambda: gram_norm(kernel, X, weights), tolerance)
 
 
 def need_of_features(Z: Array, shift: float, weights: np.ndarray | None = None) -> Need:
@@ -106,21 +112,24 @@ def need_of_features(Z: Array, shift: float, weights: np.ndarray | None = None) 
         return decide(precision(Z), 1, total, shift, norm)
 
 
-def decide(dtype: str, n: float, top: float, shift: float, norm: Callable[[], float]) -> Need:
+def decide(
+    dtype: str, n: float, top: float, shift: float, norm: Callable[[], float], tolerance: float = TOLERANCE
+) -> Need:
     """The precision for n rows whose largest k(x, x) is `top`; `norm` is called only where n · top does not decide."""
     bound = n * top
-    if is_sufficient(dtype, bound, shift):
+    if is_sufficient(dtype, bound, shift, tolerance if dtype == "float32" else TOLERANCE):
         return Need(dtype, norm=bound)
     if not math.isfinite(bound):  # overflow or missing values: double precision, and the error that results
         return Need("float64")
     # |K| is at least its largest diagonal entry.
-    if dtype == "float32" and not is_sufficient("float32", top, shift) and is_sufficient("float64", bound, shift):
+    enough = is_sufficient("float32", top, shift, tolerance)
+    if dtype == "float32" and not enough and is_sufficient("float64", bound, shift):
         return Need("float64", norm=bound)
     found = norm()
     if not math.isfinite(found):
         return Need("float64")
     found = min(max(found, top), bound)
-    if dtype == "float32" and is_sufficient("float32", found, shift):
+    if dtype == "float32" and is_sufficient("float32", found, shift, tolerance):
         return Need("float32", norm=found)
     return Need("float64", max(smallest_shift("float64", found) - shift, 0.0), found)
 

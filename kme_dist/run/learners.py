@@ -42,6 +42,8 @@ from kme_dist.run.executors import tree_combine
 from kme_dist.run.settings import LearnSettings
 
 PREFIX = "features."
+# Of a step under the calibrated objective: far below the noise of a batch, and what is learned is tuned afterwards.
+STEP_TOLERANCE = 0.02
 SHIFTS, SHARPNESSES = (1e-6, 30.0), (1.0, 60.0)  # limits of nλ (of a batch) and β under the calibrated objective
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
@@ -157,6 +159,7 @@ class KernelLearner:
             risk=self.settings.risk,
             workspace=workspace,
             weights=None if weights is None else weights[order],
+            tolerance=STEP_TOLERANCE,
         )
 
     def describe(self) -> dict[str, Any]:
