@@ -14,10 +14,9 @@ RULE = (
     "in each class in proportion, and all other rows are training rows."
 )
 CHOICES = (
-    "Kernels, scalings and constants of the defaults are to be chosen by cross-validation inside the other half only, "
-    "which contains no test row of any split (--development). Earlier choices (starting grid, prior width, training "
-    "share and probability floor of `auto`) were made before there was a reserve, by test scores on random splits of "
-    "most of these sets: rows of the reserve have influenced them. The other models have the defaults of their "
+    "The objective, kernels, scalings, candidates and constants of the defaults were chosen by cross-validation inside "
+    "the other half (--development), which contains no test row of any split, and on made-up tables. The probability "
+    "floor is older than the reserve: it was chosen by test scores on random splits of most of these sets. The other models have the defaults of their "
     "libraries, or a grid searched by five folds of the training rows."
 )
 DEVELOPMENT = (
