@@ -16,7 +16,8 @@ RULE = (
 CHOICES = (
     "The objective, kernels, scalings, candidates and constants of the defaults were chosen by cross-validation inside "
     "the other half (--development), which contains no test row of any split, and on made-up tables. The probability "
-    "floor is older than the reserve: it was chosen by test scores on random splits of most of these sets. The other models have the defaults of their "
+    "floor is older than the reserve: it was chosen by test scores on random splits of most of these sets. "
+    "The other models have the defaults of their "
     "libraries, or a grid searched by five folds of the training rows."
 )
 DEVELOPMENT = (
