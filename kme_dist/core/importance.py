@@ -25,6 +25,7 @@ _LEAST_ROWS = 150
 _NUMBERS = 120_000  # in the sample: one Gram matrix per feature, so that time grows with the square of this
 _PREDICTED = 500  # rows of the sample that are predicted with exchanged values
 _PREDICTIONS = 1_500  # per feature: with few rows each one is predicted several times
+_ROUNDING = 1e-9  # of a difference of Brier scores
 _JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)  # of the mean diagonal, if A is singular
 
 
@@ -71,8 +72,8 @@ def exchange_relevance(
 
 
 def shares(relevance: np.ndarray) -> np.ndarray:
-    """Non-negative and of sum one; zeros if nothing is relevant."""
-    clipped = np.maximum(relevance, 0.0)
+    """Non-negative and of sum one; zeros if nothing is relevant, that is no more than rounding."""
+    clipped = np.where(relevance > _ROUNDING, relevance, 0.0)
     total = float(clipped.sum())
     return np.asarray(clipped / total) if total > 0 else clipped
 
