@@ -118,7 +118,7 @@ def rng():
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """A function from the name of a shared data set to its arrays X, y; skips where the data are not at hand."""
+    """A function from the name of a shared data set to its arrays X, y; skips where the data are absent."""
     folder = Path(os.environ.get("KME_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
     def read(name):

@@ -1,4 +1,4 @@
-"""The image: one for every role, several stages, no root; where a builder is at hand it is really built and run."""
+"""The image: one for every role, several stages, no root; where a builder is installed it is really built and run."""
 
 from __future__ import annotations
 
