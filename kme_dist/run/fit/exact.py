@@ -56,7 +56,7 @@ class Exact:
 
     def evaluated(self, solved: Solved, lam: float) -> Solved:
         """With what the weights of all rows tell about the rows of the fit (K V = Y - nλV), and with decisions of a
-        sample of rows, each left out of that sample at the same shift: these solvers have no factor of the whole system."""
+        sample of rows, each left out of that sample at the same shift: there is no factor of the whole system."""
         p = self.problem
         few = p.executor.map(left_out_on_worker, [(p.rows, p.kernel, lam, p.seed)], name="leave-one-out")[0]
         y = np.asarray(p.rows.read(0, p.rows.count)[1])
