@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -354,6 +355,18 @@ def blas_threads(count: int | None) -> Iterator[None]:
             yield
         finally:
             _one_thread.leave()
+
+
+def available_cores() -> int:
+    """Cores that this process may use (in a container or under taskset fewer than the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_count() -> int:
+    """Threads for work in this process: a core each, or fewer if OMP_NUM_THREADS says so (Dask and joblib set it for
+    their workers, so that processes do not compete)."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(available_cores(), int(limit)) if limit.isdigit() and int(limit) else available_cores()
 
 
 class _OneThread:

@@ -221,12 +221,14 @@ class LearnConfig(_Section):
 class FitConfig(_Section):
     """How the final embedding is fitted with the learned kernel."""
 
-    solver: Literal["auto", "cholesky", "tiled", "pcg", "nystrom"] | None = Field(
+    solver: Literal["auto", "cholesky", "tiled", "pcg", "nystrom", "falkon"] | None = Field(
         default=None, description="solver of the final fit; auto: exact if affordable, else as many centres as are"
     )
-    centres: Annotated[int, Field(gt=0)] | None = Field(default=None, description="nystrom: number of centres")
-    centre_choice: Literal["rpcholesky", "kmeans++", "uniform"] | None = Field(
-        default=None, description="nystrom: how centres are chosen; null: rpcholesky"
+    centres: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="nystrom and falkon: number of centres"
+    )
+    centre_choice: Literal["rpcholesky", "leverage", "kmeans++", "uniform"] | None = Field(
+        default=None, description="how centres are chosen; null: rpcholesky, above 4,000 centres leverage"
     )
     tolerance: Positive | None = Field(default=None, description="pcg: relative residual to reach")
     tile_rows: Annotated[int, Field(gt=0)] | None = Field(

@@ -141,6 +141,16 @@ def class_probabilities(f: np.ndarray, floor: float = 0.0, calibration: Calibrat
     return with_argmax(p if calibration is None else calibration.apply(p, label, f), label)
 
 
+def calibrated_losses(
+    f: np.ndarray, codes: np.ndarray, floor: float = 0.0, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """-log p of the labels, with the decisions calibrated by "softmax" to these very rows: what is left when only the
+    sharpness of the decisions is off. For comparing kernels and λ on the same rows."""
+    fitted = Calibration.fit("softmax", f, codes, floor, weights)
+    own = class_probabilities(f, floor, fitted)[np.arange(len(codes)), codes]
+    return np.asarray(-np.log(np.maximum(own, 1e-15)))
+
+
 def _softmax(power: float, sharpness: float, p: np.ndarray, f: np.ndarray) -> np.ndarray:
     scores = power * np.log(np.maximum(p, _TINY, dtype=np.float64)) + sharpness * np.asarray(f, np.float64)
     e = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -90,9 +90,9 @@ class Centres:
 
     def rows(self, X: Any, out: Array = None) -> Array:
         prepared = self._prepared
+        queries = self.kernel.prepare_beside(X, prepared)
         if out is None:
-            return self.kernel.evaluate(self.kernel.prepare(X), prepared)
-        queries = self.kernel.prepare(X)
+            return self.kernel.evaluate(queries, prepared)
         for part in row_blocks(row_count(X), _CACHED_ROWS):
             tile = out[part]
             value = self.kernel.evaluate(take(queries, part), prepared, out=tile)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import cholesky, like, set_diagonal, to_host
-from kme_dist.core.calibration import Calibration, class_probabilities
+from kme_dist.core.calibration import calibrated_losses
 from kme_dist.core.embedding import left_out
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, row_count
 from kme_dist.core.objective import Workspace, one_hot
@@ -141,9 +141,7 @@ def _losses(
             continue
         if not np.isfinite(P).all():
             continue
-        fitted = Calibration.fit("softmax", P, y[-q:], floor, _last(weights, q))
-        own = class_probabilities(P, floor, fitted)[np.arange(q), y[-q:]]
-        return np.asarray(-np.log(np.maximum(own, 1e-15)))
+        return calibrated_losses(P, y[-q:], floor, _last(weights, q))
     return None
 
 

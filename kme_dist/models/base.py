@@ -166,7 +166,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 del self._job_workers
 
     def _executor(self) -> Executor:
-        return executor_for(self._client)
+        return executor_for(self._client, threads=1 if self.n_jobs == 1 else None)
 
     def _device(self) -> str:
         return devices.resolve(self.backend)

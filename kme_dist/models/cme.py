@@ -60,7 +60,7 @@ from kme_dist.run.conditional import (
     left_out,
     project,
 )
-from kme_dist.run.fit import SOLVERS, choose
+from kme_dist.run.fit import SOLVERS, Size, choose
 from kme_dist.run.maps import as_features
 from kme_dist.run.means import random_features
 
@@ -253,7 +253,7 @@ class ConditionalMeanEmbedding(Estimator):
     def _choose_solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
         room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
         centres = self.centres or self.target_centres
-        found = choose(self.solver, pairs.count, centres, features, room, "float64")
+        found = choose(self.solver, Size(pairs.count, dtype="float64", labelled=False), centres, features, room)
         if self.solver == "auto" and found.solver == "tiled" and not pairs.inputs.source.features:
             return "nystrom", "non-numeric inputs cannot be stored in tiles"
         return found.solver, found.reason

@@ -1,6 +1,6 @@
 """Executors run calls in this process or on the workers of a Dask cluster. Same calls, same order, same bits.
 
-    executor = SerialExecutor()                      # no Dask, for debugging and small data
+    executor = SerialExecutor()                      # no Dask; SerialExecutor(threads=4) uses four cores
     executor = DaskExecutor(client)                  # plain tasks, named on the dashboard
     executor.map(function, calls, name="rcb-gradient")            # results in the order of `calls`
     executor.map_reduce(function, calls, combine, name="moments") # one result, combined by a fixed tree
@@ -26,6 +26,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures as local
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -92,11 +93,16 @@ def tree_combine(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
 
 
 class SerialExecutor:
-    """Everything in this process, one call after the other."""
+    """Everything in this process: one call after the other, or as many at a time as there are `threads`.
 
-    workers = 1
-    solo_threads = 1
+    The work of a call is in BLAS and NumPy, which release the interpreter lock. Calls and their order are the same for
+    any number of threads, and so are the bits.
+    """
+
     has_readers = False
+
+    def __init__(self, threads: int = 1) -> None:
+        self.workers = self.solo_threads = max(1, threads)
 
     def map(
         self,
@@ -111,7 +117,10 @@ class SerialExecutor:
         with blas_threads(1):
             if feed is not None:
                 calls = [(*call, feed[0](*read)) for call, read in zip(calls, feed[1], strict=True)]
-            return [function(*call) for call in calls]
+            if self.workers == 1 or len(calls) < 2:
+                return [function(*call) for call in calls]
+            with local.ThreadPoolExecutor(self.workers) as pool:
+                return list(pool.map(lambda call: function(*call), calls))
 
     def map_reduce(
         self,
@@ -127,14 +136,25 @@ class SerialExecutor:
     def stream(
         self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
-        for index, call in enumerate(calls):
-            result: T | Exception
+        def attempt(call: tuple[Any, ...]) -> T | Exception:
             try:
                 with blas_threads(1):
-                    result = function(*call)
+                    return function(*call)
             except Exception as error:  # the caller decides what a failed call means for the others
-                result = error
-            yield index, result
+                return error
+
+        if self.workers == 1:
+            yield from ((index, attempt(call)) for index, call in enumerate(calls))
+            return
+        waiting, in_flight = enumerate(calls), dict[local.Future[T | Exception], int]()
+        with local.ThreadPoolExecutor(self.workers) as pool:
+            while True:
+                for index, call in itertools.islice(waiting, (ahead or self.workers) - len(in_flight)):
+                    in_flight[pool.submit(attempt, call)] = index
+                if not in_flight:
+                    return
+                for future in local.wait(in_flight, return_when=local.FIRST_COMPLETED).done:
+                    yield in_flight.pop(future), future.result()
 
 
 @dataclass

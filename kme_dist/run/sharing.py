@@ -6,18 +6,19 @@ import contextlib
 import tempfile
 from typing import Any
 
+from kme_dist.backend import thread_count
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 
 
-def executor_for(client: Any) -> Executor:
-    """An executor for a client; for this process without one."""
+def executor_for(client: Any, threads: int | None = None) -> Executor:
+    """An executor for a client; without one for this process, with all its cores or `threads` of them."""
     if client is not None and not hasattr(client, "scheduler_info"):
         raise ConfigError(
             f"client={client!r}: must be a dask.distributed.Client or None; connect first: Client({client!r})"
         )
-    return SerialExecutor() if client is None else DaskExecutor(client)
+    return SerialExecutor(threads or thread_count()) if client is None else DaskExecutor(client)
 
 
 def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | None:

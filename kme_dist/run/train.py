@@ -256,7 +256,7 @@ def fit_candidates(
     split = _resolved(dataset, split)
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
 
-    def fitted(candidate: Candidate, retune: bool) -> Fit:
+    def fitted(candidate: Candidate, retune: bool | str) -> Fit:
         form = _explicit(recipe, candidate.kernel, scaling, dataset, split)
         fit = fit_on_dataset(
             dataset,
@@ -283,7 +283,8 @@ def fit_candidates(
     if candidates[0].loss is not None:  # compared and tuned already
         best = min(candidates, key=lambda candidate: candidate.loss is None)
         losses = {c.name: c.loss for c in candidates if c.loss is not None}
-        return Trained(best, fitted(best, False), losses, candidates)
+        # Tuned for the exact kernel; with centres less may be better, which some solvers find out on the way.
+        return Trained(best, fitted(best, "shared" if recipe.refit_regularization else False), losses, candidates)
     retune = not as_given and (recipe.refit_regularization or len(candidates) > 1)
     fits = [fitted(candidate, retune) for candidate in candidates]
     order = sorted(range(len(fits)), key=lambda i: math.inf if (loss := fits[i].loss) is None else loss)

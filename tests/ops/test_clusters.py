@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
+from kme_dist.backend import available_cores
 from kme_dist.config import ClusterConfig, TlsConfig
 from kme_dist.errors import ConfigError, RetryError
 from kme_dist.ops import cluster
-from kme_dist.ops.cluster import available_cores, open_client, open_executor, worker_count
+from kme_dist.ops.cluster import open_client, open_executor, worker_count
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 
 # A scheduler and one worker in a process of their own; their address is the first line of its output.

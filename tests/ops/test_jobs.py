@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kme_dist.backend import available_cores
 from kme_dist.cli import app as cli
 from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.data import leases
@@ -405,7 +406,7 @@ def cluster(tmp_path_factory):
     X = rng.normal(size=(400, 3))
     np.savez(root / "table.npz", X=X, y=(X[:, 0] > 0).astype(int))
     assert cli.execute(["ingest", str(root / "table.npz"), str(root / "table.zarr"), "--label", "y", "--quiet"]) == 0
-    workers = str(min(2, clusters.available_cores()))
+    workers = str(min(2, available_cores()))
     command = [sys.executable, "-m", "kme_dist", "cluster", "--workers", workers, "--tls", str(certificates)]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

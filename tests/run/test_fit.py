@@ -386,7 +386,7 @@ def test_a_worker_that_dies_changes_nothing(solver, fit, client):
 
 def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
     def auto(n, room=10**10, **more):
-        return choose("auto", n, more.get("centres"), None, room, "float32")
+        return choose("auto", Size(n), more.get("centres"), None, room)
 
     assert auto(1000)[0] == "cholesky"
     assert auto(1000, room=6 * 10**6)[0] == "tiled"
@@ -401,7 +401,7 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
     monkeypatch.setattr(choose_module, "measured_speed", lambda: 1e9)
 
     def auto(n, seconds=None, room=10**11):
-        return choose("auto", n, None, None, room, "float32", seconds)
+        return choose("auto", Size(n), None, None, room, seconds)
 
     counts = [auto(n).centres for n in (20_000, 60_000, 200_000, 10**7)]
     assert counts == sorted(counts, reverse=True)
@@ -419,9 +419,9 @@ def test_the_speed_of_this_machine_is_measured():
 
 
 def test_a_solver_that_is_asked_for_is_taken_where_it_fits():
-    assert choose("nystrom", 500, None, None, 10**10, "float32") == ("nystrom", "requested", None)
+    assert choose("nystrom", Size(500), None, None, 10**10) == ("nystrom", "requested", None)
     with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB on one worker for 100000 centres.* `centres` lower"):
-        choose("nystrom", 10**6, 100_000, None, 10**10, "float64")
+        choose("nystrom", Size(10**6, dtype="float64"), 100_000, None, 10**10)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

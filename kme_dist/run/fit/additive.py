@@ -64,6 +64,13 @@ class BasisRef:
         return isinstance(other, BasisRef) and other.token == self.token
 
 
+def basis_of(ref: BasisRef) -> Centres:
+    """The published centres on this worker."""
+    basis, _ = _basis(ref)
+    assert isinstance(basis, Centres)
+    return basis
+
+
 @functools.lru_cache(maxsize=1)
 def _basis(ref: BasisRef) -> tuple[Basis, str]:
     """The basis on this worker, and the device it computes on."""
@@ -75,9 +82,9 @@ def _basis(ref: BasisRef) -> tuple[Basis, str]:
     return Centres(ref.kernel, to_device(centres, device)), device
 
 
-def publish(basis: Basis, scratch: Scratch, backend: str = "auto") -> BasisRef:
-    """Make a basis available to workers."""
-    token = os.urandom(6).hex()
+def publish(basis: Basis, scratch: Scratch, backend: str = "auto", token: str = "") -> BasisRef:
+    """Make a basis available to workers. `token` names its content; empty: a random one."""
+    token = token or os.urandom(6).hex()
     if isinstance(basis, Centres):
         scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
         return BasisRef(token, scratch, basis.kernel, None, basis.size, backend)

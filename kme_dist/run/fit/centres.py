@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.pivots import choose_centres
+from kme_dist.core.pivots import by_leverage, choose_centres
 from kme_dist.core.sums import Centres
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit import equations
@@ -14,6 +16,7 @@ from kme_dist.run.fit.cholesky import Cholesky
 from kme_dist.run.fit.exact import sampled
 from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
 
+MOST_PIVOTS = 4_000  # above that, pivoted Cholesky costs more than the fit
 _SAMPLE = (10_000, 3)  # rows to choose centres from: at least the first, or the second times the number of centres
 
 
@@ -23,31 +26,47 @@ def cost(size: Size) -> Cost:
 
 def prepare(problem: Problem) -> Prepared:
     """Choose the centres and sum over the rows."""
-    rows, centres = problem.rows, problem.centres or CENTRES
-    size = min(rows.count, max(_SAMPLE[0], _SAMPLE[1] * centres))
-    call = (
-        rows, problem.kernel, min(centres, rows.count), problem.centre_choice, size, problem.seed,
-        problem.executor.solo_threads,
-    )  # fmt: skip
-    points = problem.executor.map(centres_on_worker, [call], name="choose-centres")[0]
+    rows, chosen = problem.rows, choose_points(problem)
     statistics = gather(
         rows,
-        Centres(problem.kernel, points),
+        Centres(problem.kernel, chosen.points),
         executor=problem.executor,
         scratch=problem.scratch,
         backend=problem.backend,
     )
-    facts = {"centre_choice": problem.centre_choice, "centre_sample_rows": size}
-    if centres < rows.positive:
-        facts = {"centres": len(points), **facts}
-        return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch, facts)
+    if (problem.centres or CENTRES) < rows.positive:
+        return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch, chosen.facts)
     # With every row a centre the problem is exact. Sums of squares keep half its digits, so they serve updates only.
-    return Cholesky(problem, {"centres": rows.positive, **facts}, statistics)
+    return Cholesky(problem, {**chosen.facts, "centres": rows.positive}, statistics)
+
+
+class Chosen(NamedTuple):
+    """Centres, the relative rates at which a row like each of them was sampled (None: all the same), and facts."""
+
+    points: np.ndarray
+    rates: np.ndarray | None
+    facts: dict[str, Any]
+
+
+def choose_points(problem: Problem) -> Chosen:
+    """Centres from a sample of the rows, chosen on one worker."""
+    rows, centres, how = problem.rows, problem.centres or CENTRES, problem.centre_choice
+    if how == "auto":
+        how = "rpcholesky" if centres <= MOST_PIVOTS else "leverage"
+    size = min(rows.count, max(_SAMPLE[0], _SAMPLE[1] * centres))
+    call = (
+        rows, problem.kernel, min(centres, rows.count), how, size, problem.seed, problem.executor.solo_threads,
+    )  # fmt: skip
+    points, rates = problem.executor.map(centres_on_worker, [call], name="choose-centres")[0]
+    return Chosen(points, rates, {"centres": len(points), "centre_choice": how, "centre_sample_rows": size})
 
 
 def centres_on_worker(
     rows: RowsRef, kernel: Kernel, count: int, how: str, size: int, seed: int, threads: int
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray | None]:
     # In double: with many centres of a smooth kernel the remainder is below the rounding of single precision.
     X, _, _ = sampled(rows, size, seed)
-    return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)])
+    if how == "leverage":
+        chosen, rates = by_leverage(kernel, X, count, seed, threads)
+        return np.asarray(X[chosen]), rates
+    return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)]), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.errors import ConfigError
 from kme_dist.run.fit import centres as nystrom
 from kme_dist.run.fit import cholesky as one_factor
-from kme_dist.run.fit import features, pcg, tiled
+from kme_dist.run.fit import falkon, features, pcg, tiled
+from kme_dist.run.fit.centres import MOST_PIVOTS
 from kme_dist.run.fit.problem import CENTRES, Size, Solver
 
 SOLVERS: dict[str, Solver] = {
@@ -25,10 +27,12 @@ SOLVERS: dict[str, Solver] = {
     "tiled": tiled,
     "pcg": pcg,
     "nystrom": nystrom,
+    "falkon": falkon,
     "features": features,
 }
 WORK = 1.25e12  # operations of a solve under "auto": 15,500 rows exactly, in about half a minute of one core
-_MOST_CENTRES = 20_000
+MANY_WORK = 1e13  # the same for centres by conjugate gradients, for each 100,000 rows: about two minutes of one core
+_MOST_CENTRES = 50_000
 
 
 class Choice(NamedTuple):
@@ -41,11 +45,10 @@ class Choice(NamedTuple):
 
 def choose(
     solver: str,
-    n: int,
-    centres: int | None,
-    features: FeatureMap | None,
-    room: int,
-    dtype: str,
+    size: Size,
+    centres: int | None = None,
+    features: FeatureMap | None = None,
+    room: int = 2**63,
     seconds: float | None = None,
 ) -> Choice:
     """Resolve "auto", and refuse what does not fit in memory.
@@ -61,18 +64,19 @@ def choose(
         raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"fit_seconds={seconds!r}: must be a positive number")
-    found = _affordable(n, centres, room, dtype, seconds) if solver == "auto" else Choice(solver, "requested", centres)
-    size = Size(n, basis=min(found.centres or CENTRES, n), dtype=dtype)
+    found = _affordable(size, centres, room, seconds) if solver == "auto" else Choice(solver, "requested", centres)
+    n, size = size.rows, replace(size, basis=min(found.centres or CENTRES, size.rows))
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room:
         raise ConfigError(
             f"solver='cholesky' needs {_size(held)} on one worker for {n} rows, {_size(room)} are "
             "available; use solver='tiled', 'pcg', or 'nystrom' with `centres`"
         )
-    if found.solver == "nystrom" and held > room:
+    if found.solver in ("nystrom", "falkon") and held > room:
+        better = "solver='falkon', or set `centres` lower" if found.solver == "nystrom" else "fewer `centres`"
         raise ConfigError(
-            f"solver='nystrom' needs {_size(held)} on one worker for {size.basis} centres, {_size(room)} "
-            "are available; set `centres` lower"
+            f"solver={found.solver!r} needs {_size(held)} on one worker for {size.basis} centres, {_size(room)} "
+            f"are available; use {better}"
         )
     return found
 
@@ -81,39 +85,62 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
-def _affordable(n: int, centres: int | None, room: int, dtype: str, seconds: float | None) -> Choice:
+def _affordable(size: Size, centres: int | None, room: int, seconds: float | None) -> Choice:
     """The exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
-        return Choice("nystrom", f"{centres} centres requested", centres)
+        return Choice(_with(centres, size), f"{centres} centres requested", centres)
     work = WORK if seconds is None else seconds * measured_speed()
-    size = Size(n, dtype=dtype)
     exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
     if exact <= work and held < room:
         return Choice("cholesky", f"one exact factorisation, {_size(held)}")
     if exact <= work and tiled.cost(size).memory < room:
         return Choice("tiled", f"a factorisation needs {_size(held)}, more than a worker has")
-    count = _centres_for(n, work, room, dtype, least=100 if seconds is not None else CENTRES)
+    count = _centres_for(size, work, room, least=100 if seconds is not None else CENTRES)
+    if size.labelled:
+        more = MANY_WORK * max(1.0, size.rows / 1e5) if seconds is None else work
+        count = max(count, _many_centres_for(size, more, room))
     if exact <= work:
         why = f"a factorisation needs {_size(held)}, more than a worker has"
     elif seconds is None:
-        why = f"an exact factorisation of {n} rows is {exact / WORK:.1f} times the work that is affordable"
+        why = f"an exact factorisation of {size.rows} rows is {exact / WORK:.1f} times the work that is affordable"
     else:
-        why = f"an exact factorisation of {n} rows takes about {exact / measured_speed():.2g} s of {seconds:g} s"
+        why = f"an exact factorisation of {size.rows} rows takes {exact / measured_speed():.2g} s of {seconds:g} s"
     return Choice(
-        "nystrom", f"{count} centres: {why}; fit_seconds or centres change that, solver='tiled' is exact", count
+        _with(count, size),
+        f"{count} centres: {why}; fit_seconds or centres change that, solver='tiled' is exact",
+        count,
     )
 
 
-def _centres_for(n: int, work: float, room: int, dtype: str, least: int) -> int:
+def _with(centres: int, size: Size) -> str:
+    """The solver for a number of centres."""
+    return "falkon" if centres > MOST_PIVOTS and size.labelled and centres < size.rows else "nystrom"
+
+
+def _centres_for(size: Size, work: float, room: int, least: int) -> int:
     """The largest multiple of 100 whose sums and solve are within the work and the memory; of the work at least that of
     `least` centres."""
-    count = min(100, n)
-    while count + 100 <= min(n, _MOST_CENTRES):
-        cost = nystrom.cost(Size(n, basis=count + 100, dtype=dtype))
+    count = min(100, size.rows)
+    while count + 100 <= min(size.rows, MOST_PIVOTS):
+        cost = nystrom.cost(replace(size, basis=count + 100))
         if (cost.flops > work and count >= least) or cost.memory > 0.5 * room:
             break
         count += 100
     return count
+
+
+def _many_centres_for(size: Size, work: float, room: int) -> int:
+    """The largest multiple of 500 for conjugate gradients, at most half the rows; 0 if it is not above `MOST_PIVOTS`.
+
+    Factors are in the scratch folder, which without a cluster is in memory.
+    """
+    found = 0
+    for count in range(MOST_PIVOTS + 500, min(size.rows // 2, _MOST_CENTRES) + 1, 500):
+        cost = falkon.cost(replace(size, basis=count))
+        if cost.flops > work or cost.memory + cost.scratch > room:
+            break
+        found = count
+    return found
 
 
 @functools.cache

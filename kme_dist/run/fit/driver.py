@@ -19,7 +19,7 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose
 from kme_dist.run.fit.equations import Equations
-from kme_dist.run.fit.problem import Fit, Prepared, Problem, silent
+from kme_dist.run.fit.problem import Fit, Prepared, Problem, Size, silent
 from kme_dist.run.scratch import Scratch
 
 
@@ -35,8 +35,8 @@ def fit_on_dataset(
     dtype: str = "float32",
     solver: str = "auto",
     centres: int | None = None,
-    centre_choice: str = "rpcholesky",
-    retune: bool = True,
+    centre_choice: str | None = None,
+    retune: bool | str = True,
     floor: float = 0.0,
     seed: int = 0,
     tolerance: float = 1e-6,
@@ -52,7 +52,8 @@ def fit_on_dataset(
     Parameters
     ----------
     dataset : with class labels; `split` "auto" is its "train" split if it has one, None all rows
-    kernel, regularization : as learned, for scaled rows; with `retune` λ is searched again on all rows
+    kernel, regularization : as learned, for scaled rows; with `retune` λ is searched again on all rows, with "shared"
+        only by a solver that compares values of λ in the passes of one solve
     executor : SerialExecutor() or DaskExecutor(client)
     scratch : a folder or address that driver and workers can reach; the fit removes its files at the end, except the
         tiles of an interrupted `tiled` fit, which the next one reuses. None: the memory of this process, enough for a
@@ -72,15 +73,17 @@ def fit_on_dataset(
         scaling = Scaling.of(dataset.split_statistics(split), scaling)
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
-    chosen = choose(solver, rows.count, centres, features, room, dtype, seconds)
+    width = dataset.features  # 0 for rows that are not vectors
+    size = Size(rows.count, rows.n_classes, width=width, dtype=dtype, labelled=bool(width and rows.n_classes))
+    chosen = choose(solver, size, centres, features, room, seconds)
     report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
         rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
-        tile_rows=tile_rows, backend=backend, centres=chosen.centres or centres, centre_choice=centre_choice,
-        features=features, report=report,
+        tile_rows=tile_rows, backend=backend, centres=chosen.centres or centres, centre_choice=centre_choice or "auto",
+        features=features, retune=bool(retune), report=report,
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
-    fit = _solve(prepared, regularization, retune, chosen, rows.count, scaling)
+    fit = _solve(prepared, regularization, retune is True, chosen, rows.count, scaling)
     fit = replace(fit, weight=rows.weight)
     return replace(fit, seconds=time.perf_counter() - began)
 
@@ -113,6 +116,7 @@ def _solve(prepared: Prepared, regularization: float, retune: bool, chosen: Choi
             lam, loss, tried = search_regularization(prepared.leave_one_out, scale=prepared.scale, start=regularization)
             facts["leave_one_out_rows"] = prepared.evaluated_rows
         solved = prepared.solve(lam)
+        lam, loss = solved.regularization or lam, loss if solved.loss is None else solved.loss
         residual = prepared.residual(solved, lam)
     finally:
         prepared.close()

@@ -7,6 +7,8 @@ the residual. The driver (`kme_dist.run.fit.driver`) does all five in this order
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -44,6 +46,7 @@ class Problem:
     centres: int | None = None
     centre_choice: str = "rpcholesky"
     features: FeatureMap | None = None
+    retune: bool = False  # λ may be changed by a solver that compares values of it at little cost
     report: Callable[[str], None] = silent
 
     @property
@@ -59,6 +62,8 @@ class Size:
     rows: int
     columns: int = 1  # classes
     basis: int = CENTRES  # centres or features
+    width: int = 50  # features of a row
+    labelled: bool = True  # targets are classes
     dtype: str = "float32"
     tile_rows: int | None = None
 
@@ -97,6 +102,8 @@ class Solved:
     residual: float | None = None  # if the solver measured it
     left_out: LeftOut | None = None  # where the factorisation gives it at little cost
     training: tuple[float, float] | None = None  # risk at the rows of the fit and |f|², where known
+    regularization: float | None = None  # if the solver chose another λ
+    loss: float | None = None  # at that λ, of rows that were not fitted
 
 
 class Prepared(Protocol):
@@ -144,6 +151,21 @@ class Fit:
     weight: float = 0.0  # the sum of the weights of the rows; their number without weights
     left_out: LeftOut | None = field(default=None, repr=False)
     training: tuple[float, float] | None = None
+
+
+def fingerprint(problem: Problem, **more: Any) -> str:
+    """Identifies rows, kernel and whatever else the arrays of a fit depend on, so that only they are reused."""
+    rows = problem.rows
+    known = {
+        "path": rows.path,
+        "ranges": rows.ranges,
+        "scaling": None if rows.scale is None else [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
+        "dtype": rows.dtype,
+        "kernel": problem.kernel.to_config(),
+        "data": rows.digest(),
+        **more,
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def roots(rows: RowsRef, start: int, stop: int) -> np.ndarray | None:

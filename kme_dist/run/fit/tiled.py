@@ -15,10 +15,8 @@ tiles.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +29,7 @@ from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, roots, scaled, with_weight
+from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, fingerprint, roots, scaled, with_weight
 from kme_dist.run.scratch import Scratch
 
 _SMALLEST, _LARGEST = 512, 4_096
@@ -112,17 +110,7 @@ def factorise(problem: Problem, lam: float) -> tuple[Tiles, int]:
 
 def _tiles(problem: Problem, dtype: str, shift: float, size: int) -> Tiles:
     rows = problem.rows.in_precision(dtype)
-    known = {
-        "path": rows.path,
-        "ranges": rows.ranges,
-        "scaling": None if rows.scale is None else [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
-        "dtype": dtype,
-        "kernel": problem.kernel.to_config(),
-        "shift": shift,
-        "size": size,
-        "data": rows.digest(),
-    }
-    name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    name = fingerprint(replace(problem, rows=rows), shift=shift, size=size)
     return Tiles(rows, problem.kernel, shift, tuple(rows.blocks(size)), problem.scratch.child(f"tiles-{name}"))
 
 

@@ -1,0 +1,449 @@
+"""The fit on tens of thousands of centres by preconditioned conjugate gradients (solver "falkon").
+
+A step is one pass over the rows: tasks compute kernel tiles, use them twice and drop them, and return a p x m matrix
+each, added by a fixed tree. The preconditioner is two triangular factors of size p (`kme_dist.core.falkon`), computed
+and stored in tiles, so that a worker holds a few tiles whatever p is. Values of λ share the passes: each has columns
+and a second factor of its own.
+
+Some rows are held out. Their loss decides between the values of λ and ends the steps, since fewer steps act like a
+larger λ; afterwards they serve for calibration. The state is stored after every step: a killed fit resumes with its
+next step, to the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import Factor, cholesky
+from kme_dist.core.calibration import calibrated_losses
+from kme_dist.core.embedding import Embedding
+from kme_dist.core.falkon import (
+    TILE_ROWS,
+    Precondition,
+    State,
+    advance,
+    begin,
+    kernel_product,
+    normal_product,
+    right_side,
+)
+from kme_dist.core.objective import one_hot
+from kme_dist.core.sums import Centres
+from kme_dist.data.plan import BatchRef, Span
+from kme_dist.data.rows import RowsRef
+from kme_dist.errors import NumericalError
+from kme_dist.run.fit.additive import BasisRef, basis_of, publish
+from kme_dist.run.fit.centres import choose_points
+from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, fingerprint
+from kme_dist.run.scratch import Scratch
+
+_TILE = 2_048  # rows and columns of a tile of the factors
+_ENTRIES = 2**27  # kernel values that a task computes
+_TASK_ROWS = (1_024, 65_536)
+_HELD_OUT = (4_000, 0.05)  # rows: at most the first, and at most this share of all
+_FEWEST_HELD_OUT = 100
+_FRACTIONS = (1.0, 0.1)  # of the given λ, which was tuned for all rows as centres: with fewer of them less is needed
+_TYPICAL_STEPS, MOST_STEPS = 12, 40
+_PATIENCE, _GAIN = 2, 2e-3  # steps without a relative gain of the held-out loss
+_JITTER = {"float32": 3e-7, "float64": 1e-13}  # times p, on the diagonal of K in the preconditioner
+_EXPONENTIAL = 40  # products that one value of a profile is worth
+
+
+def cost(size: Size) -> Cost:
+    """A tile of rows, a few tiles of the factors and the columns of a step per task; all factors in the scratch."""
+    p, columns = size.basis, size.columns * len(_FRACTIONS)
+    factors = 2 + len(_FRACTIONS)
+    return Cost(
+        memory=TILE_ROWS * p * size.item + 6 * _TILE**2 * size.item + 6 * p * columns * 8 + p * size.width * 16,
+        scratch=factors * (p * p + p * _TILE) // 2 * size.item,
+        flops=_TYPICAL_STEPS * float(size.rows) * p * (2 * size.width + 4 * columns + _EXPONENTIAL)
+        + (2 + len(_FRACTIONS)) * p**3 / 3,
+    )
+
+
+def prepare(problem: Problem) -> Falkon:
+    """Choose the centres; sums and factors wait for λ."""
+    if problem.tolerance < 1e-6:  # more than tiles in single precision can give
+        problem = replace(problem, rows=problem.rows.in_precision("float64"))
+    chosen = choose_points(problem)
+    return Falkon(problem, chosen.points, chosen.rates, chosen.facts)
+
+
+# --- on a worker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Triangle:
+    """A lower triangular factor in tiles, in the scratch folder."""
+
+    scratch: Scratch
+    name: str
+    blocks: tuple[Span, ...]
+
+    def has(self, i: int, j: int) -> bool:
+        return self.scratch.has(f"{self.name}-{i}-{j}")
+
+    def tile(self, i: int, j: int) -> np.ndarray:
+        return self.scratch.load(f"{self.name}-{i}-{j}")
+
+    def store(self, tile: np.ndarray, i: int, j: int) -> None:
+        self.scratch.save(f"{self.name}-{i}-{j}", tile)
+
+    def factor(self, A: np.ndarray, i: int, j: int) -> None:
+        """Tile (i, j) of the factor, from that of the matrix (overwritten) and the finished tiles to its left."""
+        for k in range(j):
+            A -= self.tile(i, k) @ self.tile(j, k).T
+        if i == j:
+            self.store(cholesky(np.asfortranarray(A)).lower, i, j)
+        else:
+            corner = Factor(np.asfortranarray(self.tile(j, j)))
+            self.store(np.ascontiguousarray(corner.half_solve(A.T).T), i, j)
+
+    def solve(self, B: np.ndarray, *, transposed: bool = False) -> np.ndarray:
+        """L⁻¹ B or L⁻ᵀ B; reads every tile once."""
+        rest = [np.array(B[start:stop]) for start, stop in self.blocks]
+        order = range(len(rest))
+        for j in reversed(order) if transposed else order:
+            corner = Factor(np.asfortranarray(self.tile(j, j)))
+            rest[j] = corner.half_solve(rest[j], transposed=transposed)
+            for i in range(j) if transposed else range(j + 1, len(rest)):
+                rest[i] -= (self.tile(j, i).T if transposed else self.tile(i, j)) @ rest[j]
+        return np.concatenate(rest)
+
+
+def factor_gram(factor: Triangle, ref: BasisRef, jitter: float, i: int, j: int) -> None:
+    """Tile (i, j) of L with L Lᵀ = K + jitter I."""
+    if factor.has(i, j):
+        return
+    basis = basis_of(ref)
+    X, X2 = (basis.points[start:stop] for start, stop in (factor.blocks[i], factor.blocks[j]))
+    A = np.array(basis.kernel.gram(X) if i == j else basis.kernel.gram(X, X2))
+    _add_to_diagonal(A, jitter if i == j else 0.0)
+    factor.factor(A, i, j)
+
+
+def square_tile(square: Triangle, factor: Triangle, rates: np.ndarray | None, i: int, j: int) -> None:
+    """Tile (i, j) of Lᵀ D L / p."""
+    if square.has(i, j):
+        return
+    size, total = factor.blocks[-1][1], None
+    for k in range(i, len(factor.blocks)):
+        left, right = (np.tril(factor.tile(k, c)) if c == k else factor.tile(k, c) for c in (i, j))
+        if rates is not None:
+            right = right / rates[slice(*factor.blocks[k])].astype(right.dtype)[:, None]
+        part = left.T @ right
+        total = part if total is None else total + part
+    assert total is not None
+    square.store(total / total.dtype.type(size), i, j)
+
+
+def factor_square(factor: Triangle, square: Triangle, lam: float, i: int, j: int) -> None:
+    """Tile (i, j) of R with R Rᵀ = Lᵀ D L / p + λI."""
+    if factor.has(i, j):
+        return
+    A = np.array(square.tile(i, j))
+    _add_to_diagonal(A, lam if i == j else 0.0)
+    factor.factor(A, i, j)
+
+
+def _add_to_diagonal(A: np.ndarray, value: float) -> None:
+    if value:
+        np.einsum("ii->i", A)[...] += A.dtype.type(value)
+
+
+def precondition_columns(L: Triangle, R: Triangle, name: str, columns: tuple[int, int]) -> np.ndarray:
+    """L⁻ᵀ R⁻ᵀ R⁻¹ L⁻¹ for some columns of a stored matrix."""
+    B = np.array(L.scratch.load(name)[:, slice(*columns)])
+    size = np.linalg.norm(B, axis=0)
+    size = np.where(size > 0, size, 1.0)  # single precision has a narrow range
+    Z = (B / size).astype(L.tile(0, 0).dtype)
+    Z = R.solve(R.solve(L.solve(Z)), transposed=True)
+    return np.asarray(L.solve(Z, transposed=True).astype(np.float64) * size)
+
+
+def multiply_rows(rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None, name: str) -> np.ndarray:
+    """Zᵀ diag(w) Z S for rows of a span that are not held out."""
+    X, _, w = fitted_rows(rows, span, held)
+    return normal_product(basis_of(ref), X, np.array(ref.scratch.load(name)), w)
+
+
+def begin_rows(rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None) -> tuple[np.ndarray, float]:
+    """Zᵀ diag(w) Y for rows of a span that are not held out, and their Σ w."""
+    X, y, w = fitted_rows(rows, span, held)
+    Y = np.asarray(one_hot(y, rows.n_classes, np.zeros(0)))
+    return right_side(basis_of(ref), X, Y, w), float(len(y) if w is None else w.sum())
+
+
+def add_sides(left: tuple[np.ndarray, float], right: tuple[np.ndarray, float]) -> tuple[np.ndarray, float]:
+    return left[0] + right[0], left[1] + right[1]
+
+
+def multiply_stored(ref: BasisRef, what: str, span: Span, name: str) -> np.ndarray:
+    """k(X, C) S for rows of a stored X: centres, or rows held out."""
+    X = np.asarray(ref.scratch.load(what)[slice(*span)])
+    return kernel_product(basis_of(ref), X, np.array(ref.scratch.load(name)))
+
+
+def fitted_rows(rows: RowsRef, span: Span, held: BatchRef | None) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """Rows of a span, their labels and weights, without those held out or of weight 0."""
+    X, y = rows.read(*span)
+    w = rows.weights(*span, unit=False)
+    kept = np.ones(len(y), bool) if held is None else ~_is_held(rows, span, held)
+    kept &= True if w is None else w > 0
+    if not kept.all():
+        X, y, w = X[kept], y[kept], None if w is None else w[kept]
+    return X, y, w
+
+
+def _is_held(rows: RowsRef, span: Span, held: BatchRef) -> np.ndarray:
+    numbers = np.concatenate([np.arange(low, high) for low, high in rows.stored(*span)])
+    if held.rows is not None:
+        return np.isin(numbers, held.rows)
+    found = np.zeros(len(numbers), bool)
+    for low, high in held.spans:
+        found |= (numbers >= low) & (numbers < high)
+    return found
+
+
+# --- the fit ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a fit after some steps."""
+
+    steps: int
+    state: State
+    F: np.ndarray  # decisions of the rows held out
+    losses: np.ndarray  # (steps, values of λ), of the rows held out
+    best: np.ndarray  # V of every λ at its lowest loss
+    best_F: np.ndarray
+
+    def save(self, scratch: Scratch) -> None:
+        """As one array, so that it is replaced at once."""
+        s = self.state
+        parts = (s.V, s.R, s.P, s.norms, s.start, self.F, self.best, self.best_F, self.losses)
+        scratch.save("progress", np.concatenate([[float(self.steps)], *(np.ravel(part) for part in parts)]))
+
+    @classmethod
+    def load(cls, scratch: Scratch, size: int, columns: int, held: int, lams: int) -> Progress:
+        flat, at = np.array(scratch.load("progress")), 1
+        steps, parts = int(flat[0]), []
+        shapes = [(size, columns)] * 3 + [(columns,)] * 2
+        for shape in [*shapes, (held, columns), (size, columns), (held, columns), (steps, lams)]:
+            count = int(np.prod(shape))
+            parts.append(flat[at : at + count].reshape(shape))
+            at += count
+        V, R, P, norms, start, F, best, best_F, losses = parts
+        return cls(steps, State(V, R, P, norms, start), F, losses, best, best_F)
+
+
+@dataclass(frozen=True)
+class Falkon:
+    """(ZᵀwZ/W + λK) V = ZᵀwY/W, prepared."""
+
+    problem: Problem
+    points: np.ndarray
+    rates: np.ndarray | None  # at which the centres were sampled, with the mean 1; None: uniform
+    facts: dict[str, Any]
+    statistics: None = None
+    evaluated_rows: int = 0  # λ is not searched beforehand: its values share the passes of the solve
+
+    @property
+    def scale(self) -> float:
+        return (self.problem.kernel.alpha(self.points) ** 2 or 1.0) / self.problem.rows.positive
+
+    def leave_one_out(self, lams: list[float]) -> list[float]:
+        raise NumericalError("solver='falkon' has no leave-one-out; it compares values of λ on held-out rows")
+
+    def solve(self, lam: float) -> Solved:
+        work = _Work(self, [lam * share for share in (_FRACTIONS if self.problem.retune else (1.0,))])
+        try:
+            found = work.run()
+        except NumericalError:
+            work.scratch.clear()
+            raise
+        which, m = work.chosen(found), self.problem.rows.n_classes
+        own = slice(which * m, (which + 1) * m)
+        V, lam = found.best[:, own], work.lams[which]
+        y, w = work.held_labels
+        left_out = LeftOut(found.best_F[:, own], y, w) if len(y) else None
+        facts = {
+            "held_out_rows": len(y),
+            "lambdas": dict(zip(map("{:.3g}".format, work.lams), work.least(found).tolist(), strict=True)),
+        }
+        stored = work.scratch.bytes()
+        work.scratch.clear()
+        embedding = Embedding(self.problem.kernel, self.points, V, lam)
+        residual = float(found.state.residuals[own].max())
+        loss = float(work.least(found)[which]) if len(y) else None
+        return Solved(
+            V, embedding, found.steps, stored, facts, residual, left_out=left_out, regularization=lam, loss=loss
+        )
+
+    def residual(self, solved: Solved, lam: float) -> float:
+        """That of the recurrence, under the preconditioner: steps end by held-out loss, long before rounding counts."""
+        assert solved.residual is not None
+        return solved.residual
+
+    def close(self) -> None:
+        """Nothing to remove; only an interrupted fit leaves files, from which the next one resumes."""
+
+
+class _Work:
+    """One solve: its names in the scratch folder, and the rounds over the executor."""
+
+    def __init__(self, prepared: Falkon, lams: list[float]) -> None:
+        self.problem, self.points, self.rates = prepared.problem, prepared.points, prepared.rates
+        self.lams, self.run_round = lams, prepared.problem.executor.map
+        points = hashlib.sha256(np.ascontiguousarray(self.points).tobytes()).hexdigest()
+        name = fingerprint(self.problem, lams=lams, centres=points, seed=self.problem.seed)
+        self.scratch = self.problem.scratch.child(f"falkon-{name}")
+        self.ref = publish(Centres(self.problem.kernel, self.points), self.scratch, "numpy", token=name)
+        rows, most = self.problem.rows, min(_HELD_OUT[0], int(_HELD_OUT[1] * self.problem.rows.count))
+        self.held = rows.draw(most, self.problem.seed) if most >= _FEWEST_HELD_OUT else None
+        self.columns = rows.n_classes * len(lams)
+        share = min(max(_ENTRIES // len(self.points), _TASK_ROWS[0]), _TASK_ROWS[1])
+        self.spans = rows.blocks(share // TILE_ROWS * TILE_ROWS)
+
+    # --- rows held out ---
+
+    @functools.cached_property
+    def _held(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        rows = self.problem.rows
+        if self.held is None:
+            return self.points[:0], np.zeros(0, np.int64), None
+        X, y = rows.read_drawn(self.held)
+        return X, y, rows.drawn_weights(self.held) if rows.weighted else None
+
+    @property
+    def held_labels(self) -> tuple[np.ndarray, np.ndarray | None]:
+        return self._held[1], self._held[2]
+
+    def losses(self, F: np.ndarray) -> list[float]:
+        """Log losses of the rows held out, calibrated to them, by λ."""
+        y, w = self.held_labels
+        m, floor = self.problem.rows.n_classes, self.problem.floor
+        parts = (F[:, i * m : (i + 1) * m] for i in range(len(self.lams)))
+        return [float(np.average(calibrated_losses(part, y, floor, w), weights=w)) if len(y) else 0.0 for part in parts]
+
+    def least(self, found: Progress) -> np.ndarray:
+        return np.asarray(found.losses.min(axis=0))
+
+    def chosen(self, found: Progress) -> int:
+        return int(np.argmin(self.least(found)))
+
+    # --- steps ---
+
+    def run(self) -> Progress:
+        """Step until the loss of the rows held out no longer falls, or the residual is below the tolerance."""
+        precondition, weight = self._preconditioner(), 0.0
+        self.scratch.save("held", self._held[0])
+        held, size = len(self._held[1]), len(self.points)
+        if self.scratch.has("progress"):
+            found = Progress.load(self.scratch, size, self.columns, held, len(self.lams))
+            weight = float(self.scratch.load("weight")[0])
+            self.problem.report(f"fit: resumes after step {found.steps}")
+        else:
+            calls = [(self.problem.rows, self.ref, span, self.held) for span in self.spans]
+            B, weight = self.problem.executor.map_reduce(begin_rows, calls, add_sides, name="right-side")
+            self.scratch.save("weight", np.array([weight]))
+            state = begin(np.tile(B / weight, (1, len(self.lams))), precondition)
+            F = np.zeros((held, self.columns))
+            found = Progress(0, state, F, np.zeros((0, len(self.lams))), state.V, F)
+        while self._continues(found):
+            found = self._step(found, precondition, weight)
+            found.save(self.scratch)
+            told = "; ".join(f"λ {lam:.1e}: {loss:.4f}" for lam, loss in zip(self.lams, found.losses[-1], strict=True))
+            self.problem.report(
+                f"fit: step {found.steps}, residual {found.state.residuals.max():.1e}, held-out log loss {told}"
+            )
+        return found
+
+    def _continues(self, found: Progress) -> bool:
+        if found.steps >= MOST_STEPS or not found.state.residuals.max() > self.problem.tolerance:
+            return False
+        if found.steps <= _PATIENCE or not len(self._held[1]):
+            return True
+        least = found.losses.min(axis=1)
+        return bool(least[-_PATIENCE:].min() < (1 - _GAIN) * least[:-_PATIENCE].min())
+
+    def _step(self, found: Progress, precondition: Precondition, weight: float) -> Progress:
+        state, name, m = found.state, f"P-{found.steps}", self.problem.rows.n_classes
+        self.scratch.save(name, state.P)
+        calls = [(self.problem.rows, self.ref, span, self.held, name) for span in self.spans]
+        product = self.problem.executor.map_reduce(multiply_rows, calls, np.add, name="normal-product") / weight
+        KP, HP = self._stored_products(name)
+        product += KP * np.repeat(self.lams, m)
+        self.scratch.delete(name)
+        state, step = advance(state, product, precondition)
+        F = found.F + step * HP
+        losses = np.concatenate([found.losses, [self.losses(F)]])
+        better = np.repeat(losses[-1] <= losses.min(axis=0), m)  # without rows held out: always
+        best, best_F = np.where(better, state.V, found.best), np.where(better, F, found.best_F)
+        return Progress(found.steps + 1, state, F, losses, best, best_F)
+
+    def _stored_products(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """K P, and k(rows held out, C) P."""
+        sizes = {f"centres-{self.ref.token}": len(self.points), "held": len(self._held[1])}
+        calls = [
+            (self.ref, what, (start, min(start + _TILE, size)), name)
+            for what, size in sizes.items()
+            for start in range(0, size, _TILE)
+        ]
+        found = np.concatenate(self.run_round(multiply_stored, calls, name="kernel-product"))
+        return found[: len(self.points)], found[len(self.points) :]
+
+    # --- the preconditioner ---
+
+    def _preconditioner(self) -> Precondition:
+        blocks = tuple((start, min(start + _TILE, len(self.points))) for start in range(0, len(self.points), _TILE))
+        L = self._gram_factor(blocks)
+        square = Triangle(self.scratch, "square", blocks)
+        below = [(i, j) for j in range(len(blocks)) for i in range(j, len(blocks))]
+        Rs = [Triangle(self.scratch, f"R{number}", blocks) for number in range(len(self.lams))]
+        last = len(blocks) - 1
+        if not all(R.has(last, last) for R in Rs):
+            self.run_round(square_tile, [(square, L, self.rates, i, j) for i, j in below], name="square-tile")
+            self._columns(factor_square, [(R, square, lam) for R, lam in zip(Rs, self.lams, strict=True)], blocks)
+        for i, j in below:
+            self.scratch.delete(f"square-{i}-{j}")
+        m = self.problem.rows.n_classes
+
+        def apply(B: np.ndarray) -> np.ndarray:
+            columns = [(number * m, (number + 1) * m) for number in range(len(Rs))]
+            self.scratch.save("residual", B)
+            calls = [(L, R, "residual", own) for R, own in zip(Rs, columns, strict=True)]
+            return np.concatenate(self.run_round(precondition_columns, calls, name="precondition"), axis=1)
+
+        return apply
+
+    def _gram_factor(self, blocks: tuple[Span, ...]) -> Triangle:
+        """L, with as much jitter as it takes."""
+        kernel, dtype = self.problem.kernel, self.points.dtype.name
+        jitter = _JITTER[dtype] * len(self.points) * (kernel.alpha(self.points) ** 2 or 1.0)
+        for attempt in range(6):
+            L = Triangle(self.scratch, f"L{attempt}", blocks)
+            try:
+                self._columns(factor_gram, [(L, self.ref, jitter * 10**attempt)], blocks)
+            except NumericalError:
+                continue
+            return L
+        raise NumericalError(
+            f"the Gram matrix of {len(self.points)} centres is not positive definite in {dtype}; check that all rows "
+            "are finite, or use dtype='float64'", dtype=dtype,
+        )  # fmt: skip
+
+    def _columns(self, task: Any, first: list[tuple[Any, ...]], blocks: tuple[Span, ...]) -> None:
+        """A factorisation for each of `first`, column by column: the diagonal tile, then those below it."""
+        for j in range(len(blocks)):
+            self.run_round(task, [(*given, j, j) for given in first], name="factor-diagonal")
+            calls = [(*given, i, j) for given in first for i in range(j + 1, len(blocks))]
+            if calls:
+                self.run_round(task, calls, name="factor-tile")
+            self.problem.report(f"fit: preconditioner, column {j + 1} of {len(blocks)}")
