@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import pytest
 from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_info
 
+from kme_dist.backend import available_cores, thread_count
 from kme_dist.errors import DataError, RetryError
 from kme_dist.run.executors import DaskExecutor, SerialExecutor, aligned, tree_combine
 
@@ -81,6 +83,7 @@ def test_results_come_in_the_order_of_the_calls(client, direct):
     calls = [(i,) for i in range(20)]
     expected = [i * i for i in range(20)]
     assert SerialExecutor().map(square, calls, name="square") == expected
+    assert SerialExecutor(threads=3).map(square, calls, name="square") == expected
     assert DaskExecutor(client, direct=direct).map(square, calls, name="square") == expected
 
 
@@ -112,10 +115,35 @@ def test_results_of_workers_are_aligned(client):
         assert found.flags.aligned
 
 
+def meet(barrier, number):
+    barrier.wait(timeout=60)  # passes only when as many calls as it waits for run at once
+    return number, set(blas_thread_counts())
+
+
+def test_threads_run_calls_at_once_each_with_one_thread_of_blas():
+    barrier = threading.Barrier(3)
+    calls = [(barrier, i) for i in range(6)]
+    found = SerialExecutor(threads=3).map(meet, calls, name="meet")
+    assert found == [(i, {1}) for i in range(6)]
+    assert dict(SerialExecutor(threads=3).stream(meet, calls, name="meet")) == dict(enumerate(found))
+
+
+def test_an_error_in_a_thread_is_raised_like_any_other():
+    with pytest.raises(DataError):
+        SerialExecutor(threads=2).map(refuse, [(i,) for i in range(6)], name="refuse")
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("", None), ("1", 1), ("1,2", 1), ("100000", None), ("none", None)])
+def test_threads_follow_the_cores_and_the_usual_limit(limit, expected, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    assert thread_count() == (expected or available_cores())
+
+
 def test_both_executors_add_up_in_the_same_order(client):
     numbers = np.random.default_rng(0).normal(size=11) * 10.0 ** np.arange(11)
     calls = [(x,) for x in numbers]
     serial = SerialExecutor().map_reduce(square, calls, np.add, name="sum")
+    assert SerialExecutor(threads=2).map_reduce(square, calls, np.add, name="sum") == serial
     assert DaskExecutor(client).map_reduce(square, calls, np.add, name="sum") == serial
     assert serial != sum(reversed([x * x for x in numbers])), "numbers for which the order shows"
 
@@ -185,9 +213,9 @@ def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_
     assert found[0] in client.run(os.getpid).values(), "a worker that is well answered"
 
 
-@pytest.mark.parametrize("who", ["serial", "dask"])
+@pytest.mark.parametrize("who", ["serial", "threads", "dask"])
 def test_a_stream_gives_every_result_with_its_place_and_errors_as_results(client, who):
-    executor = SerialExecutor() if who == "serial" else DaskExecutor(client)
+    executor = {"serial": SerialExecutor(), "threads": SerialExecutor(threads=3)}.get(who) or DaskExecutor(client)
     found = dict(executor.stream(refuse, ((i,) for i in range(30)), name="refuse"))
     assert isinstance(found.pop(3), DataError), "a failed call does not stop the others"
     assert found == {i: i for i in range(30) if i != 3}

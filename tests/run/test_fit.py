@@ -24,7 +24,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.ops.cluster import open_client
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
-from kme_dist.run.fit.choose import WORK
+from kme_dist.run.fit.choose import MANY_WORK, WORK
 from kme_dist.run.fit.panels import labels, make_panels
 from kme_dist.run.fit.pcg import Preconditioner, solve_blocks
 from kme_dist.run.fit.problem import CENTRES
@@ -391,7 +391,11 @@ def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
     assert auto(1000)[0] == "cholesky"
     assert auto(1000, room=6 * 10**6)[0] == "tiled"
     assert auto(15_000).solver == "cholesky"
-    assert auto(60_000).solver == "nystrom"
+    assert auto(60_000).solver == "falkon"
+    assert auto(60_000, room=2 * 10**8).solver == "nystrom"
+    assert auto(60_000, centres=3_000).solver == "nystrom"
+    assert auto(60_000, centres=9_000) == ("falkon", "9000 centres requested", 9_000)
+    assert choose("auto", Size(60_000, labelled=False)).solver == "nystrom", "it solves for classes"
     assert auto(1000, centres=50) == ("nystrom", "50 centres requested", 50)
     assert "60000 rows" in auto(60_000).reason
     assert "fit_seconds" in auto(60_000).reason
@@ -403,11 +407,19 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
     def auto(n, seconds=None, room=10**11):
         return choose("auto", Size(n), None, None, room, seconds)
 
-    counts = [auto(n).centres for n in (20_000, 60_000, 200_000, 10**7)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[-1] == CENTRES
-    assert all(SOLVERS["nystrom"].cost(Size(n, basis=auto(n).centres)).flops <= WORK for n in (20_000, 200_000))
-    assert auto(60_000, room=3 * 10**8).centres < auto(60_000).centres
+    for n in (20_000, 100_000, 1_000_000):
+        found, allowed = auto(n), MANY_WORK * max(1.0, n / 1e5)
+        cost = SOLVERS["falkon"].cost
+        assert found.solver == "falkon"
+        assert cost(Size(n, basis=found.centres)).flops <= allowed
+        assert found.centres == n // 2 or cost(Size(n, basis=found.centres + 500)).flops > allowed
+    few = [choose("auto", Size(n, labelled=False)).centres for n in (20_000, 60_000, 200_000, 10**7)]
+    assert few == sorted(few, reverse=True)
+    assert few[-1] == CENTRES
+    assert all(
+        SOLVERS["nystrom"].cost(Size(n, basis=p)).flops <= WORK for n, p in ((60_000, few[1]), (200_000, few[2]))
+    )
+    assert auto(60_000, room=3 * 10**8).centres < auto(60_000, room=10**9).centres < auto(60_000).centres
     assert auto(5_000, seconds=1.0).solver == "nystrom"
     assert auto(5_000, seconds=60.0).solver == "cholesky"
     with pytest.raises(errors.ConfigError, match="fit_seconds=0"):

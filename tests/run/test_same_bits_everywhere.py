@@ -48,7 +48,7 @@ def executors():
         for count in (1, 2, 8)
     ]
     clients = [Client(cluster) for cluster in clusters]
-    yield [SerialExecutor(), *(DaskExecutor(client) for client in clients)]
+    yield [SerialExecutor(), SerialExecutor(threads=2), *(DaskExecutor(client) for client in clients)]
     for client, cluster in zip(clients, clusters, strict=True):
         client.close()
         cluster.close()
@@ -132,11 +132,11 @@ def test_exact_gradients_of_all_rows_learn_the_same_bits_everywhere(sources, exe
         assert learned(stored, executor) == alone
 
 
-@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg", "nystrom", "features"])
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg", "nystrom", "falkon", "features"])
 def test_a_fit_gives_the_same_bits_everywhere(solver, sources, executors, tmp_path):
     rows, stored = sources["classes"]
     options = {"scaling": "standard", "dtype": "float64", "solver": solver, "tile_rows": 200}
-    if solver == "nystrom":
+    if solver in ("nystrom", "falkon"):
         options["centres"] = 60
     if solver == "features":
         options["features"] = from_config({"name": "random_fourier", "features": 20}, n_features=D, seed=3)

@@ -10,12 +10,13 @@ For n rows, m classes, p centres or features, tiles of t rows, a preconditioner 
     tiled      tiled       up to ~100,000 rows      5 t² s                     (n² + nt)/2 s          n³/3
     pcg        pcg         up to ~100,000 rows      (t² + tr) s + 16 nm        ((n² + nt)/2 + 2nr) s  nr² + 2n²m a step
     nystrom    centres     any number of rows       (p² + 4096 p)(8 + s)       32 p²                  np² + p³/3
-    features   features    any number of rows       the same                   the same               the same
+    falkon     falkon      any number of rows       (256 p + 6 t²) s + 48 pm   2 p² s                 2np(d + 2m) a step
+    features   features    any number of rows       as nystrom                 as nystrom             as nystrom
 
-λ is retuned by the leave-one-out log loss of at most 4,000 rows. `auto` takes the exact solver if it finishes within a
-minute, else centres, and gives the reason (`choose`, which reads the costs). The result depends on data and settings,
-never on the number of workers. Additive models (nystrom, features) keep their `FitStatistics`: chunks can be added and
-removed, and `refit` solves again without reading old rows.
+λ is retuned by the leave-one-out log loss of at most 4,000 rows (falkon: of rows held out). `auto` takes the exact
+solver if its work is affordable, else centres, and gives the reason (`choose`, which reads the costs). The result
+depends on data and settings, never on the number of workers. Additive models (nystrom, features) keep their
+`FitStatistics`: chunks can be added and removed, and `refit` solves again without reading old rows.
 
 Control flow: `driver.fit_on_dataset` makes a `Problem` of the rows, `choose.choose` picks the solver, whose `prepare`
 returns an object that can evaluate a λ (`leave_one_out`), `solve` for it and measure the `residual`; the result is a

@@ -36,7 +36,7 @@ from kme_dist.core.objective import one_hot
 from kme_dist.core.sums import Centres
 from kme_dist.data.plan import BatchRef, Span
 from kme_dist.data.rows import RowsRef
-from kme_dist.errors import NumericalError
+from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, fingerprint
@@ -68,6 +68,8 @@ def cost(size: Size) -> Cost:
 
 def prepare(problem: Problem) -> Falkon:
     """Choose the centres; sums and factors wait for λ."""
+    if not problem.rows.source.features:
+        raise ConfigError("solver='falkon' requires rows of numbers; use solver='nystrom' for texts and other rows")
     if problem.tolerance < 1e-6:  # more than tiles in single precision can give
         problem = replace(problem, rows=problem.rows.in_precision("float64"))
     chosen = choose_points(problem)
@@ -311,6 +313,10 @@ class _Work:
         share = min(max(_ENTRIES // len(self.points), _TASK_ROWS[0]), _TASK_ROWS[1])
         self.spans = rows.blocks(share // TILE_ROWS * TILE_ROWS)
 
+    def _blocks(self, count: int) -> list[Span]:
+        size = self.problem.tile_rows or _TILE
+        return [(start, min(start + size, count)) for start in range(0, count, size)]
+
     # --- rows held out ---
 
     @functools.cached_property
@@ -391,18 +397,14 @@ class _Work:
     def _stored_products(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """K P, and k(rows held out, C) P."""
         sizes = {f"centres-{self.ref.token}": len(self.points), "held": len(self._held[1])}
-        calls = [
-            (self.ref, what, (start, min(start + _TILE, size)), name)
-            for what, size in sizes.items()
-            for start in range(0, size, _TILE)
-        ]
+        calls = [(self.ref, what, span, name) for what, size in sizes.items() for span in self._blocks(size)]
         found = np.concatenate(self.run_round(multiply_stored, calls, name="kernel-product"))
         return found[: len(self.points)], found[len(self.points) :]
 
     # --- the preconditioner ---
 
     def _preconditioner(self) -> Precondition:
-        blocks = tuple((start, min(start + _TILE, len(self.points))) for start in range(0, len(self.points), _TILE))
+        blocks = tuple(self._blocks(len(self.points)))
         L = self._gram_factor(blocks)
         square = Triangle(self.scratch, "square", blocks)
         below = [(i, j) for j in range(len(blocks)) for i in range(j, len(blocks))]
