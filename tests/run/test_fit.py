@@ -442,7 +442,7 @@ def test_costs_grow_as_the_table_says(solver):
     one, ten = (SOLVERS[solver].cost(Size(rows, columns=M)) for rows in (100_000, 1_000_000))
     assert min(one.memory, one.flops) > 0
     growth = ten.flops / one.flops
-    assert 5 <= growth <= 11 if solver in ("nystrom", "features") else growth >= 80
+    assert 5 <= growth <= 11 if solver in ("nystrom", "falkon", "features") else growth >= 80
     assert (ten.memory == one.memory) == (solver in ("tiled", "nystrom", "features"))
 
 

@@ -1,4 +1,4 @@
-"""The fit on many centres by conjugate gradients: the solution of the direct solve, in passes that a kill interrupts."""
+"""The fit on many centres by conjugate gradients: the solution of the direct solve, whatever is killed."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_equal_centres_are_no_obstacle(without_held_out_rows):
 
 
 def test_rows_that_are_not_vectors_are_refused():
-    with pytest.raises(errors.ConfigError, match="solver='falkon' requires rows of numbers.*'nystrom'"):
+    with pytest.raises(errors.ConfigError, match=r"solver='falkon' requires rows of numbers.*'nystrom'"):
         fit_on_dataset(
             ArrayRows(["ab", "ba", "aab"] * 5, np.arange(15) % 2, range(2)), Spectrum(p=2), 1e-3, solver="falkon",
             centres=5, executor=SerialExecutor(), scaling=None, retune=False,
