@@ -254,7 +254,9 @@ def _check_update(run: Run, remove: str | None) -> None:
     """Check that the update is possible, before the record of the fit is changed."""
     path = run.folder.path
     if not all((path / output).exists() for output in (MODEL, STATISTICS)):
-        raise ConfigError(f"{path} has no statistics to update; fit with fit.solver nystrom first")
+        raise ConfigError(
+            f"{path} has no sums to update: solver falkon and exact solvers keep none; fit it again, or with fit.solver nystrom"
+        )
     known = load(path / MODEL).classes_.tolist()
     for part in (run.data, *([] if remove is None else [open_dataset(remove)])):
         if part.classes is None or list(part.classes) != known:

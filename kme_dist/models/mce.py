@@ -88,7 +88,8 @@ class MCEClassifier(EmbeddingClassifier):
     regularization : initial λ; with steps=0 kernel and λ are used as given.
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None depends on the number of rows.
     scaling : {"unit", "standard", None}; learned by the model and applied to all rows.
-    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres.
+    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" or "falkon" (above 4,000) with
+        a number of centres.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it gives three digits;
         solves that need more, and unscaled rows whose differences it cannot resolve, use float64.
     random_state : an integer >= 0, a RandomState or Generator (each fit draws its seed from it) or None (random);
@@ -111,9 +112,11 @@ class MCEClassifier(EmbeddingClassifier):
         with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
     fit_seconds, memory : what the final solve may take under solver="auto", processor seconds of this machine and bytes
         (or "4GiB") of one worker. Exact if it fits, else as many centres as do. None: an amount of work that does not
-        depend on the machine (about 15,500 rows exactly), and the share of the free memory.
+        depend on the machine (about 15,500 rows exactly, 16,000 centres for 100,000 rows), and the share of the free
+        memory.
     client, n_jobs : a dask.distributed.Client, or a number of worker processes of this machine that `fit` opens and
-        closes (None: 1, this process; -1: one for each core). The same bits in any case; pays from minutes on.
+        closes (None: this process with a thread for each core, or for OMP_NUM_THREADS of them; 1: one thread; -1: a
+        process for each core). The same bits in any case; pays from minutes on.
 
     Attributes
     ----------
