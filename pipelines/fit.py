@@ -255,7 +255,8 @@ def _check_update(run: Run, remove: str | None) -> None:
     path = run.folder.path
     if not all((path / output).exists() for output in (MODEL, STATISTICS)):
         raise ConfigError(
-            f"{path} has no sums to update: solver falkon and exact solvers keep none; fit it again, or with fit.solver nystrom"
+            f"{path} has no sums to update: only the solvers nystrom and features keep them; fit again, with "
+            "fit.solver: nystrom if rows will be added later"
         )
     known = load(path / MODEL).classes_.tolist()
     for part in (run.data, *([] if remove is None else [open_dataset(remove)])):

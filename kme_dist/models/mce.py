@@ -88,8 +88,8 @@ class MCEClassifier(EmbeddingClassifier):
     regularization : initial λ; with steps=0 kernel and λ are used as given.
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None depends on the number of rows.
     scaling : {"unit", "standard", None}; learned by the model and applied to all rows.
-    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" or "falkon" (above 4,000) with
-        a number of centres.
+    solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres
+        or "falkon" with more than 4,000.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it gives three digits;
         solves that need more, and unscaled rows whose differences it cannot resolve, use float64.
     random_state : an integer >= 0, a RandomState or Generator (each fit draws its seed from it) or None (random);

@@ -158,7 +158,7 @@ def test_explicit_features_are_fitted_and_updated_too(config, data, tmp_path):
 def test_mistakes_are_said_in_one_line(config, data, tmp_path, capsys):
     with pytest.raises(ConfigError, match="require --update"):
         run(config, remove=data.path)
-    with pytest.raises(ConfigError, match="has no statistics to update"):
+    with pytest.raises(ConfigError, match="has no sums to update"):
         run(config, update=True)
     first = run(config)
     strange = ingest((table(40, 1)[0], np.arange(40) % 3), tmp_path / "three.zarr")
