@@ -273,12 +273,18 @@ class Matern(Stationary):
         return self.nu == 0.5
 
     def profile(self, s: Array) -> Array:
-        xp = namespace_of(s)
-        a = xp.sqrt(2 * self.nu * s)
+        s *= 2 * self.nu
+        a = inplace("sqrt", s)
         if self.nu == 0.5:
-            return xp.exp(-a)
-        polynomial = 1 + a if self.nu == 1.5 else 1 + a + a * a / 3
-        return polynomial * xp.exp(-a)
+            a *= -1
+            return inplace("exp", a)
+        decay = inplace("exp", -a)
+        if self.nu == 2.5:
+            decay *= 1 + a + a * a / 3
+            return decay
+        a += 1
+        a *= decay
+        return a
 
     def profile_slope(self, s: Array) -> Array:
         xp = namespace_of(s)
