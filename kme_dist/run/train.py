@@ -197,7 +197,7 @@ def learn_candidates(
     `checkpoints` returns the checkpoints for the name of an objective.
     """
     split = _resolved(dataset, split)
-    rows = dataset.split_rows(split)
+    rows = dataset.split_positive(split)
     kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
@@ -450,7 +450,7 @@ def tune_on_sample(
 
 def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
-    return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
+    return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True).with_positive_weight()
 
 
 def _shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:

@@ -72,7 +72,7 @@ def fit_on_dataset(
         scaling = Scaling.of(dataset.split_statistics(split), scaling)
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
-    chosen = choose(solver, rows.count, centres, features, room, dtype, seconds)
+    chosen = choose(solver, rows.positive, centres, features, room, dtype, seconds)
     report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
         rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
