@@ -127,7 +127,7 @@ class Against(NamedTuple):
     def shown(self, figures):
         error = f"{self.error:.2f}" if figures.splits > 1 else "one split"
         verdict = "pass" if self.passed else "FAIL"
-        return (self.name, f"{self.lead:+.2f}", error, f"{self.allowed:.2f}", verdict)
+        return (self.name, f"{round(self.lead, 2) + 0.0:+.2f}", error, f"{self.allowed:.2f}", verdict)
 
 
 AGAINST_HEADS = ("set", "MCE - SVC", "standard error", "allowed behind", "rule")
