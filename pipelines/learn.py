@@ -283,7 +283,7 @@ def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Le
         data,
         recipes.feature_map_of(run.config, data.features),
         recipe.regularization,
-        recipe.settings(recipe.objective, data.split_rows(split)),
+        recipe.settings(recipe.objective, data.split_positive(split)),
         executor=run.executor,
         checkpoints=saved.watched("features"),
         callback=_step(run, lines, ""),

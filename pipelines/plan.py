@@ -58,7 +58,7 @@ class LearnPlan:
     def work(self, objective: str) -> tuple[KernelLearner, Batches]:
         """The learner sent to workers with this objective."""
         recipe = self.recipe
-        settings = recipe.settings(objective, self.data.split_rows(self.split))
+        settings = recipe.settings(objective, self.data.split_positive(self.split))
         form = {"split": self.split, "scaling": recipe.scaling, "dtype": recipe.dtype}
         learner = KernelLearner(recipe.kernel, settings, self.data.n_classes)
         return learner, kernel_batches(self.data, settings, **form)

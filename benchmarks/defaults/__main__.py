@@ -7,9 +7,10 @@
 Accuracy, log loss, Brier score, calibration error and seconds on the shared classification sets (folder KME_DATA or
 ../shared/data) and those of scikit-learn; which rows are test rows: `benchmarks/defaults/rows.py`. Every cell (set,
 split, model) runs in a process of its own on one core and is stopped after `--limit` processor seconds; what is
-compared are processor seconds, which depend little on what else the machine does. Writes FOLDER/results.jsonl (a line
-per cell; `--resume` measures only what is missing), FOLDER/summary.txt and FOLDER/report.html. xgboost and lightgbm
-are in the extra `bench`; without them their columns are empty.
+compared are processor seconds, which depend little on what else the machine does. A model that was stopped on a set is
+not tried on further splits of it; if it was stopped after its labels, these alone are measured. Writes
+FOLDER/results.jsonl (a line per cell; `--resume` measures only what is missing), FOLDER/summary.txt and
+FOLDER/report.html. xgboost and lightgbm are in the extra `bench`; without them their columns are empty.
 """
 
 from __future__ import annotations
@@ -88,13 +89,17 @@ def plan(sets, models, splits, development, limit, codes, commits):
 def measure(tasks, path, sources):
     for number, task in enumerate(tasks, 1):
         began = time.time()
-        record = cell.run(task, sources.get(task["model"]))
+        stopped = results.stopped_before(task, results.read(path))
+        if stopped is None or "accuracy" in stopped:
+            record = cell.run(task if stopped is None else {**task, "labels_only": True}, sources.get(task["model"]))
+        else:
+            record = results.not_tried(task, stopped)
         results.append(path, record)
         got = f"accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
-        said = record.get("reason", "")
+        said, load = record.get("reason", ""), record.get("load", load_average())
         print(
             f"{number}/{len(tasks)} {task['set']} split {task['split']} {MODELS[task['model']].title}: "
-            f"{'; '.join(filter(None, (got, said)))} ({time.time() - began:.1f} s, load {record['load']})",
+            f"{'; '.join(filter(None, (got, said)))} ({time.time() - began:.1f} s, load {load})",
             flush=True,
         )
 

@@ -61,6 +61,9 @@ def measure(task, emit):
             predicted = fitted.predict(Xq)
         found["accuracy"] = float(np.mean(known[predicted] == labels_q))
         found |= {"fit_cpu": fit.cpu, "fit_wall": fit.wall, "predict_cpu": predict.cpu, "predict_wall": predict.wall}
+        if task.get("labels_only"):  # its probabilities took too long on another split
+            emit({**found, "status": "over", "reason": "probabilities over the limit on another split"})
+            return
         emit({**found, "status": "labels"})
         with Clock() as more:
             probable = models.Calibrated(fitted, X, y) if entry.calibrated else fitted
@@ -102,7 +105,7 @@ def run(task, source=None):
     found = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
     if code == -signal.SIGXCPU:
         ended["status"], ended["reason"] = "over", f"over {task['limit']:g} s"
-    elif found.get("status") not in ("ok", "empty") or code != 0:
+    elif found.get("status") not in ("ok", "empty", "over") or code != 0:
         # the last line of a traceback, or what the system did
         ended["status"], ended["reason"] = "failed", (error.strip().splitlines() or [f"ended with {code}"])[-1][:200]
     return {**task, **found, **ended, "began": round(began)}

@@ -42,7 +42,15 @@ def render(figures, records, development):
         "MCEClassifier() on tables nobody tuned it for",
         subtitle=many,
         headline=_tiles(figures),
-        figures=[_words(figures, development), _promises(figures), body[0], rank_table, *drawn, *body[1:]],
+        figures=[
+            _words(figures, development),
+            _promises(figures),
+            *_against_svc(figures),
+            body[0],
+            rank_table,
+            *drawn,
+            *body[1:],
+        ],
         tables=[
             *_over_and_failed(figures),
             _calibration_seconds(figures),
@@ -191,6 +199,18 @@ def _promises(figures):
         f"<p>{html.escape(label)}: <b>{html.escape(value)}</b></p>" for label, value in summary.promises(figures)
     )
     return Picture("Figures that are promised", text, "Seconds are processor seconds on one core.", wide=True)
+
+
+def _against_svc(figures):
+    found = summary.against_svc(figures)
+    if not found:
+        return []
+    rows = [[*cells[:-1], (cells[-1], not one.passed)] for one in found for cells in [one.shown(figures)]]
+    caption = (
+        f"The rule: {summary.RULE_OF_SVC}. Points of accuracy; the standard error is that of the differences split by "
+        "split."
+    )
+    return [Picture("Accuracy against SVC()", _cells(summary.AGAINST_HEADS, rows), caption, wide=True)]
 
 
 def _over_and_failed(figures):

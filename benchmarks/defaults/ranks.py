@@ -138,6 +138,11 @@ def compare(figures: Table, name: str, model: str, other: str) -> tuple[float, f
     return float((ours - theirs).mean()), max(MARGIN, standard_error(ours - theirs))
 
 
+def is_behind(lead: float, counts: float) -> bool:
+    """Whether the rule is broken: behind by more than what counts; rounding of exactly that much is not more."""
+    return lead < -counts * (1 + 1e-9)
+
+
 def outcomes(figures: Table, model: str, other: str) -> dict[str, list[str]]:
     """Sets won, tied and lost by `model` against `other`."""
     found: dict[str, list[str]] = {"wins": [], "ties": [], "losses": []}
@@ -145,7 +150,6 @@ def outcomes(figures: Table, model: str, other: str) -> dict[str, list[str]]:
         compared = compare(figures, name, model, other)
         if compared:
             lead, counts = compared
-            # Rounding must not turn a lead of exactly half a point into a win.
-            far = abs(lead) > counts * (1 + 1e-9)
-            found["ties" if not far else "wins" if lead > 0 else "losses"].append(name)
+            kind = "losses" if is_behind(lead, counts) else "wins" if is_behind(-lead, counts) else "ties"
+            found[kind].append(name)
     return found

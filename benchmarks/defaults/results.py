@@ -62,3 +62,26 @@ def missing(tasks: list[dict], records: list[dict]) -> list[dict]:
         return record["status"] != "over" or record["limit"] >= task["limit"]
 
     return [task for task in tasks if not is_measured(task)]
+
+
+def stopped_before(task: dict, records: list[dict]) -> dict | None:
+    """The record of another split of the same set and model that was stopped by a limit as high as the present one; of
+    several, one without labels."""
+    same = ("set", "model", "development", "code")
+    found = [
+        record
+        for record in records
+        if record["status"] == "over"
+        and record["split"] != task["split"]
+        and record["limit"] >= task["limit"]
+        and all(record.get(part) == task.get(part) for part in same)
+    ]
+    return min(found, key=lambda record: "accuracy" in record, default=None)
+
+
+def not_tried(task: dict, stopped: dict) -> dict:
+    """The record of a cell that is not measured because the model was stopped on another split of the set."""
+    split = stopped.get("stopped_in", stopped["split"])
+    kept = {part: stopped[part] for part in ("features", "classes") if part in stopped}
+    reason = f"over {stopped['limit']:g} s in split {split}"
+    return {**task, **kept, "status": "over", "reason": reason, "limit": stopped["limit"], "stopped_in": split}

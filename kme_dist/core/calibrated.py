@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, diagonal, like, namespace_of, precision
+from kme_dist.backend import Array, diagonal, like, namespace_of, precision, set_diagonal
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.losses import hits, one_hot
 from kme_dist.core.objective import Objective, Workspace, gather, solve_batch, with_positive_weights, with_promotion
@@ -76,9 +76,15 @@ def calibrated_objective(
         S = beta * share * (p - own)  # derivative by the left-out decisions
         by_beta = xp.sum(S * left_out)
         D_bar = xp.sum(S * V[-q:, :], axis=1)[None, :] / (D * D).T
-        A_bar = -((B * D_bar) @ B.T) + (B @ (S / D)) @ V.T
-        by_log_lam = n * lam * xp.sum(diagonal(A_bar) * flat(per_row_shift(1.0, w, V)))
-        gradients = kernel.pullback(solved.prepared, solved.prepared, None, A_bar)
+        C = B @ (S / D)
+        A_bar = -2 * ((B * D_bar) @ B.T) + xp.concat([C, V], axis=1) @ xp.concat([V, C], axis=1).T
+        own_bar = 0.5 * diagonal(A_bar)
+        by_log_lam = n * lam * xp.sum(own_bar * flat(per_row_shift(1.0, w, V)))
+        # Each pair of rows once: K is still above the diagonal, the factor is no longer needed.
+        set_diagonal(solved.K, diag)
+        A_bar = xp.triu(A_bar, k=1)
+        set_diagonal(A_bar, own_bar)
+        gradients = kernel.pullback(solved.prepared, solved.prepared, solved.K, A_bar)
         scalars = {"loss": loss, "sharpness": by_beta, "hits": hits(own, left_out, _last(w, q))}
         gradient, found = gather(gradients, by_log_lam, scalars, kernel)
         value = factor_of_mean * found["loss"]

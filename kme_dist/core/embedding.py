@@ -300,10 +300,12 @@ def upper_product(K: np.ndarray, diag: np.ndarray, V: np.ndarray) -> np.ndarray:
     """A V in double precision, for a symmetric A with the given diagonal and the strict upper triangle of K."""
     out: np.ndarray = diag[:, None] * V
     for block in row_blocks(len(V), HOST_TILE[0]):  # of columns, which are contiguous
-        above = K[: block.start, block].astype(np.float64)
+        for rows in row_blocks(block.start, HOST_TILE[0]):
+            above = K[rows, block].astype(np.float64)
+            out[rows] += above @ V[block]
+            out[block] += above.T @ V[rows]
         corner = np.triu(K[block, block].astype(np.float64), k=1)
-        out[: block.start] += above @ V[block]
-        out[block] += above.T @ V[: block.start] + corner @ V[block] + corner.T @ V[block]
+        out[block] += corner @ V[block] + corner.T @ V[block]
     return out
 
 

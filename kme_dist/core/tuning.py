@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import cholesky, like, set_diagonal, to_host
+from kme_dist.backend import Array, cholesky, like, precision, set_diagonal, to_host
 from kme_dist.core.calibration import calibrated_losses
 from kme_dist.core.embedding import left_out
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, row_count
 from kme_dist.core.objective import Workspace, one_hot
-from kme_dist.core.precision import Need, need_of_solve
+from kme_dist.core.precision import TOLERANCE, Need, need_of_solve
 from kme_dist.errors import NumericalError
 
 FINE, COARSE = (0.7, 1.6), (1.0, 2.3)  # first steps in log factor and log shift
@@ -63,21 +63,23 @@ def tune(
     floor: float = 0.0,
     weights: np.ndarray | None = None,
     workspace: Workspace | None = None,
+    tolerance: float = TOLERANCE,
 ) -> Tuned:
     """Search for the factor of the length scales and the shift with the lowest loss, from the given ones.
 
     Moves along each axis while the loss falls, then halves the steps. `evaluated` rows, the last ones, are left out;
-    None: all. `weights` have the mean 1, so that the shift of row i is shift / w_i.
+    None: all. `weights` have the mean 1, so that the shift of row i is shift / w_i. `tolerance` is the relative error
+    of a solve that single precision may have.
     """
     names = length_scale_names(kernel)
-    space, tried = workspace or Workspace(), dict[tuple[float, float], tuple[float, np.ndarray, Kernel]]()
+    grams, tried = _Grams(X, workspace or Workspace()), dict[tuple[float, float], tuple[float, np.ndarray, Kernel]]()
     low, high = (math.log(limit) for limit in _SHIFTS)
 
     def loss(at: tuple[float, float]) -> float:
         key = (round(at[0], 9), round(at[1], 9))
         if key not in tried:
             trial = kernel.replace({name: kernel.parameters[name] * math.exp(at[0]) for name in names})
-            losses = _losses(trial, X, y, n_classes, math.exp(at[1]), evaluated, floor, weights, space)
+            losses = _losses(trial, grams, y, n_classes, math.exp(at[1]), evaluated, floor, weights, tolerance)
             mean = math.inf if losses is None else float(np.average(losses, weights=_last(weights, len(losses))))
             tried[key] = mean, np.empty(0) if losses is None else losses, trial
         return tried[key][0]
@@ -112,27 +114,47 @@ def _last(weights: np.ndarray | None, count: int) -> np.ndarray | None:
     return None if weights is None else weights[-count:]
 
 
+class _Grams:
+    """The Gram matrix of the last kernel is kept: a trial of another shift copies it."""
+
+    def __init__(self, X: Any, workspace: Workspace) -> None:
+        self.X = X
+        self._space, self._kept = workspace, Workspace()
+        self._of: tuple[Kernel, str] | None = None
+
+    def matrix(self, kernel: Kernel, rows: Any, diag: Array) -> Array:
+        """K of the rows of X in their precision, to be overwritten."""
+        n, wanted = row_count(rows), (kernel, precision(diag))
+        kept = self._kept.square(n, diag)
+        if self._of is None or self._of[1] != wanted[1] or self._of[0] != kernel:
+            kernel.gram(rows, out=kept)
+            self._of = wanted
+        K = self._space.square(n, diag)
+        K[...] = kept
+        return K
+
+
 def _losses(
     kernel: Kernel,
-    X: Any,
+    grams: _Grams,
     y: np.ndarray,
     n_classes: int,
     shift: float,
     evaluated: int | None,
     floor: float,
     weights: np.ndarray | None,
-    workspace: Workspace,
+    tolerance: float,
 ) -> np.ndarray | None:
     """-log p of the evaluated rows, each left out, calibrated to all of them; None if no precision is sufficient."""
-    n = row_count(X)
+    X, n = grams.X, row_count(grams.X)
     q = n if evaluated is None else min(evaluated, n)
-    need = need_of_solve(kernel, X, shift, weights=weights)
+    need = need_of_solve(kernel, X, shift, weights=weights, tolerance=tolerance)
     if need.missing:
         return None
     for rows in (need.promoted(X), Need("float64").promoted(X)):
         diag = kernel.diag(rows)
         Y = one_hot(y, n_classes, diag)
-        K = kernel.gram(rows, out=workspace.square(n, diag))
+        K = grams.matrix(kernel, rows, diag)
         set_diagonal(K, diag + (shift if weights is None else like(shift / weights, diag)))
         try:
             factor = cholesky(K)

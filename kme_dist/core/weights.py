@@ -62,7 +62,7 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
         return Merged(X, y, weights, None)
     host = np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
     # Sums of a row are the same for equal rows: where all differ there is nothing to merge.
-    factors = np.asarray(np.random.default_rng(0).uniform(1, 2, host.shape[1]), host.dtype)
+    factors = np.random.default_rng(0).uniform(1, 2, host.shape[1])  # double: few sums are equal by rounding
     sums = np.sum(host * factors, axis=1)
     if len(np.unique(sums)) == len(sums):
         return Merged(X, y, weights, None)

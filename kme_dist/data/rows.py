@@ -32,6 +32,7 @@ from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
+_MOST_RANGES = 10_000  # they are sent with every task
 _SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
 
 
@@ -258,6 +259,25 @@ class RowsRef:
             return self.source.split_positive(self.split)
         found = self.weights()
         return self.count if found is None else int(np.count_nonzero(found))
+
+    def with_positive_weight(self) -> RowsRef:
+        """Without rows of weight 0, so that batches of a data set have the rows that they have in memory.
+
+        Rows whose weights alternate between 0 and more too often stay, with those of weight 0 in the batches.
+        """
+        if not self.weighted or self.positive == self.count:
+            return self
+        found: list[Span] = []
+        for start, stop in self.ranges:
+            kept = np.asarray(self._weights_of(((start, stop),))) > 0
+            edges = start + np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
+            found += zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+        if len(found) > _MOST_RANGES:
+            return self
+        kept_rows = replace(self, ranges=tuple(found), token=f"{self.token}-positive")
+        # The sums are the same; added up in another order they would differ by rounding.
+        kept_rows.__dict__.update(weight=self.weight, positive=self.positive)
+        return kept_rows
 
     @property
     def _is_whole(self) -> bool:

@@ -221,7 +221,7 @@ class CENClassifier(EmbeddingClassifier):
 
         with contextlib.ExitStack() as stack:
             data, _ = self._labelled_rows(X, y, stack, sample_weight)
-            rows = data.split_rows(data.training_split())
+            rows = data.split_positive(data.training_split())
             account.begin(
                 f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
             )
@@ -238,7 +238,7 @@ class CENClassifier(EmbeddingClassifier):
         split = data.training_split()
         self.classes_ = np.asarray(data.classes)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
-        rows = data.split_rows(split)
+        rows = data.split_positive(split)
         source = Batches.of(
             data,
             split=split,

@@ -20,7 +20,8 @@ from sklearn.utils.validation import _check_sample_weight
 from kme_dist.backend import blas_threads, to_host
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, expectation
-from kme_dist.core.importance import exchange_relevance, sample_rows, shares
+from kme_dist.core.importance import exchange_relevance, sample_rows
+from kme_dist.core.importance import shares as as_shares
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.weights import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
@@ -167,7 +168,9 @@ class EmbeddingClassifier(Classifier):
     def feature_importances_(self) -> np.ndarray:
         """The relevance of every feature, measured on a sample of the training rows: >= 0, of sum 1.
 
-        Computed at the first use, in seconds; see `feature_importances`.
+        Computed at the first use, in seconds; see `feature_importances`. As everywhere in scikit-learn these are
+        shares: those of features that are all noise have the sum 1, too. `feature_importances(shares=False)` has the
+        losses.
         """
         self._check_fitted()
         if self._importances is None:
@@ -175,13 +178,14 @@ class EmbeddingClassifier(Classifier):
         return self._importances
 
     def feature_importances(
-        self, groups: str | Mapping[str, Sequence[Any]] | Sequence[Any] | None = None
+        self, groups: str | Mapping[str, Sequence[Any]] | Sequence[Any] | None = None, *, shares: bool = True
     ) -> np.ndarray:
         """How much worse rows are predicted, by the model without them, if a feature has the values of other rows.
 
         `groups` are features that are exchanged together, as lists of names or positions: one share for each, in
         their order. "columns" takes all features of a categorical column together, see `feature_groups_`; None takes
-        every feature for itself.
+        every feature for itself. Without `shares` these are the measured increases of the Brier score (between 0 and
+        2): where all of them are small, no feature matters.
         """
         self._check_fitted()
         if self.sample_ is None:  # an AttributeError, so that hasattr(model, "feature_importances_") is False
@@ -207,7 +211,7 @@ class EmbeddingClassifier(Classifier):
                 floor=self.probability_floor_,
                 seed=self._seed(),
             )
-        return shares(found)
+        return as_shares(found) if shares else found
 
     @property
     def feature_groups_(self) -> dict[str, list[int]]:

@@ -244,7 +244,7 @@ class MCEClassifier(EmbeddingClassifier):
         with contextlib.ExitStack() as stack:
             data, folder = self._labelled_rows(X, y, stack, sample_weight)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
-            recipe, rows = self.recipe(data), data.split_rows(data.training_split())
+            recipe, rows = self.recipe(data), data.split_positive(data.training_split())
             account = Account(self.verbose, type(self).__name__, lambda name: recipe.settings(name, rows).patience)
             account.begin(
                 f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"

@@ -93,6 +93,7 @@ class Batches:
         if dtype not in ("float32", "float64"):
             raise ConfigError(f"dtype={dtype!r} is unknown; choose 'float32' or 'float64'")
         rows = RowsRef.of(source, split=split, scaling=scaling, dtype=dtype, classes=source.classes is not None)
+        rows = rows.with_positive_weight()
         return cls(rows, rows.plan(batch_size, seed), target, backend)
 
     @property

@@ -18,6 +18,8 @@ def executor_for(client: Any, threads: int | None = None) -> Executor:
         raise ConfigError(
             f"client={client!r}: must be a dask.distributed.Client or None; connect first: Client({client!r})"
         )
+    if getattr(client, "status", "running") in ("closing", "closed"):
+        raise ConfigError("client: it is closed; connect again with dask.distributed.Client(address), or pass None")
     return SerialExecutor(threads or thread_count()) if client is None else DaskExecutor(client)
 
 

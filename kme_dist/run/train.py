@@ -32,6 +32,7 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
+from kme_dist.run.learners import STEP_TOLERANCE
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
 from kme_dist.run.settings import LearnSettings, Record
@@ -196,7 +197,7 @@ def learn_candidates(
     `checkpoints` returns the checkpoints for the name of an objective.
     """
     split = _resolved(dataset, split)
-    rows = dataset.split_rows(split)
+    rows = dataset.split_positive(split)
     kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
@@ -360,7 +361,7 @@ def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, s
     shift = START_SHIFT * (kernel.alpha(X) ** 2 or 1.0)
     return tune(
         kernel, X, y, rows.n_classes, shift=shift, steps=COARSE, trials=_START_TRIALS, evaluated=evaluated,
-        floor=floor, weights=w,
+        floor=floor, weights=w, tolerance=STEP_TOLERANCE,
     )  # fmt: skip
 
 
@@ -443,13 +444,14 @@ def tune_on_sample(
     """Runs on a worker."""
     X, y, w = _shuffled_sample(rows, size[0], seed)
     return tune(
-        kernel, X, y, rows.n_classes, shift=shift, steps=steps, trials=trials, evaluated=size[1], floor=floor, weights=w
-    )
+        kernel, X, y, rows.n_classes, shift=shift, steps=steps, trials=trials, evaluated=size[1], floor=floor,
+        weights=w, tolerance=STEP_TOLERANCE,
+    )  # fmt: skip
 
 
 def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
-    return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
+    return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True).with_positive_weight()
 
 
 def _shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:

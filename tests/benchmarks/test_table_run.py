@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -115,6 +116,59 @@ def test_a_run_resumes_where_it_was_killed(tmp_path, measured, capsys):
     assert (tmp_path / "out" / "summary.txt").read_text() in said
 
 
+def stopping(monkeypatch, record, labels):
+    """Cells of kNN are stopped by the limit, after the labels or before; the list has what was run."""
+    ran = []
+
+    def run(one, source=None):
+        ran.append((one["set"], one["split"], one["model"], "labels_only" in one))
+        found = record() | one
+        if one["model"] == "knn":
+            found |= {"status": "over", "reason": "over 900 s"}
+            for figure in ("log_loss", *(() if labels else ("accuracy", "fit_cpu"))):
+                del found[figure]
+        return found
+
+    monkeypatch.setattr(cell, "run", run)
+    return ran
+
+
+OVER = ["--sets", "iris,wine", "--models", "svc,knn", "--splits", "3"]
+
+
+def test_a_stopped_model_is_not_tried_on_further_splits(tmp_path, monkeypatch, record):
+    ran = stopping(monkeypatch, record, labels=False)
+    command.main([*OVER, "--out", str(tmp_path)])
+    assert [key[:2] for key in ran if key[2] == "knn"] == [("iris", 0), ("wine", 0)]
+    assert sum(key[2] == "svc" for key in ran) == 6
+    found = {results.key(r)[:3]: r for r in results.read(tmp_path / "results.jsonl")}
+    assert len(found) == 12
+    skipped = found["wine", 2, "knn"]
+    assert (skipped["status"], skipped["reason"]) == ("over", "over 900 s in split 0")
+    assert "accuracy" not in skipped
+    ran.clear()
+    command.main([*OVER, "--out", str(tmp_path), "--resume"])
+    assert not ran
+    command.main([*OVER, "--out", str(tmp_path), "--resume", "--limit", "1000"])  # a higher limit: tried again
+    assert [key[:2] for key in ran] == [("iris", 0), ("wine", 0)]
+
+
+def test_a_model_stopped_after_its_labels_gives_labels_on_further_splits(tmp_path, monkeypatch, record):
+    ran = stopping(monkeypatch, record, labels=True)
+    command.main([*OVER, "--out", str(tmp_path)])
+    assert [key[1:] for key in ran if key[:3:2] == ("iris", "knn")] == [
+        (0, "knn", False), (1, "knn", True), (2, "knn", True),
+    ]  # fmt: skip
+
+
+def test_a_cell_of_labels_only_has_an_accuracy_and_no_log_loss():
+    record = cell.run(task(labels_only=True))
+    assert record["status"] == "over"
+    assert record["accuracy"] > 0.8
+    assert "log_loss" not in record
+    assert record["reason"] == "probabilities over the limit on another split"
+
+
 def test_results_are_not_added_to_unless_requested(tmp_path, measured):
     options = ["--sets", "iris", "--models", "svc", "--splits", "1", "--out", str(tmp_path)]
     command.main(options)
@@ -194,7 +248,39 @@ def test_a_stopped_grid_gives_a_lower_limit_of_the_ratio(record):
 def test_sets_behind_svc_are_named(record):
     records = [record(accuracy=0.90), record(model="svc", accuracy=0.91)]
     records += [record("wine", accuracy=0.95), record("wine", "svc", accuracy=0.91)]
-    assert promised(records)["(d)"] == "iris (-1.0, counts from 0.5)"
+    assert promised(records)["(d)"] == "FAIL: iris (-1.0, allowed 0.5)"
+    assert promised(records[2:])["(d)"] == "pass on 1 set"
+    assert promised(records[:1])["(d)"] == "not measured"
+
+
+def of_two_splits(record, name, ours, theirs):
+    return [
+        record(name, model, split, accuracy=accuracy)
+        for model, both in (("mce", ours), ("svc", theirs))
+        for split, accuracy in enumerate(both)
+    ]
+
+
+def test_the_rule_against_svc_allows_one_standard_error_over_splits(record):
+    records = of_two_splits(record, "iris", (0.88, 0.90), (0.90, 0.90))  # behind by 1 point, standard error 1
+    records += of_two_splits(record, "wine", (0.89, 0.89), (0.90, 0.90))  # behind by 1 point, without spread
+    records += of_two_splits(record, "digits", (0.97, 0.97), (0.90, 0.90))
+    figures = Table(records, 2)
+    found = {one.name: one for one in summary.against_svc(figures)}
+    assert {name: one.passed for name, one in found.items()} == {"iris": True, "wine": False, "digits": True}
+    assert found["iris"].error == pytest.approx(1.0)
+    assert found["iris"].allowed == pytest.approx(1.0)
+    assert found["wine"].allowed == pytest.approx(0.5)
+    text, shown = summary.text(figures, "two splits"), page.render(figures, records, False)
+    assert re.search(r"wine +-1.00 +0.00 +0.50 +FAIL", text)
+    assert re.search(r"iris +-1.00 +1.00 +1.00 +pass", text)
+    assert "<td><b>FAIL</b></td>" in shown
+    assert "Accuracy against SVC()" in shown
+
+
+def test_without_a_second_split_there_is_no_standard_error(record):
+    records = [record(accuracy=0.90), record(model="svc", accuracy=0.90)]
+    assert re.search(r"iris +\+0.00 +one split +0.50 +pass", summary.text(Table(records, 1), "one split"))
 
 
 def test_an_earlier_state_of_ourselves_takes_no_rank(record):

@@ -164,6 +164,14 @@ class TestOwnKernel(VectorContract):
             from_config(kernel.to_config())
 
 
+@pytest.mark.parametrize(
+    ("given", "near"), [("rbf", "gaussian"), ("RBF", "gaussian"), ("poly", "polynomial"), ("gausian", "gaussian")]
+)
+def test_an_unknown_name_gets_the_nearest_known_one(given, near):
+    with pytest.raises(errors.ConfigError, match=f"kernel '{given}' is unknown; did you mean '{near}'"):
+        from_config(given)
+
+
 def test_own_kernel_of_the_module_guide_learns():
     guide = kernels.__doc__ or ""
     start = guide.index("    @dataclass")

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from kernel_table import labels, strings
 
+from kme_dist.core import tuning
 from kme_dist.core.calibration import Calibration, class_probabilities
 from kme_dist.core.kernels import Gaussian, Linear, Matern, Polynomial, Spectrum
+from kme_dist.core.objective import Workspace
 from kme_dist.core.tuning import COARSE, FINE, Tuned, at_median_distance, tune
 from kme_dist.errors import KMEError
 
@@ -193,3 +195,18 @@ def test_the_start_has_length_scales_in_units_of_the_median_distance(offset):
     median = np.median(np.linalg.norm(X[i] - X[j], axis=1)) * 1e3
     assert np.exp(np.log(lengths).mean()) == pytest.approx(0.6 * median, rel=0.03)  # of 10,000 pairs drawn
     assert FINE[0] < COARSE[0]
+
+
+def test_a_kept_gram_matrix_is_used_for_its_kernel_and_precision_only(monkeypatch):
+    X = np.random.default_rng(0).normal(size=(30, 3))
+    kernel, wider = Gaussian(length_scale=1.0), Gaussian(length_scale=2.0)
+    evaluated, gram = [], Gaussian.gram
+    monkeypatch.setattr(Gaussian, "gram", lambda self, *a, **k: evaluated.append(self) or gram(self, *a, **k))
+    grams = tuning._Grams(X, Workspace())
+    for asked, dtype in ((kernel, "float64"), (kernel, "float64"), (wider, "float64"), (wider, "float32")):
+        rows = X.astype(dtype)
+        K = grams.matrix(asked, rows, asked.diag(rows))
+        np.testing.assert_array_equal(K, gram(asked, rows))
+        assert K.dtype == dtype
+        K[...] = np.nan  # what a factorisation does to it
+    assert evaluated == [kernel, wider, wider]

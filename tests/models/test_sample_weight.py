@@ -12,6 +12,7 @@ from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_de
 import kme_dist as kme
 from kme_dist import ASKLClassifier, ASKLRegressor, CENClassifier, MCEClassifier
 from kme_dist.data.ingest import Table
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 
 DOUBLE = {"dtype": "float64"}
@@ -92,6 +93,38 @@ def test_a_stored_column_of_weights_is_sample_weight_to_the_bit(name, rows, weig
     assert outputs(clone(model).fit(data), X) != outputs(clone(model).fit(X, y), X), "the weights count"
     with pytest.raises(DataError, match="its own weights"):
         clone(model).fit(data, sample_weight=weights)
+
+
+def test_rows_of_weight_zero_in_a_data_set_are_as_no_rows(tmp_path):
+    rng = np.random.default_rng(3)
+    X, y = make_moons(1300, noise=0.2, random_state=0)
+    weights = np.where(rng.random(len(X)) < 0.4, 0.0, rng.uniform(0.5, 2.0, len(X)))
+    X[weights == 0] *= 50  # far away: they must count in nothing
+    table = Table(X, y, ["a", "b"], [0, 1], weights=weights)
+    data = kme.ingest(table, tmp_path / "rows.zarr", task="classification", dtype="float64")
+    here, there = MCEClassifier(steps=5).fit(X, y, weights), MCEClassifier(steps=5).fit(data)
+    assert [record["objective"] for record in there.history_] == [record["objective"] for record in here.history_]
+    assert outputs(there, X[:50]) == outputs(here, X[:50])
+
+
+def test_rows_in_too_many_ranges_stay_in_the_batches(tmp_path, monkeypatch):
+    X, y = make_moons(400, noise=0.2, random_state=0)
+    table = Table(X, y, ["a", "b"], [0, 1], weights=np.tile([0.0, 1.0], 200))
+    data = kme.ingest(table, tmp_path / "rows.zarr", task="classification", dtype="float64")
+    whole = RowsRef.of(data, classes=True)
+    kept = whole.with_positive_weight()
+    assert (kept.count, kept.positive, kept.weight) == (200, 200, whole.weight)
+    np.testing.assert_array_equal(kept.read()[0], X[1::2])
+    monkeypatch.setattr("kme_dist.data.rows._MOST_RANGES", 100)
+    assert whole.with_positive_weight() is whole
+
+
+def test_a_closed_client_is_refused(rows):
+    with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster:
+        client = Client(cluster)
+        client.close()
+        with pytest.raises(ConfigError, match="client: it is closed; connect again"):
+            MCEClassifier(client=client).fit(*rows)
 
 
 @pytest.fixture(scope="module")

@@ -203,6 +203,15 @@ SETTINGS = {
 }
 
 
+def test_losses_of_noise_are_none_though_its_shares_have_the_sum_one():
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(300, 5)), rng.integers(0, 2, 300)
+    clf = MCEClassifier(steps=10).fit(X, y)
+    assert np.abs(clf.feature_importances(shares=False)).max() < 0.1
+    signal = MCEClassifier(steps=10).fit(X, X[:, 0] > 0)
+    assert signal.feature_importances(shares=False)[0] > 0.4
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_relevance_is_measured_and_comes_back_after_saving(name, tmp_path):
     X, y = trees()
@@ -215,6 +224,8 @@ def test_relevance_is_measured_and_comes_back_after_saving(name, tmp_path):
         {"kind": ["kind=a", "kind=b", "kind=c"], "size": [3], "n": [4], "m": [5]}
     )
     assert max(noise) < 0.05 < min(kind, size)
+    losses = clf.feature_importances(shares=False)
+    np.testing.assert_allclose(np.clip(losses, 0, None) / np.clip(losses, 0, None).sum(), found, atol=1e-7)
     clf.save(tmp_path / "model.zarr")
     np.testing.assert_array_equal(kme.load(tmp_path / "model.zarr").feature_importances_, found)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(clf)).feature_importances_, found)

@@ -25,7 +25,7 @@ from kme_dist.ops.cluster import open_client
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
 from kme_dist.run.fit.choose import MANY_WORK, WORK
-from kme_dist.run.fit.panels import labels, make_panels
+from kme_dist.run.fit.panels import labels, make_panels, measured_spans
 from kme_dist.run.fit.pcg import Preconditioner, solve_blocks
 from kme_dist.run.fit.problem import CENTRES
 from kme_dist.run.scratch import Scratch
@@ -508,3 +508,8 @@ def test_the_loss_is_finite_with_two_rows(tmp_path):
     )
     assert math.isfinite(found.loss)
     assert found.solver == "cholesky"
+
+
+def test_the_residual_is_measured_at_all_rows_or_at_stretches_from_first_to_last():
+    assert measured_spans(1024) == [(0, 1024)]
+    assert measured_spans(15_000) == [(0, 256), (4914, 5170), (9829, 10085), (14744, 15000)]

@@ -128,6 +128,16 @@ _BUILT_IN = (
     Scaled,
     ConvexCombination,
 )
+# What other libraries call them: named in the error, since their parameters differ (gamma = 1 / (2 length_scale²)).
+_OTHER_NAMES = {
+    "rbf": "gaussian",
+    "squared_exponential": "gaussian",
+    "exponential": "matern",
+    "poly": "polynomial",
+    "rq": "rational_quadratic",
+    "exp_sine_squared": "periodic",
+    "dot_product": "linear",
+}
 
 
 def from_config(
@@ -153,7 +163,8 @@ def from_config(
     known: dict[str, type[Kernel]] = {kind.name: kind for kind in _BUILT_IN}
     known.update(own or {})
     if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1)
+        other = _OTHER_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"))
+        near = [other] if other else difflib.get_close_matches(name, list(known), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"kernel {name!r} is unknown{hint} (known: {', '.join(sorted(known))})")
     ard = settings.pop("ard", False)

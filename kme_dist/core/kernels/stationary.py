@@ -275,30 +275,25 @@ class Matern(Stationary):
         return self.nu == 0.5
 
     def profile(self, s: Array) -> Array:
-        if isinstance(s, np.ndarray) and s.ndim == 2 and s.flags.writeable:
-            # A few rows at a time: five passes over what is in cache cost less than one over memory.
-            for part in row_blocks(len(s), max(1, _CACHED // max(1, s.shape[1]))):
-                self._profile_in_place(s[part])
-            return s
-        xp = namespace_of(s)
-        a = xp.sqrt(2 * self.nu * s)
-        if self.nu == 0.5:
-            return xp.exp(-a)
-        polynomial = 1 + a if self.nu == 1.5 else 1 + a + a * a / 3
-        return polynomial * xp.exp(-a)
+        if not isinstance(s, np.ndarray) or s.ndim != 2:
+            return self._profile(s)
+        # A few rows at a time: five passes over what is in cache cost less than one over memory.
+        for part in row_blocks(len(s), max(1, _CACHED // max(1, s.shape[1]))):
+            self._profile(s[part])
+        return s
 
-    def _profile_in_place(self, a: np.ndarray) -> None:
-        if self.nu != 0.5:
-            a *= 2 * self.nu
-        np.sqrt(a, out=a)
-        falling = np.negative(a, out=a if self.nu == 0.5 else None)
-        np.exp(falling, out=falling)
+    def _profile(self, s: Array) -> Array:
+        s *= 2 * self.nu
+        a = inplace("sqrt", s)
         if self.nu == 0.5:
-            return
+            a *= -1
+            return inplace("exp", a)
+        decay = inplace("exp", -a)
         if self.nu == 2.5:
             a += a * a / 3
         a += 1
-        a *= falling
+        a *= decay
+        return a
 
     def profile_slope(self, s: Array) -> Array:
         xp = namespace_of(s)

@@ -74,7 +74,7 @@ def fit_on_dataset(
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
     width = dataset.features  # 0 for rows that are not vectors
-    size = Size(rows.count, rows.n_classes, width=width, dtype=dtype, labelled=bool(width and rows.n_classes))
+    size = Size(rows.positive, rows.n_classes, width=width, dtype=dtype, labelled=bool(width and rows.n_classes))
     chosen = choose(solver, size, centres, features, room, seconds)
     report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(

@@ -16,7 +16,7 @@ from kme_dist.run.fit.problem import Problem, between, roots, scaled
 from kme_dist.run.scratch import Scratch
 
 _SMALLEST, _LARGEST = 256, 4_096
-_MEASURED_ROWS, _MEASURED_PANELS = 6_000, 4  # with more rows the residual is measured at some panels
+_MEASURED_ROWS, _MEASURED_PARTS = 1_024, 4  # the residual is measured at this many rows, in several places
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,23 +89,40 @@ def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> 
     return np.asarray(total)
 
 
+def multiply_rows(panels: Panels, span: Span, name: str) -> np.ndarray:
+    """K(rows of a span, all rows) S. Runs on a worker."""
+    S = panels.scratch.load(name)
+    X, own, total = np.asarray(panels.rows.read(*span)[0]), roots(panels.rows, *span), 0.0
+    for j, (start, stop) in enumerate(panels.blocks):
+        tile = between(panels.kernel.gram(X, panels.X(j)), own, panels.root(j))
+        total = total + np.asarray(tile) @ S[start:stop]
+    return np.asarray(total)
+
+
+def measured_spans(n: int) -> list[Span]:
+    """All rows, or of many some stretches at equal distances."""
+    if n <= _MEASURED_ROWS:
+        return [(0, n)]
+    size = _MEASURED_ROWS // _MEASURED_PARTS
+    starts = [(n - size) * i // (_MEASURED_PARTS - 1) for i in range(_MEASURED_PARTS)]
+    return [(start, start + size) for start in starts]
+
+
 def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
-    """|(K + nλI) V - Y| / |Y| with K recomputed in double precision, panel by panel; of many rows, at some panels.
+    """|(K + nλI) V - Y| / |Y| with K recomputed in double precision; of many rows, at a thousand of them.
 
     With weights that of the equations for u = V / √w.
     """
     panels = replace(make_panels(problem, "float64"), cached=False)
-    everything = tuple(range(len(panels.blocks)))
-    root = all_roots(panels, everything)
+    root = all_roots(panels, range(len(panels.blocks)))
     if root is not None:
         V = V / np.where(root > 0, root, 1.0)[:, None]  # rows of weight 0 have V = 0
     panels.scratch.save("S", V)
+    spans = measured_spans(len(V))
     try:
-        some = everything if len(V) <= _MEASURED_ROWS else everything[:: max(1, len(everything) // _MEASURED_PANELS)]
-        calls = [(panels, i, everything, "S") for i in some]
-        P = np.concatenate(problem.executor.map(multiply_panel, calls, name="gram-product"))
+        P = np.concatenate(problem.executor.map(multiply_rows, [(panels, s, "S") for s in spans], name="gram-product"))
     finally:
         panels.scratch.clear()
-    Y = labels(panels, some)
-    own = np.concatenate([V[slice(*panels.blocks[i])] for i in some])
-    return float(np.linalg.norm(P + problem.weight * lam * own - Y) / np.linalg.norm(Y))
+    some = np.concatenate([np.arange(*span) for span in spans])
+    Y = labels(panels, range(len(panels.blocks)))[some]
+    return float(np.linalg.norm(P + problem.weight * lam * V[some] - Y) / np.linalg.norm(Y))
