@@ -34,7 +34,6 @@ import typer
 
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
-from kme_dist.cli.lazy import load
 from kme_dist.cli.options import (
     ConfigOptions,
     DatasetConfig,
@@ -46,9 +45,11 @@ from kme_dist.cli.options import (
     StageOptions,
     TableConfig,
     expand_options,
+    load,
+    print_json,
+    print_tree,
     split_names,
 )
-from kme_dist.cli.output import print_json, print_tree
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
 from kme_dist.errors import KMEError
 from kme_dist.ops.words import plural

@@ -24,7 +24,7 @@ from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, refines, warn_of_padding
-from kme_dist.core.weights import flat, per_row_shift, total_weight
+from kme_dist.core.risk import flat, per_row_shift, total_weight
 from kme_dist.errors import NumericalError
 
 # Rows and centres of a tile: wide enough for the matrix products, small enough to stay in a core's cache; on a device

@@ -35,6 +35,7 @@ from kme_dist.core import optim
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective
+from kme_dist.core.risk import positive_rows, total_weight
 from kme_dist.core.spectral import (
     LOSSES,
     VARIANTS,
@@ -46,10 +47,9 @@ from kme_dist.core.spectral import (
     spectral_objective,
 )
 from kme_dist.core.spectral import losses as losses_of
-from kme_dist.core.weights import positive_rows, total_weight
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -77,9 +77,8 @@ from kme_dist.models.settings import (
 )
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.learn import Batches, learn
-from kme_dist.run.learners import describe_map, start_of, with_parameters
+from kme_dist.run.learners import LearnSettings, Record, describe_map, start_of, with_parameters
 from kme_dist.run.maps import restore_features
-from kme_dist.run.settings import LearnSettings, Record
 from kme_dist.run.sharing import share
 
 _CHUNK_ROWS = 4_096

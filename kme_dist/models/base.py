@@ -29,7 +29,7 @@ from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, generated_names
 from kme_dist.data.places import Place
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed

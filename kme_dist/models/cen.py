@@ -32,7 +32,7 @@ from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import RowSource
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
@@ -62,9 +62,17 @@ from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import Batches, learn, learn_softmax
-from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, assemble, start_of, with_parameters
+from kme_dist.run.learners import (
+    KernelLearner,
+    LearnSettings,
+    NetworkLearner,
+    Record,
+    SoftmaxLearner,
+    assemble,
+    start_of,
+    with_parameters,
+)
 from kme_dist.run.maps import as_features, restore_features
-from kme_dist.run.settings import LearnSettings, Record
 
 _WHOLE_ROWS = 20_000  # up to this many rows an exact gradient is one batch; above, three passes over the chunks
 

@@ -22,7 +22,7 @@ from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, expectation
 from kme_dist.core.importance import exchange_relevance, sample_rows, shares
 from kme_dist.core.kernels import Kernel
-from kme_dist.core.weights import checked_weights, positive_rows
+from kme_dist.core.risk import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import RowsRef

@@ -27,7 +27,7 @@ from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel, Linear, Matern
 from kme_dist.core.objective import generalisation_bound
-from kme_dist.core.weights import positive_rows
+from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
@@ -60,8 +60,8 @@ from kme_dist.models.settings import (
     truth_or,
 )
 from kme_dist.run.fit import Fit
+from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
-from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, gaussian_of, learn_candidates
 
 _SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound

@@ -13,8 +13,8 @@ from kme_dist.core.masked import masked_objective
 from kme_dist.core.nystrom import System
 from kme_dist.core.objective import feature_objective, loo_objective, one_hot, rcb_objective, validation_objective
 from kme_dist.core.regularization import leave_one_out_loss, retune_regularization
+from kme_dist.core.risk import checked_weights, merge_equal_rows
 from kme_dist.core.sums import Centres, OneHot, sum_rows
-from kme_dist.core.weights import checked_weights, merge_equal_rows
 from kme_dist.errors import DataError
 
 N, M, LAM, T = 18, 3, 0.02, 11

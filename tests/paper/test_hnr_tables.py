@@ -20,7 +20,7 @@ from kme_dist import MCEClassifier, backend, kernels
 from kme_dist.core.embedding import Embedding, exact_weights
 from kme_dist.data.plan import BatchRef
 from kme_dist.run.learn import learn_in_memory as learn
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings
 
 pytestmark = [pytest.mark.paper, pytest.mark.shared_data, pytest.mark.timeout(4 * 3600)]
 
