@@ -195,19 +195,6 @@ class ExactSolution:
     squared_norm: float  # |f|² in the space of the kernel
 
 
-def exact_weights(
-    kernel: Kernel,
-    X: Any,
-    y: np.ndarray,
-    n_classes: int,
-    lam: float,
-    workspace: Workspace | None = None,
-    row_weights: np.ndarray | None = None,
-) -> Array:
-    """V = (K + nλI)⁻¹ Y; see `exact_solution`."""
-    return exact_solution(kernel, X, y, n_classes, lam, workspace, row_weights).weights
-
-
 def exact_solution(
     kernel: Kernel,
     X: Any,

@@ -34,8 +34,7 @@ from kme_dist.data.validation import check_columns, check_labels, check_not_path
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
 from kme_dist.run.executors import Executor
-from kme_dist.run.sharing import executor_for
-from kme_dist.run.workers import job_count, local_workers
+from kme_dist.run.workers import executor_for, job_count, local_workers
 
 Arrays = dict[str, Any]  # NumPy arrays, or those of the model's device
 Facts = dict[str, Any]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core import optim
-from kme_dist.core.embedding import Embedding, exact_weights
+from kme_dist.core.embedding import Embedding, exact_solution
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
@@ -514,7 +514,7 @@ def cross_validate(
         for train, test in splits:
             rows = select(X, train)
             own = None if weights is None else weights[train]
-            V = exact_weights(trial, rows, y[train], n_classes, lam, row_weights=own)
+            V = exact_solution(trial, rows, y[train], n_classes, lam, row_weights=own).weights
             fitted = Embedding(trial, rows, V, lam)
             decided = to_host(fitted.decision(select(X, test))).argmax(axis=1)
             hits += float(((decided == y[test]) * (1 if weights is None else weights[test])).sum())
