@@ -176,7 +176,12 @@ def _run_stage(stage: str, config: Path, options: StageOptions, output: Output, 
     typed = ["kme-dist", stage, str(config), *(f"--set={change}" for change in options.overrides or [])]
     wanted = options.load(config)
     with load("pipelines.progress").StepProgress(sys.stderr, quiet=output.quiet) as progress:
-        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=output.say)
+
+        def say(line: str) -> None:
+            progress.flush()
+            output.say(line)
+
+        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=say)
         with options.performance_notice(output.say):
             result: dict[str, Any] = load(f"pipelines.{stage}").run(
                 wanted,
