@@ -164,8 +164,8 @@ def _curves(starts: Sequence[FittedStart]) -> list[Picture]:
             draw.learning_curves(histories),
             "The objective q is the quantity minimised: the risk on the training rows"
             + (" plus the weighted complexity r of the model" if draw.has_complexity(histories) else "")
-            + ". Every step has another batch of rows, unless a batch is all rows, so curves are noisy. Flat ends mean "
-            "that learning has finished.",
+            + ". Steps may use different batches of rows, which makes curves noisy. Flat ends mean that learning has "
+            "finished.",
             wide=True,
         )
     ]
