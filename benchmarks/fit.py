@@ -26,8 +26,7 @@ from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.core.pivots import CHOICES, choose_centres, unexplained
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.ops.cluster import open_executor
 from kme_dist.run.fit import Problem, fit_on_dataset
 from kme_dist.run.fit.panels import labels, make_panels

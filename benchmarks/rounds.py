@@ -35,14 +35,13 @@ from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.ops.cluster import open_executor
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.lanes import Lanes
 from kme_dist.run.learn import batch_gradient, kernel_batches, learn_on_dataset
-from kme_dist.run.learners import KernelLearner
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import KernelLearner, LearnSettings
 
 FEATURES, CLASSES = 54, 7
 

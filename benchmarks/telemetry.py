@@ -28,7 +28,7 @@ from kme_dist.ops.cluster import open_executor
 from kme_dist.ops.dashboard import install
 from kme_dist.ops.telemetry import telemetry
 from kme_dist.run.learn import learn_on_dataset
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings
 
 
 class Watch:

@@ -34,7 +34,7 @@ from kme_dist import CENClassifier, kernels
 from kme_dist.config import Config
 from kme_dist.core import features as maps
 from kme_dist.data.dataset import Dataset
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import ingest, recipes, tables

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kme_dist.ops.words import plural
 from kme_dist.pipelines.fit import final_objective
 from kme_dist.pipelines.learn import regularization_of
 from kme_dist.pipelines.tables import Tables
@@ -70,7 +71,7 @@ def run_page(
     return draw.render_html(
         name,
         subtitle=f"{counts[0]:,} training rows, {counts[1]:,} test rows, "
-        f"{len(rows.feature_names)} features, {len(classes)} classes",
+        f"{len(rows.feature_names)} {plural(len(rows.feature_names), 'feature')}, {len(classes)} classes",
         headline=_headline(best, counts, steps, learn_seconds),
         figures=pictures,
         tables=[*_starts_table(starts), _class_table(best.metrics)],
@@ -100,7 +101,7 @@ def _headline(
         ("Brier score", f"{metrics['brier']:.3f}", "0 is perfect, 2 is worst"),
         *_weighted(metrics),
         ("Rows", f"{counts[0]:,}", f"for training, {counts[1]:,} for the test"),
-        ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} steps, objective {objective_of(best.model)}"),
+        ("Learning", f"{learn_seconds:.1f} s", f"{steps:,} {plural(steps, 'step')}, {_minimised(best.model)}"),
         ("Regularisation", f"{regularization_of(best.model):.3g}", _origin(best.model)),
         ("Kernel" if hasattr(best.model, "kernel_") else "Features", *learned),
     ]
@@ -111,6 +112,12 @@ def objective_of(model: Any) -> str:
     if hasattr(model, "objective_"):
         return str(model.objective_)
     return str(model.history_[-1]["phase"]) if model.history_ else "given"
+
+
+def _minimised(model: Any) -> str:
+    """The objective in words; with several candidates also which of them was kept."""
+    kept, phase = objective_of(model), str(model.history_[-1]["phase"]) if model.history_ else ""
+    return f"objective {kept}" if kept == phase or not phase else f"objective {phase}, kept: {kept} kernel"
 
 
 def _origin(model: Any) -> str:
@@ -155,8 +162,10 @@ def _curves(starts: Sequence[FittedStart]) -> list[Picture]:
         Picture(
             "Learning curves",
             draw.learning_curves(histories),
-            "The objective q is the quantity minimised: the risk on the training rows plus the "
-            "weighted complexity r of the model. Flat ends mean that learning has finished.",
+            "The objective q is the quantity minimised: the risk on the training rows"
+            + (" plus the weighted complexity r of the model" if draw.has_complexity(histories) else "")
+            + ". Steps may use different batches of rows, which makes curves noisy. Flat ends mean that learning has "
+            "finished.",
             wide=True,
         )
     ]
@@ -354,7 +363,7 @@ def _mistakes(rows: Tables, best: FittedStart, image_shape: tuple[int, int] | No
     wrong = wrong[np.argsort(-probabilities.max(axis=1)[wrong], kind="stable")][:MOST_MISTAKES]
     if not len(wrong):
         return []
-    titles = [f"{rows.y_test[row]} → {guess[row]}  {100 * probabilities[row].max():.0f} %" for row in wrong]
+    titles = [f"{rows.y_test[row]} → {guess[row]} ({100 * probabilities[row].max():.0f} %)" for row in wrong]
     return [
         Picture(
             "Mistakes",

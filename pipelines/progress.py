@@ -59,7 +59,7 @@ class StepProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._print_pending()
+        self.flush()
 
     def rename(self, title: str) -> None:
         """Set the name of the following steps."""
@@ -76,7 +76,7 @@ class StepProgress:
         now, step, steps = time.monotonic(), int(record["step"]), int(record["steps"])
         key = (self.title, str(record.get("phase", "")))
         if key != self._key:
-            self._print_pending()
+            self.flush()
             self._key, self._began, self._first_step = key, now, step
             self._last_line = now
             if self._bar is not None:
@@ -91,10 +91,10 @@ class StepProgress:
             self._pending = f"{self._name}: step {step}/{steps}  {numbers}  ETA {left}"
             if now - self._last_line >= SECONDS_BETWEEN_LINES:
                 self._last_line = now
-                self._print_pending()
+                self.flush()
 
-    def _print_pending(self) -> None:
-        """Always show the last line of a phase, however short the phase was."""
+    def flush(self) -> None:
+        """Print the last line of a phase, however short the phase was: before a message, at the end of the phase."""
         if self._pending:
             print(self._pending, file=self._stream, flush=True)
             self._pending = ""

@@ -28,7 +28,7 @@ from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.ops.cluster import open_executor
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.learn import Learned, learn_on_dataset
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings
 
 ROWS, CLASSES, FEATURES = 360, 3, 4
 SETTINGS = LearnSettings(objective="validation", steps=4, batch_size=60, learning_rate=0.1, seed=0)

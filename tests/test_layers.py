@@ -75,7 +75,7 @@ def imports(path):
             called = ast.unparse(node.func)
             if called.endswith("import_module") and isinstance(name, ast.Constant) and name.value != "kme_dist.":
                 yield name.value
-            elif called == "load" and part_of(path) == "cli":  # kme_dist.cli.lazy
+            elif called == "load" and part_of(path) == "cli":  # kme_dist.cli.options
                 assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: which module?"
                 yield f"kme_dist.{name.value}"
 

@@ -112,7 +112,13 @@ def report(folder, tasks, splits, development):
     if not ordered:
         return "no cell was measured\n"
     figures = Table(ordered, splits)
-    kind = f"{splits}-fold cross-validation of development rows" if development else f"mean of {splits} splits"
+    kind = (
+        f"{splits}-fold cross-validation of development rows"
+        if development
+        else "one split"
+        if splits == 1
+        else f"mean of {splits} splits"
+    )
     text = summary.text(figures, f"MCEClassifier() beside other classifiers: {kind}")
     (folder / "summary.txt").write_text(text, encoding="utf-8")
     (folder / "report.html").write_text(page.render(figures, ordered, development), encoding="utf-8")

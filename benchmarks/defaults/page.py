@@ -7,6 +7,7 @@ import html
 from benchmarks.defaults import pictures, ranks, summary
 from benchmarks.defaults.models import MODELS
 from benchmarks.defaults.summary import ranked, shown, title
+from kme_dist.ops.words import plural
 from kme_dist.report.page import Picture, render_html
 
 FIGURES = {
@@ -36,8 +37,8 @@ def render(figures, records, development):
     body = [_figure_table(figures, *item) for item in FIGURES.items()]
     rank_table = _rank_table(figures)
     drawn = [*_critical(figures), *_curves(figures, records)]
-    many = f"{summary.count_sets(len(figures.sets))}, {len(figures.models)} models, "
-    many += "3 folds of the development rows" if development else f"{figures.splits} splits"
+    many = f"{summary.count_sets(len(figures.sets))}, {len(figures.models)} {plural(len(figures.models), 'model')}, "
+    many += "3 folds of the development rows" if development else f"{figures.splits} {plural(figures.splits, 'split')}"
     return render_html(
         "MCEClassifier() on tables nobody tuned it for",
         subtitle=many,
@@ -69,7 +70,7 @@ def _tiles(figures):
         place = ranks.ranks(figures, figure, ranked(figures)).get("mce")
         if place:
             found.append(
-                (label, f"{place[0]:.1f}", f"of {len(ranked(figures))} models, {summary.count_sets(place[1])}")
+                (label, f"{place[0]:.2f}", f"of {len(ranked(figures))} models, {summary.count_sets(place[1])}")
             )
     ratio = summary.ratio_of_seconds(figures, figures.sets, "mce", "svc-grid")
     if ratio:

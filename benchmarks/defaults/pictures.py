@@ -45,7 +45,7 @@ def critical_difference(means, distance, name):
             axes.text(rank, 0.3, str(rank), ha="center", fontsize=8)
         end = 1 + min(distance, count - 1)
         axes.plot([1, end], [1.0, 1.0], color=INK, linewidth=1.5, marker="|", markersize=6)
-        wide = "" if distance <= count - 1 else ", more than the line"
+        wide = "" if distance <= count - 1 else ", longer than the axis"
         axes.text(1, 1.15, f"critical difference {distance:.2f}{wide}", fontsize=8)
         for level, bar in enumerate(bars):
             y = -0.35 - 0.28 * level

@@ -34,7 +34,6 @@ import typer
 
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
-from kme_dist.cli.lazy import load
 from kme_dist.cli.options import (
     ConfigOptions,
     DatasetConfig,
@@ -46,9 +45,11 @@ from kme_dist.cli.options import (
     StageOptions,
     TableConfig,
     expand_options,
+    load,
+    print_json,
+    print_tree,
     split_names,
 )
-from kme_dist.cli.output import print_json, print_tree
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
 from kme_dist.errors import KMEError
 from kme_dist.ops.words import plural
@@ -175,7 +176,12 @@ def _run_stage(stage: str, config: Path, options: StageOptions, output: Output, 
     typed = ["kme-dist", stage, str(config), *(f"--set={change}" for change in options.overrides or [])]
     wanted = options.load(config)
     with load("pipelines.progress").StepProgress(sys.stderr, quiet=output.quiet) as progress:
-        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=output.say)
+
+        def say(line: str) -> None:
+            progress.flush()
+            output.say(line)
+
+        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=say)
         with options.performance_notice(output.say):
             result: dict[str, Any] = load(f"pipelines.{stage}").run(
                 wanted,

@@ -28,7 +28,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kme_dist.cli.lazy import load
 from kme_dist.cli.options import (
     Connection,
     Insecure,
@@ -39,8 +38,10 @@ from kme_dist.cli.options import (
     Pipeline,
     Root,
     expand_options,
+    load,
+    print_json,
+    print_tree,
 )
-from kme_dist.cli.output import print_json, print_tree
 from kme_dist.config import ClusterConfig, load_config
 from kme_dist.data.leases import LeaseLost
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError

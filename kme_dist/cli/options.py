@@ -1,4 +1,4 @@
-"""The options that commands share, each defined once, and what they stand for.
+"""What commands share: options, each defined once, what they print, and modules that are loaded when needed.
 
 A command takes records: every field of a record becomes an option of the command.
 
@@ -6,23 +6,25 @@ A command takes records: every field of a record becomes an option of the comman
     @expand_options
     def plan(config: DatasetConfig, options: ConfigOptions, output: Output) -> None: ...
 
-is `kme-dist plan CONFIG [--set ...] [--scheduler ...] [--json] [--quiet]`.
+is `kme-dist plan CONFIG [--set ...] [--scheduler ...] [--json] [--quiet]`. Results go to stdout, messages to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kme_dist.cli.output import print_json, stderr_printer
 from kme_dist.config import ClusterConfig, Config, load_config
 from kme_dist.errors import ConfigError
 from kme_dist.ops.certs import tls_files
@@ -46,6 +48,14 @@ Root = Annotated[
     typer.Option(metavar="DIR", help="Folder of jobs and data; default: KME_ROOT, else the current folder."),
 ]
 Pipeline = Annotated[str, typer.Option(help="run, learn, fit, predict or evaluate.")]
+
+
+def load(name: str) -> ModuleType:
+    """A module of the package by its path below kme_dist, e.g. `load("pipelines.learn")`.
+
+    Loaded when a command needs it: `kme-dist --help` waits neither for NumPy nor for Dask.
+    """
+    return importlib.import_module(f"kme_dist.{name}")
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +96,8 @@ class Output:
 
     def say(self, line: str) -> None:
         """A message to a person, on stderr."""
-        stderr_printer(self.quiet)(line)
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
 
     def result(self, result: Any, *lines: str) -> None:
         """A result as JSON, or as lines for a person."""
@@ -184,3 +195,43 @@ def split_pairs(given: list[str] | None, option: str) -> dict[str, str] | None:
             raise ConfigError(f"{option} {text}: must be NAME=FILE")
         found[name] = path
     return found
+
+
+# --- printing ---------------------------------------------------------------------------------------
+
+
+def print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+def print_tree(facts: Mapping[str, Any], *, width: int = 160, indent: int = 0) -> None:
+    """Nested facts as indented `name  value` lines, each value cut at `width` characters."""
+    column = max((len(str(key)) for key in facts), default=0)
+    for key, value in facts.items():
+        if isinstance(value, dict) and value:
+            print(f"{' ' * indent}{key}")
+            print_tree(value, width=width, indent=indent + 2)
+        else:
+            text = _to_text(str(key), value)
+            print(f"{' ' * indent}{key!s:{column}}  {text if len(text) <= width else text[: width - 3] + '...'}")
+
+
+def _to_text(key: str, value: Any) -> str:
+    if key.endswith("bytes") and isinstance(value, int):
+        return _bytes(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return "; ".join(_to_text(key, item) for item in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_to_text(name, inner)}" for name, inner in value.items()) or "none"
+    return str(value)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

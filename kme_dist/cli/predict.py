@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kme_dist.cli.lazy import load
-from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, split_names, split_pairs
+from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, load, split_names, split_pairs
 from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.errors import ConfigError
 from kme_dist.ops.words import plural

@@ -18,10 +18,9 @@ import numpy as np
 
 from kme_dist.backend import Array, diagonal, like, namespace_of, precision, set_diagonal
 from kme_dist.core.kernels.base import Kernel, row_count
-from kme_dist.core.losses import hits, one_hot
 from kme_dist.core.objective import Objective, Workspace, gather, solve_batch, with_positive_weights, with_promotion
 from kme_dist.core.precision import TOLERANCE, Need, need_of_solve
-from kme_dist.core.weights import column, flat, per_row_shift, total_weight
+from kme_dist.core.risk import column, flat, hits, one_hot, per_row_shift, total_weight
 from kme_dist.errors import ConfigError
 
 START_SHARPNESS = 6.0

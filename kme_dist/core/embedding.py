@@ -24,7 +24,7 @@ from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, refines, warn_of_padding
-from kme_dist.core.weights import flat, per_row_shift, total_weight
+from kme_dist.core.risk import flat, per_row_shift, total_weight
 from kme_dist.errors import NumericalError
 
 # Rows and centres of a tile: wide enough for the matrix products, small enough to stay in a core's cache; on a device
@@ -193,19 +193,6 @@ class ExactSolution:
     left_out: Array | None  # decisions of the last rows under the fits without them
     risk: float  # mean -log of the label's decision probability at the rows of the fit
     squared_norm: float  # |f|² in the space of the kernel
-
-
-def exact_weights(
-    kernel: Kernel,
-    X: Any,
-    y: np.ndarray,
-    n_classes: int,
-    lam: float,
-    workspace: Workspace | None = None,
-    row_weights: np.ndarray | None = None,
-) -> Array:
-    """V = (K + nλI)⁻¹ Y; see `exact_solution`."""
-    return exact_solution(kernel, X, y, n_classes, lam, workspace, row_weights).weights
 
 
 def exact_solution(

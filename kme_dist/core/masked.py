@@ -28,7 +28,7 @@ import numpy as np
 from kme_dist.backend import Array, astype, cholesky, diagonal, like, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.objective import COMPLEXITY_WEIGHT, LOSS_FLOOR, Objective, generalisation_bound, one_hot
 from kme_dist.core.precision import need_of_features
-from kme_dist.core.weights import checked_weights, column, total_weight
+from kme_dist.core.risk import checked_weights, column, total_weight
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
 LOSSES = ("log", "softmax")

@@ -30,7 +30,7 @@ from scipy.linalg import blas
 
 from kme_dist.backend import Array, cholesky, empty_square, like, namespace_of
 from kme_dist.core.embedding import log_loss
-from kme_dist.core.weights import column
+from kme_dist.core.risk import column
 from kme_dist.errors import NumericalError
 
 SAMPLE_ROWS = 4_000  # rows kept for leave-one-out

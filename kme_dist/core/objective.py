@@ -19,7 +19,7 @@ Bounds". `risk="sum"`, the default, reproduces the published figures: with the m
 outweighs the loss and the objective collapses.
 
 Rows may have weights w_i, W = Σ w_i: then A = K + Wλ diag(1/w), P = Y - Wλ V/w, and the risk is Σ w_i L_i
-(`kme_dist.core.weights`).
+(`kme_dist.core.risk`).
 
 Single precision is used where nλ leaves it three digits (`kme_dist.core.precision`), else the batch is promoted to
 double before it is factorised. If a factorisation still fails, a growing multiple of the identity is added before an
@@ -59,19 +59,24 @@ from kme_dist.core.kernels.base import (
     take,
     tile_rows,
 )
-from kme_dist.core.losses import (
+from kme_dist.core.precision import Need, need_of_features, need_of_solve
+from kme_dist.core.risk import (
     COMPLEXITY_WEIGHT,
     LOSS_FLOOR,
     Terms,
+    checked_weights,
     clipped_loss,
+    column,
     complexity_term,
+    flat,
     hits,
     one_hot,
+    per_row_shift,
+    positive_rows,
     ratio,
     terms_of,
+    total_weight,
 )
-from kme_dist.core.precision import Need, need_of_features, need_of_solve
-from kme_dist.core.weights import checked_weights, column, flat, per_row_shift, positive_rows, total_weight
 from kme_dist.errors import ConfigError, DataError, NumericalError
 
 __all__ = [

@@ -29,7 +29,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, like, namespace_of, precision
 from kme_dist.core.kernels.base import Kernel, row_count
-from kme_dist.core.weights import column, total_weight
+from kme_dist.core.risk import column, total_weight
 from kme_dist.errors import PrecisionWarning
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}

@@ -20,7 +20,7 @@ from kme_dist.core.embedding import leave_one_out, log_loss
 from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import Need, need_of_solve
-from kme_dist.core.weights import positive_rows, total_weight
+from kme_dist.core.risk import positive_rows, total_weight
 from kme_dist.errors import NumericalError
 
 # The search range of n λ / α²: from interpolating every label to averaging over all rows.

@@ -22,7 +22,7 @@ import numpy as np
 
 from kme_dist.backend import Array, astype, like, namespace_of, precision, to_host
 from kme_dist.core.objective import Objective, one_hot
-from kme_dist.core.weights import column, total_weight
+from kme_dist.core.risk import column, total_weight
 from kme_dist.errors import ConfigError
 
 LOSSES = ("hinge", "cross_entropy", "squared")

@@ -32,7 +32,7 @@ from scipy.linalg import blas
 from kme_dist.backend import Array, astype, empty_square, like, namespace_of, precision, to_host
 from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import one_hot
-from kme_dist.core.weights import column
+from kme_dist.core.risk import column
 from kme_dist.meter import metered
 
 TILE_ROWS = 4_096  # rows of one product zᵀz: enough to make adding it to the sum cheap

@@ -150,11 +150,7 @@ def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, An
     counts = None if data.class_counts is None else np.array(data.class_counts)
     weights = np.array(data.attributes.get("weight_totals", np.zeros((0, 2))))
     splits = {name: dict(entry) for name, entry in data.attributes["splits"].items()}
-    bounds = [start for _, start in writer.segments] + [writer.total]
-    for i, (name, start) in enumerate(writer.segments):
-        if name is None or name not in writer.statistics:
-            continue
-        features, targets, found, own = writer.statistics[name]
+    for name, span, (features, targets, found, own) in writer.measured():
         weights = padded_sum(weights, own)
         total = total + features
         target = target + targets if target is not None and targets is not None else target
@@ -165,7 +161,7 @@ def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, An
             merged = Statistics.from_json(old["statistics"], data.features) + features
             classes = None if counts is None else np.array(old["class_counts"], np.int64) + found
             own = padded_sum(np.array(old.get("weight_totals", np.zeros((0, 2)))), own)
-            splits[name] = split_entry([*old["ranges"], [start, bounds[i + 1]]], merged, classes, own)
+            splits[name] = split_entry([*old["ranges"], span], merged, classes, own)
     source = data.attributes["source"]
     new.update(
         rows=writer.total,

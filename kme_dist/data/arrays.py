@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.data.dataset import RowSource, generated_names, joined
-from kme_dist.data.plan import Span
+from kme_dist.data.dataset import RowSource, Span, generated_names, joined
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest, padded_sum, weight_totals
 from kme_dist.errors import DataError

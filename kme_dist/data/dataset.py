@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,6 @@ import pyarrow as pa
 
 from kme_dist.data.chunks import StoredArray, check_size, read_attributes
 from kme_dist.data.places import METADATA_KEY, Place
-from kme_dist.data.plan import Span
 from kme_dist.data.schema import Schema
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_seal
@@ -36,10 +35,22 @@ from kme_dist.errors import ConfigError, CorruptError, DataError
 DATASET_FORMAT = "kme-dist/dataset"
 DATASET_VERSION = 1
 CACHE_BYTES = 64 << 20
+Span = tuple[int, int]  # rows [start, stop)
 
 # Format version n -> a function that converts attributes of version n to version n + 1. Opening a data set applies
 # them in sequence, so that every older version can be read. Version 1 is the first.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+def spans_within(ranges: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """Rows [start, stop) of the concatenated `ranges`, as row ranges."""
+    found, before = [], 0
+    for low, high in ranges:
+        first, last = max(start - before, 0), min(stop - before, high - low)
+        if first < last:
+            found.append((low + first, low + last))
+        before += high - low
+    return tuple(found)
 
 
 @dataclass(frozen=True)

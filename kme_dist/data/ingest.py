@@ -546,18 +546,14 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
     whole, target, counts = Statistics.empty(width), Statistics.empty(1), np.zeros(len(classes or ()), np.int64)
     weights = np.zeros((0, 2))
     splits = {}
-    bounds = [start for _, start in writer.segments] + [writer.total]
-    for i, (name, start) in enumerate(writer.segments):
-        if name is None or name not in writer.statistics:
-            continue
-        features, targets, found, own = writer.statistics[name]
+    for name, span, (features, targets, found, own) in writer.measured():
         weights = padded_sum(weights, own)
         whole, target = whole + features, target if targets is None else target + targets
         if classes is not None:
             counts = counts + found
         if name != "all":
             found_classes = found if classes is not None else None
-            splits[name] = split_entry([[start, bounds[i + 1]]], features, found_classes, own)
+            splits[name] = split_entry([span], features, found_classes, own)
     schema = job.schema
     return {
         "format": DATASET_FORMAT,

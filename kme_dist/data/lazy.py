@@ -18,10 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kme_dist.data.arrays import OUTPUT_ROWS, ArrayRows
-from kme_dist.data.dataset import Dataset, RowSource, joined, open_dataset, short_digest
+from kme_dist.data.dataset import Dataset, RowSource, Span, joined, open_dataset, short_digest
 from kme_dist.data.encode import Encoder
 from kme_dist.data.places import METADATA_KEY, Place
-from kme_dist.data.plan import Span
 from kme_dist.data.readers import FileOptions, TableSource, open_source
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.schema import Column, Schema

@@ -21,31 +21,18 @@ is drawn in sequence, so there is no state to lose and the number of workers doe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from kme_dist.data.dataset import spans_within
 from kme_dist.errors import ConfigError, DataError
 
 MODES = ("contiguous", "blocks", "rows")
 ORDERS = ("permutation", "sampling")
-
-
-Span = tuple[int, int]  # rows [start, stop)
-
-
-def spans_within(ranges: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Rows [start, stop) of the concatenated `ranges`, as row ranges."""
-    found, before = [], 0
-    for low, high in ranges:
-        first, last = max(start - before, 0), min(stop - before, high - low)
-        if first < last:
-            found.append((low + first, low + last))
-        before += high - low
-    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,13 @@ class ShardWriter:
             result.statistics[split] = joined(result.statistics.get(split), piece)
         return result
 
+    def measured(self) -> Iterator[tuple[str, list[int], Measured]]:
+        """The splits that were written: name, row range, and statistics."""
+        stops = [start for _, start in self.segments[1:]] + [self.total]
+        for (split, start), stop in zip(self.segments, stops, strict=True):
+            if split is not None and split in self.statistics:
+                yield split, [start, stop], self.statistics[split]
+
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         bounds = [*self.segments, (None, 2**62)]
         for (split, low), (_, high) in pairwise(bounds):

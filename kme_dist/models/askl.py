@@ -35,6 +35,7 @@ from kme_dist.core import optim
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.objective import Objective
+from kme_dist.core.risk import positive_rows, total_weight
 from kme_dist.core.spectral import (
     LOSSES,
     VARIANTS,
@@ -46,10 +47,9 @@ from kme_dist.core.spectral import (
     spectral_objective,
 )
 from kme_dist.core.spectral import losses as losses_of
-from kme_dist.core.weights import positive_rows, total_weight
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -77,12 +77,12 @@ from kme_dist.models.settings import (
 )
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.learn import Batches, learn
-from kme_dist.run.learners import describe_map, start_of, with_parameters
+from kme_dist.run.learners import LearnSettings, Record, describe_map, start_of, with_parameters
 from kme_dist.run.maps import restore_features
-from kme_dist.run.settings import LearnSettings, Record
-from kme_dist.run.sharing import share
+from kme_dist.run.workers import share
 
 _CHUNK_ROWS = 4_096
+Targets = tuple[Batches, int | None, int]  # batches, the number of classes (None: numbers), columns of W
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,30 @@ class _ASKL(Estimator):
         self.n_jobs = n_jobs
 
     # --- fitting ---------------------------------------------------------------------------------
+
+    @on_workers
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        callback: Callable[[Record], None] | None = None,
+        checkpoints: str | Path | Checkpoints | None = None,
+    ) -> Self:
+        """Learn frequencies and weights from a table and its labels (a regressor: numbers), or from an open `Dataset`.
+
+        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row. `callback`
+        receives the record of every step; `checkpoints` is a folder to save to and to resume from after an
+        interruption.
+        """
+        self._begin_fit()
+        with contextlib.ExitStack() as stack:
+            self._learn(*self._targets(X, y, sample_weight, stack), callback, checkpoints)
+        return self
+
+    def _targets(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> Targets:
+        """Rows with their targets; until `stack` closes, workers can read them."""
+        raise TypeError(f"{type(self).__name__} must define _targets")
 
     def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Batches:
         split = data.training_split()
@@ -389,27 +413,10 @@ class ASKLClassifier(Classifier, _ASKL):
         self.loss = loss
         self.class_weight = class_weight
 
-    @on_workers
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        callback: Callable[[Record], None] | None = None,
-        checkpoints: str | Path | Checkpoints | None = None,
-    ) -> Self:
-        """Learn frequencies and weights from a table and its labels, or from an open `Dataset`.
-
-        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row. `callback`
-        receives the record of every step; `checkpoints` is a folder to save to and to resume from after an
-        interruption.
-        """
-        self._begin_fit()
-        with contextlib.ExitStack() as stack:
-            data, _ = self._labelled_rows(X, y, stack, sample_weight)
-            self.classes_ = np.asarray(data.classes)
-            self._learn(self._source(data), len(self.classes_), len(self.classes_), callback, checkpoints)
-        return self
+    def _targets(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> Targets:
+        data, _ = self._labelled_rows(X, y, stack, sample_weight)
+        self.classes_ = np.asarray(data.classes)
+        return self._source(data), len(self.classes_), len(self.classes_)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """The scores Wᵀφ(x); with two classes, second minus first."""
@@ -467,40 +474,23 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
 
     loss = "squared"
 
-    @on_workers
-    def fit(
-        self,
-        X: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        callback: Callable[[Record], None] | None = None,
-        checkpoints: str | Path | Checkpoints | None = None,
-    ) -> Self:
-        """Learn frequencies and weights from a table and numeric targets, or from an open `Dataset`.
-
-        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row. `callback`
-        receives the record of every step; `checkpoints` is a folder to save to and to resume from after an
-        interruption.
-        """
-        self._begin_fit()
-        with contextlib.ExitStack() as stack:
-            data: RowSource
-            if isinstance(X, Dataset):
-                if X.classes is not None or X.y is None or y is not None or sample_weight is not None:
-                    raise DataError(
-                        f"{X.path}: fit(dataset) requires a data set with numeric targets, no y and no sample_weight"
-                    )
-                self._record_names(X.feature_names)
-                data = X
-            else:
-                X, y = self._fit_rows(X, y, y_numeric=True)
-                X, y, weights = positive_rows(X, np.asarray(y, np.float64), sample_weights(sample_weight, X))
-                data = ArrayRows(X, y, weights=weights)
-                share(data, self._client, stack)
-            found = data.target_statistics
-            self.target_ = _centre_and_width(float(found.mean[0]), float(found.variance[0]))
-            self._learn(self._source(data, (self.target_[0], 1 / self.target_[1])), None, 1, callback, checkpoints)
-        return self
+    def _targets(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> Targets:
+        data: RowSource
+        if isinstance(X, Dataset):
+            if X.classes is not None or X.y is None or y is not None or sample_weight is not None:
+                raise DataError(
+                    f"{X.path}: fit(dataset) requires a data set with numeric targets, no y and no sample_weight"
+                )
+            self._record_names(X.feature_names)
+            data = X
+        else:
+            X, y = self._fit_rows(X, y, y_numeric=True)
+            X, y, weights = positive_rows(X, np.asarray(y, np.float64), sample_weights(sample_weight, X))
+            data = ArrayRows(X, y, weights=weights)
+            share(data, self._client, stack)
+        found = data.target_statistics
+        self.target_ = _centre_and_width(float(found.mean[0]), float(found.variance[0]))
+        return self._source(data, (self.target_[0], 1 / self.target_[1])), None, 1
 
     def predict(self, X: Any) -> np.ndarray:
         """The conditional mean."""

@@ -29,13 +29,12 @@ from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, generated_names
 from kme_dist.data.places import Place
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
 from kme_dist.run.executors import Executor
-from kme_dist.run.sharing import executor_for
-from kme_dist.run.workers import job_count, local_workers
+from kme_dist.run.workers import executor_for, job_count, local_workers
 
 Arrays = dict[str, Any]  # NumPy arrays, or those of the model's device
 Facts = dict[str, Any]

@@ -32,39 +32,27 @@ from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import RowSource
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.models.account import Account
-from kme_dist.models.base import (
-    DTYPES,
-    Arrays,
-    Facts,
-    Own,
-    get_labels,
-    on_workers,
-    put_labels,
-    scaling_arrays,
-    stored_scaling,
-)
+from kme_dist.models.base import Arrays, Facts, Own, on_workers
 from kme_dist.models.classifier import EmbeddingClassifier
-from kme_dist.models.settings import (
-    RandomState,
-    Rule,
-    below_one,
-    class_weights,
-    integer,
-    jobs,
-    one_of,
-    positive,
-    seed,
-)
+from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
 from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import Batches, learn, learn_softmax
-from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, assemble, start_of, with_parameters
+from kme_dist.run.learners import (
+    KernelLearner,
+    LearnSettings,
+    NetworkLearner,
+    Record,
+    SoftmaxLearner,
+    assemble,
+    start_of,
+    with_parameters,
+)
 from kme_dist.run.maps import as_features, restore_features
-from kme_dist.run.settings import LearnSettings, Record
 
 _WHOLE_ROWS = 20_000  # up to this many rows an exact gradient is one batch; above, three passes over the chunks
 
@@ -109,22 +97,13 @@ class CENClassifier(EmbeddingClassifier):
 
     _FITTED: ClassVar[str] = "features_"
     _RULES: ClassVar[Mapping[str, Rule]] = {
-        "class_weight": class_weights(),
+        **EmbeddingClassifier._RULES,
         "dropout": below_one(),
         "average": below_one(),
-        "regularization": positive(),
-        "learning_rate": positive(),
-        "steps": integer(0),
         "batches_per_step": integer(1),
-        "batch_size": integer(1, optional=True),
         "schedule": one_of("constant", "cosine"),
-        "dtype": one_of(*DTYPES),
         "objective": one_of("rcb", "validation"),
         "loss": one_of(*LOSSES),
-        "probability_floor": below_one(optional=True),
-        "random_state": seed(),
-        "verbose": integer(0),
-        "n_jobs": jobs(),
     }
 
     def __init__(
@@ -426,7 +405,7 @@ class CENClassifier(EmbeddingClassifier):
                 learned_lam, _, _ = retune_regularization(
                     head, Z, codes, classes, start=learned_lam, floor=floor, weights=w
                 )
-            self.weights_ = mce.exact_weights(head, Z, codes, classes, learned_lam, row_weights=w)
+            self.weights_ = mce.exact_solution(head, Z, codes, classes, learned_lam, row_weights=w).weights
         inner = mce.Embedding(head, Z, self.weights_, learned_lam)
         self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_, inner)
         self.probability_floor_, self.regularization_ = floor, learned_lam
@@ -489,22 +468,17 @@ class CENClassifier(EmbeddingClassifier):
         return devices.to_host(self.features_.forward(rows))
 
     def _pack(self) -> tuple[Arrays, Facts]:
-        arrays = {
-            "weights": self.weights_,
-            **scaling_arrays(self.scaling_),
-            **{f"features/{name}": value for name, value in self.features_.arrays.items()},
-        }
+        arrays, facts = super()._pack()
+        arrays |= {f"features/{name}": value for name, value in self.features_.arrays.items()}
+        arrays["weights"] = self.weights_
         found = self.embedding_.on_features
         if found is not None:
             arrays["centres"] = found.centres
-        sample_arrays, sample_facts = self._pack_sample()
-        return arrays | sample_arrays, {
-            **sample_facts,
+        return arrays, {
+            **facts,
             "features": self.features_.to_config(),
             "kernel": None if found is None else found.kernel.to_config(),
             "regularization": self.regularization_,
-            "probability_floor": self.probability_floor_,
-            **put_labels(self.classes_),
             "inputs": self.n_features_in_,
             "bound": None if math.isnan(self.bound_) else self.bound_,
             "history": self.history_,
@@ -513,9 +487,9 @@ class CENClassifier(EmbeddingClassifier):
         }
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        super()._unpack(arrays, facts, own)
         self.hidden = tuple(self.hidden)
         self.features_ = restore_features(facts["features"], arrays, own)
-        self.scaling_, self.classes_ = stored_scaling(arrays), get_labels(facts)
         self.n_features_in_ = int(facts["inputs"])
         self.weights_, inner = arrays["weights"], None
         self.regularization_ = float(facts["regularization"])
@@ -524,11 +498,9 @@ class CENClassifier(EmbeddingClassifier):
             centres, weights = (devices.to_device(arrays[name], self._device()) for name in ("centres", "weights"))
             inner = mce.Embedding(kernel, centres, weights, self.regularization_)
         self.embedding_ = mce.FeatureEmbedding(self.features_, self.weights_, inner)
-        self.probability_floor_ = float(facts["probability_floor"])
         self.bound_ = math.nan if facts["bound"] is None else float(facts["bound"])
         self.history_, self.curve_ = facts["history"], facts["curve"]
         self.softmax_curve_ = facts.get("softmax_curve", [])  # older models have none
-        self._unpack_sample(arrays, facts)
 
 
 def _point(record: Record, per_epoch: int) -> Record:

@@ -23,13 +23,24 @@ from kme_dist.core.calibration import Calibration, class_probabilities, expectat
 from kme_dist.core.importance import exchange_relevance, sample_rows
 from kme_dist.core.importance import shares as as_shares
 from kme_dist.core.kernels import Kernel
-from kme_dist.core.weights import checked_weights, positive_rows
+from kme_dist.core.risk import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts
-from kme_dist.run.sharing import share
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Estimator,
+    Facts,
+    Own,
+    get_labels,
+    put_labels,
+    scaling_arrays,
+    stored_scaling,
+)
+from kme_dist.models.settings import Rule, below_one, class_weights, integer, jobs, one_of, positive, seed
+from kme_dist.run.workers import share
 
 Source = TypeVar("Source", bound=RowSource)
 
@@ -108,6 +119,18 @@ class EmbeddingClassifier(Classifier):
     """A classifier with decision probabilities f(x) of `embedding_`, clip-normalised above `probability_floor_`."""
 
     _BATCHED: ClassVar[bool] = True
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "class_weight": class_weights(),
+        "dtype": one_of(*DTYPES),
+        "steps": integer(0),
+        "batch_size": integer(1, optional=True),
+        "regularization": positive(),
+        "learning_rate": positive(),
+        "probability_floor": below_one(optional=True),
+        "random_state": seed(),
+        "verbose": integer(0),
+        "n_jobs": jobs(),
+    }
     embedding_: Any
     probability_floor: float | None
     probability_floor_: float
@@ -255,11 +278,19 @@ class EmbeddingClassifier(Classifier):
                     for column, end in zip(data.schema.columns, ends, strict=True)
                 }
 
-    def _pack_sample(self) -> tuple[Arrays, Facts]:
-        arrays = {} if self.sample_ is None else {"sample/rows": self.sample_[0], "sample/labels": self.sample_[1]}
-        return arrays, {"feature_groups": self._groups}
+    # --- storing ---------------------------------------------------------------------------------
 
-    def _unpack_sample(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+    def _pack(self) -> tuple[Arrays, Facts]:
+        """What all of them store: scaling, labels, floor and the sample; subclasses add their embedding."""
+        arrays = scaling_arrays(self.scaling_)
+        if self.sample_ is not None:
+            arrays |= {"sample/rows": self.sample_[0], "sample/labels": self.sample_[1]}
+        floor = {"probability_floor": self.probability_floor_}
+        return arrays, {"feature_groups": self._groups, **floor, **put_labels(self.classes_)}
+
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.scaling_, self.classes_ = stored_scaling(arrays), get_labels(facts)
+        self.probability_floor_ = float(facts["probability_floor"])
         self._importances, self._groups = None, dict(facts.get("feature_groups") or {})
         self.sample_ = None  # of models of older versions
         if "sample/rows" in arrays:

@@ -41,8 +41,7 @@ from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
-from kme_dist.data.rows import rows_of
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling, rows_of
 from kme_dist.data.validation import as_values, check_labels, check_not_path
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, on_workers, scaling_arrays, stored_scaling

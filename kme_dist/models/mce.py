@@ -27,41 +27,19 @@ from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel, Linear, Matern
 from kme_dist.core.objective import generalisation_bound
-from kme_dist.core.weights import positive_rows
+from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.account import Account
-from kme_dist.models.base import (
-    DTYPES,
-    Arrays,
-    Facts,
-    Own,
-    get_labels,
-    on_workers,
-    put_labels,
-    scaling_arrays,
-    stored_scaling,
-)
+from kme_dist.models.base import Arrays, Facts, Own, on_workers
 from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
-from kme_dist.models.settings import (
-    RandomState,
-    Rule,
-    below_one,
-    class_weights,
-    integer,
-    jobs,
-    one_of,
-    positive,
-    seed,
-    truth,
-    truth_or,
-)
+from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, truth, truth_or
 from kme_dist.run.fit import Fit
+from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
-from kme_dist.run.settings import OBJECTIVES, Record
 from kme_dist.run.train import Recipe, Trained, fit_candidates, gaussian_of, learn_candidates
 
 _SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound
@@ -135,22 +113,13 @@ class MCEClassifier(EmbeddingClassifier):
     """
 
     _RULES: ClassVar[Mapping[str, Rule]] = {
+        **EmbeddingClassifier._RULES,
         "calibration": one_of("auto", *KINDS),
-        "class_weight": class_weights(),
         "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
-        "dtype": one_of(*DTYPES),
-        "steps": integer(0),
-        "batch_size": integer(1, optional=True),
         "centres": integer(1, optional=True),
-        "regularization": positive(),
-        "learning_rate": positive(),
-        "probability_floor": below_one(optional=True),
-        "random_state": seed(),
         "early_stopping": truth_or("auto"),
         "n_iter_no_change": integer(1, optional=True),
         "warm_start": truth(),
-        "verbose": integer(0),
-        "n_jobs": jobs(),
         "fit_seconds": positive(optional=True),
     }
 
@@ -491,19 +460,17 @@ class MCEClassifier(EmbeddingClassifier):
     # --- storing ---------------------------------------------------------------------------------
 
     def _pack(self) -> tuple[Arrays, Facts]:
+        arrays, facts = super()._pack()
         map_arrays, map_config = features_of(self.scaling_)
-        arrays = {"weights": self.embedding_.weights, **scaling_arrays(self.scaling_), **map_arrays}
+        arrays |= {"weights": self.embedding_.weights, **map_arrays}
         if not isinstance(self.embedding_, FeatureEmbedding):
             arrays["centres"] = self.embedding_.centres
-        sample_arrays, sample_facts = self._pack_sample()
-        return arrays | sample_arrays, {
-            **sample_facts,
+        return arrays, {
+            **facts,
             "kernel": self.kernel_.to_config(),
             "feature_map": map_config,
             "regularization": self.regularization_,
             "embedding_regularization": self.embedding_.regularization,
-            "probability_floor": self.probability_floor_,
-            **put_labels(self.classes_),
             "features": self.n_features_in_,
             "objective": self.objective_,
             "solver": self.solver_,
@@ -516,25 +483,22 @@ class MCEClassifier(EmbeddingClassifier):
         }
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
-        self.kernel_, self.regularization_ = (
-            kernels.from_config(facts["kernel"], own=own),
-            float(facts["regularization"]),
-        )
+        super()._unpack(arrays, facts, own)
+        self.kernel_ = kernels.from_config(facts["kernel"], own=own)
+        self.regularization_ = float(facts["regularization"])
         weights = arrays["weights"]
         lam = float(facts.get("embedding_regularization", facts["regularization"]))
         if "centres" in arrays:
             self.embedding_ = self._on_device(mce.Embedding(self.kernel_, arrays["centres"], weights, lam))
         else:
             self.embedding_ = self._on_device(FeatureEmbedding(Identity(), weights, regularization=lam))
-        self.probability_floor_ = float(facts["probability_floor"])
         stored = restore_features(facts["feature_map"], arrays, own) if facts.get("feature_map") else None
-        self.scaling_ = with_features(stored_scaling(arrays), stored, after=arrays.get("scaling/after"))
-        self.classes_, self.n_features_in_ = get_labels(facts), int(facts["features"])
+        self.scaling_ = with_features(self.scaling_, stored, after=arrays.get("scaling/after"))
+        self.n_features_in_ = int(facts["features"])
         self.objective_, self.bound_ = facts["objective"], facts["bound"]
         self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
         self.loo_log_loss_, self.history_ = facts["loo_log_loss"], facts["history"]
         self.calibration_ = Calibration.from_plain(facts["calibration"]) if "calibration" in facts else Calibration()
-        self._unpack_sample(arrays, facts)
         if facts.get("compression"):
             self.compression_ = facts["compression"]
 

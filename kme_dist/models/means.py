@@ -30,8 +30,7 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data.dataset import open_dataset
-from kme_dist.data.rows import RowsRef, rows_of
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,

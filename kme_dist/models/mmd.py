@@ -28,7 +28,7 @@ from kme_dist.models.means import kernel_for
 from kme_dist.models.settings import RandomState, drawn_seed, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import block_pairs
-from kme_dist.run.sharing import executor_for
+from kme_dist.run.workers import executor_for
 
 _BLOCK_ROWS = 2_048
 _SPECTRAL_ROWS = 1_000

@@ -41,7 +41,7 @@ from kme_dist.run.predict import (
     run_chunks,
     store_chunk,
 )
-from kme_dist.run.sharing import executor_for
+from kme_dist.run.workers import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
 FORMATS = ("zarr", "parquet")

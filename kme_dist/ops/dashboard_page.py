@@ -143,9 +143,11 @@ class Page:
             column(_wrapped(curves[:3]), _wrapped(curves[3:]), sizing_mode="stretch_width", spacing=10),
             sizing_mode="stretch_width",
         )
-        self.pace_part = column(_heading("Pace, by seconds"), _wrapped(pace), sizing_mode="stretch_width")
+        self.pace_part = column(
+            _heading("Pace, by seconds since the start"), _wrapped(pace), sizing_mode="stretch_width"
+        )
         self.scales_part = column(
-            _heading("Length scales (small: large inverse length scale)"),
+            _heading("Length scales (short: the feature matters)"),
             _wrapped([plot.figure for plot in self.scales]),
             sizing_mode="stretch_width",
         )
@@ -268,7 +270,9 @@ class ScalesPlot:
         self._seen = (run.began, run.scales_seen)
         scales, grid = run.scales, run.scales.grid
         low, high = float(grid.min()), float(grid.max())
-        self.figure.title.text = f"{run.run}: {scales.features} features, log₁₀ {low:.2f} to {high:.2f}"
+        self.figure.title.text = (
+            f"{run.run}: {scales.features} features, log₁₀ of length scales from {low:.2f} to {high:.2f}"
+        )
         self.figure.xaxis.visible = self.figure.yaxis.visible = not scales.is_image
         self.image.visible = self._bar.visible = scales.is_image
         self.stems.visible = not scales.is_image

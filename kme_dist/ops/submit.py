@@ -21,7 +21,7 @@ from typing import Any
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import LeaseLost, begin_epoch, latest_epoch
 from kme_dist.errors import ConfigError, KMEError, RetryError
-from kme_dist.ops.cluster import DRIVER, open_client, open_unchecked
+from kme_dist.ops.cluster import DRIVER, check_versions, open_unchecked
 from kme_dist.ops.driver import Cancelled, DriverHost, RunPipeline, drive
 from kme_dist.ops.jobs import ENDED, Job, job_at, job_root
 
@@ -37,7 +37,8 @@ def task_key(job: Job) -> str:
 
 def submit(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline) -> None:
     """Submit the job to the scheduler at `cluster.address` and return; no effect when it is running or done."""
-    with open_client(cluster) as client:
+    with open_unchecked(cluster) as client:
+        check_versions(client)
         workers = _driver_workers(client)
         _check_folder(client, job, workers)
         (job.folder / "cancel").unlink(missing_ok=True)

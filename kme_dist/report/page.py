@@ -79,11 +79,15 @@ class Panel:
 
 
 def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Objective, risk and complexity against the learning step; one line per history."""
+    """Objective, risk and complexity against the learning step; one line per history.
+
+    Without complexity the objective is the risk, and is drawn alone.
+    """
+    columns = [("objective", "objective q"), ("risk", "risk"), ("complexity", "complexity r")]
+    shown = columns if has_complexity(histories) else columns[:1]
 
     def draw(figure: Figure) -> None:
-        columns = (("objective", "objective q"), ("risk", "risk"), ("complexity", "complexity r"))
-        for axes, (key, title) in zip(figure.subplots(1, 3), columns, strict=True):
+        for axes, (key, title) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
             values: list[float] = []
             for color, style, (name, history) in zip(
                 _cycle((ACCENT, *PALETTE[:2], *PALETTE[3:])),
@@ -107,6 +111,11 @@ def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(histories))
 
     return svg(draw, (10.5, 3.2 if len(histories) > 1 else 2.9), "curves")
+
+
+def has_complexity(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether an objective had a complexity term in some step."""
+    return any(float(record["complexity"]) != 0 for history in histories.values() for record in history)
 
 
 def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequence[str]) -> str:
@@ -143,7 +152,7 @@ def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
         confidence = [b["confidence"] for b in bins]
         accuracy = [b["accuracy"] for b in bins]
         top.vlines(confidence, confidence, accuracy, color=PALETTE[0], linewidth=2, alpha=0.7)
-        top.plot(confidence, accuracy, "o-", color=ACCENT, linewidth=1.6, markersize=6)
+        top.plot(confidence, accuracy, "o-", color=ACCENT, linewidth=1.6, markersize=6, clip_on=False, zorder=3)
         top.set_ylabel("accuracy")
         top.set_ylim(-0.02, 1.02)
         top.set_xlim(0, 1)
@@ -226,7 +235,7 @@ def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) 
 
 def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, int], columns: int = 8) -> str:
     """Small images in rows, each with a title (misclassified rows, for example)."""
-    rows = -(-len(images) // columns)
+    rows, columns = -(-len(images) // columns), min(columns, len(images))
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(rows, columns, squeeze=False)
@@ -236,7 +245,7 @@ def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, i
             axes.imshow(image.reshape(shape), cmap="gray_r")
             axes.set_title(title, fontsize=9, loc="center")
 
-    return svg(draw, (10.5, 1.5 * rows), "gallery")
+    return svg(draw, (1.3 * columns, 1.5 * rows), "gallery")
 
 
 def probability_maps(
@@ -332,7 +341,8 @@ def svg(draw: Callable[[Figure], None], size: tuple[float, float], name: str) ->
     text = text.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     text = re.sub(r"(font: [^;\"]*?px)[^;\"]*", r"\1 system-ui, sans-serif", text)
-    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text)
+    drawn = f"--drawn: {96 * size[0]:.0f}px"  # its width at the size it was drawn for
+    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" style="{drawn}">', text)
     return text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
 
 
@@ -388,7 +398,8 @@ def render_html(
     )
     pictures = "".join(
         f'<figure class="{"wide" if picture.wide else ""}"><h2>{_text(picture.title)}</h2>'
-        f"{picture.svg}<figcaption>{_text(picture.caption)}</figcaption></figure>"
+        f'<div class="scroll">{picture.svg}</div>'
+        f"<figcaption>{_text(picture.caption)}</figcaption></figure>"
         for picture in figures
     )
     return _PAGE.format(
@@ -445,7 +456,7 @@ dd {{ margin: 0; font-size: 25px; font-weight: 600; font-variant-numeric: tabula
 .pictures {{ display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px;
             margin-bottom: 16px; }}
 .wide {{ grid-column: 1 / -1; }}
-figure svg {{ width: 100%; height: auto; display: block; }}
+figure svg {{ width: 100%; max-width: calc(1.1 * var(--drawn)); height: auto; display: block; }}
 figcaption {{ color: var(--soft); font-size: 13.5px; margin-top: 8px; }}
 section {{ margin-bottom: 16px; }}
 .scroll {{ overflow-x: auto; }}
@@ -457,6 +468,7 @@ tbody tr:last-child td {{ border-bottom: 0; }}
 pre {{ margin: 0; overflow-x: auto; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, monospace; }}
 footer {{ color: var(--soft); font-size: 13px; }}
 @media (max-width: 760px) {{ .pictures {{ grid-template-columns: minmax(0, 1fr); }}
+  .wide svg {{ min-width: min(640px, var(--drawn)); }}
   dl {{ grid-template-columns: repeat(2, minmax(0, 1fr)); }} }}
 </style></head>
 <body><main>

@@ -71,8 +71,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import ConfigError, DataError, NumericalError
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Problem
@@ -80,10 +79,9 @@ from kme_dist.run.fit.panels import Panels, make_panels
 from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
 from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.learn import Batches, learn
-from kme_dist.run.learners import assemble, log_parameters
+from kme_dist.run.learners import LearnSettings, Record, assemble, log_parameters
 from kme_dist.run.means import BLOCK_ROWS
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.settings import LearnSettings, Record
 
 _SLAB_ROWS = 2_048  # of z and l(D, y), both wide, held at a time
 _LEVERAGE_ROWS = 2_000  # evaluated by leave-one-out from leverages

@@ -36,16 +36,15 @@ from kme_dist.core import optim
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels.base import FeatureMap
 from kme_dist.core.objective import LOSS_FLOOR, Objective, clipped_loss, generalisation_bound, one_hot
+from kme_dist.core.risk import column
 from kme_dist.core.sums import FeatureBasis, OneHot, Sums, sum_rows
-from kme_dist.core.weights import column
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import run_identity
-from kme_dist.run.learners import log_parameters
-from kme_dist.run.settings import LearnSettings, Record
+from kme_dist.run.learners import LearnSettings, Record, log_parameters
 from kme_dist.run.trainer import Round, Trainer
 
 PREFIX = "features."

@@ -34,18 +34,19 @@ from kme_dist.backend import Array, is_cupy, precision, resolve, to_device, to_h
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.objective import Objective
-from kme_dist.core.weights import positive_rows
+from kme_dist.core.risk import positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.learners import (
     KernelLearner,
     Learner,
+    LearnSettings,
+    Record,
     SoftmaxLearner,
     assemble,
     kernel_start,
@@ -53,8 +54,8 @@ from kme_dist.run.learners import (
     mean_objectives,
     short_digest,
     within_limits,
+    without_schedule,
 )
-from kme_dist.run.settings import LearnSettings, Record, without_schedule
 from kme_dist.run.trainer import Callback, LengthScalePrior, Round, RoundFn, Stepper, Trainer, TrainingOutcome
 
 BATCH_ROWS = 1000  # default batch size

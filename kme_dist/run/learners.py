@@ -1,4 +1,4 @@
-"""Learners evaluate a batch: objective and gradient of its rows, by parameter name.
+"""Learners evaluate a batch: objective and gradient of its rows, by parameter name; and the settings of learning.
 
     KernelLearner(kernel, settings, n_classes=10)        algorithm 1: a kernel and λ
     NetworkLearner(features, settings, n_classes=10)     algorithm 2: explicit features and λ
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -36,11 +37,12 @@ from kme_dist.core.objective import (
     rcb_objective,
     validation_objective,
 )
-from kme_dist.core.weights import column, merge_equal_rows
-from kme_dist.errors import DataError
+from kme_dist.core.risk import COMPLEXITY_WEIGHT, column, merge_equal_rows
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.executors import tree_combine
-from kme_dist.run.settings import LearnSettings
 
+OBJECTIVES = ("rcb", "validation", "loo", "erm", "calibrated")
+Record = dict[str, Any]  # of one step: values by name
 PREFIX = "features."
 # Of a step under the calibrated objective: far below the noise of a batch, and what is learned is tuned afterwards.
 STEP_TOLERANCE = 0.02
@@ -49,6 +51,50 @@ WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
 _FULL_CONFIG = 10_000  # longest kernel config stored in full in a checkpoint
 _local = threading.local()  # memory for a Gram matrix, kept between batches by each thread
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    """Settings of a learning run, except data and starting point."""
+
+    objective: str = "rcb"
+    risk: str = "sum"
+    complexity_weight: float | None = None  # None: 4e for rcb, 1 for validation and leave-one-out, 0 for erm
+    steps: int = 1000
+    batch_size: int | None = None  # None: all rows in every step
+    learning_rate: float = 0.1
+    schedule: Callable[[float, int], optim.Schedule] | None = None  # (rate, steps) -> schedule; None: constant
+    optimizer: str = "adam"
+    clip_norm: float | None = None
+    frozen: tuple[str, ...] = ()
+    train_share: float = 0.5  # of a batch, for the validation objective
+    evaluated: int | None = None  # rows of a batch left out one at a time by the calibrated objective; None: all
+    # Prior on length scales: deviation from their start in e-folds (of the calibrated objective: from their start times
+    # a common factor); None: no prior.
+    prior_width: float | None = None
+    patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective={self.objective!r} cannot be learned; choose one of {', '.join(OBJECTIVES)}")
+        if self.steps < 0:
+            raise ConfigError(f"steps={self.steps}: must be an integer >= 0")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate={self.learning_rate!r}: must be a positive number")
+
+    @property
+    def tau(self) -> float:
+        if self.objective in ("erm", "calibrated"):
+            return 0.0
+        if self.complexity_weight is not None:
+            return self.complexity_weight
+        return COMPLEXITY_WEIGHT if self.objective == "rcb" else 1.0
+
+
+def without_schedule(settings: LearnSettings) -> LearnSettings:
+    """For workers: the schedule is a function that only the driver calls, and need not pickle."""
+    return replace(settings, schedule=None)
 
 
 class Learner(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 
 from kme_dist.backend import to_host
 from kme_dist.core import features as maps
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 
 
 def as_features(network: Any, n_features: int, seed: int = 0) -> Any:

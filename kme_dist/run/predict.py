@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kme_dist.data.dataset import Span
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import Place, store_errors
-from kme_dist.data.plan import Span
 from kme_dist.data.predictions import (
     PREDICTIONS_FORMAT,
     PREDICTIONS_VERSION,

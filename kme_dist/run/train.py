@@ -18,24 +18,22 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core import optim
-from kme_dist.core.embedding import Embedding, exact_weights
+from kme_dist.core.embedding import Embedding, exact_solution
 from kme_dist.core.features import Identity
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
+from kme_dist.core.risk import merge_equal_rows, positive_rows
 from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, tune
-from kme_dist.core.weights import merge_equal_rows, positive_rows
 from kme_dist.data.dataset import RowSource
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
-from kme_dist.run.learners import STEP_TOLERANCE
+from kme_dist.run.learners import STEP_TOLERANCE, LearnSettings, Record
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
-from kme_dist.run.settings import LearnSettings, Record
 
 AUTO = "calibrated"  # the objective that "auto" learns under
 SEARCHED = ("median", "cv")  # objectives that search on a sample
@@ -518,7 +516,7 @@ def cross_validate(
         for train, test in splits:
             rows = select(X, train)
             own = None if weights is None else weights[train]
-            V = exact_weights(trial, rows, y[train], n_classes, lam, row_weights=own)
+            V = exact_solution(trial, rows, y[train], n_classes, lam, row_weights=own).weights
             fitted = Embedding(trial, rows, V, lam)
             decided = to_host(fitted.decision(select(X, test))).argmax(axis=1)
             hits += float(((decided == y[test]) * (1 if weights is None else weights[test])).sum())

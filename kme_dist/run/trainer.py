@@ -26,7 +26,7 @@ from kme_dist.core.kernels.base import Kernel, length_scale_names
 from kme_dist.core.objective import Objective
 from kme_dist.errors import KMEError
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
-from kme_dist.run.settings import LearnSettings, Record, without_schedule
+from kme_dist.run.learners import LearnSettings, Record, without_schedule
 
 HISTORY_RECORDS = 1000  # kept if not all are; the callback receives every one
 _MEAN = "averaged"  # its slot among those of the optimiser

@@ -1,9 +1,10 @@
-"""Worker processes of this machine for the duration of one fit: what `n_jobs` opens.
+"""The workers of one fit: those of a client, or processes of this machine, which `n_jobs` opens.
 
     with local_workers(4) as client:
-        executor = DaskExecutor(client)
+        executor = executor_for(client)
 
-They are started as commands, not forked or spawned, so that a script needs no `if __name__ == "__main__"`.
+Processes are started as commands, not forked or spawned, so that a script needs no `if __name__ == "__main__"`. Rows in
+memory are shared with workers: written once to a local folder that all of them memory-map.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from kme_dist.backend import available_cores
-from kme_dist.errors import RetryError
+from kme_dist.backend import available_cores, thread_count
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.errors import ConfigError, DataError, RetryError
+from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 
 _START_S = 120.0
 
@@ -51,3 +55,31 @@ def local_workers(count: int) -> Iterator[Any]:
                 "busy, or set n_jobs=None"
             ) from None
         yield client
+
+
+def executor_for(client: Any, threads: int | None = None) -> Executor:
+    """An executor for a client; without one for this process, with all its cores or `threads` of them."""
+    if client is not None and not hasattr(client, "scheduler_info"):
+        raise ConfigError(
+            f"client={client!r}: must be a dask.distributed.Client or None; connect first: Client({client!r})"
+        )
+    if getattr(client, "status", "running") in ("closing", "closed"):
+        raise ConfigError("client: it is closed; connect again with dask.distributed.Client(address), or pass None")
+    return SerialExecutor(threads or thread_count()) if client is None else DaskExecutor(client)
+
+
+def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | None:
+    """Store rows where `client`'s workers can read them, until `stack` closes; returns the folder (None: no client)."""
+    executor_for(client)
+    if client is None:
+        return None
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    hosts = {worker["host"] for address, worker in workers.items() if not address.startswith("inproc://")}
+    if not hosts <= {"127.0.0.1", "::1", "localhost"}:
+        raise DataError(
+            f"fit: rows in memory cannot be read by workers at {', '.join(sorted(hosts))}; store them where all can "
+            "read them (kme_dist.ingest((X, y), path)) and pass fit(kme_dist.open_dataset(path))"
+        )
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-dist-"))
+    rows.spill(folder)
+    return folder

@@ -15,7 +15,7 @@ import numpy as np
 import oracles
 import pytest
 
-from kme_dist.core.embedding import Decision, Embedding, exact_weights, solve_dual
+from kme_dist.core.embedding import Decision, Embedding, exact_solution, solve_dual
 from kme_dist.core.kernels import Gaussian, Laplace, Matern, RationalQuadratic
 from kme_dist.core.objective import rcb_objective
 
@@ -184,7 +184,7 @@ def test_double_precision_is_as_good_as_the_condition_allows(name, offset, shift
 def test_single_precision_gives_three_digits_or_is_promoted(name, offset, shift):
     kernel, (X, queries, y) = KERNELS[name], rows("float32", offset)
     V, f, value, gradient, condition = truth(name, "float32", offset, shift)
-    fitted = Embedding(kernel, X, exact_weights(kernel, X, y, M, shift / N), shift / N)
+    fitted = Embedding(kernel, X, exact_solution(kernel, X, y, M, shift / N).weights, shift / N)
     out = rcb_objective(kernel, X, y, regularization=shift / N, n_classes=M)
     assert fitted.weights.dtype == out.dtype
     assert relative(fitted.weights, V) <= 1e-3

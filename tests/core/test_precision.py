@@ -11,7 +11,7 @@ from kme_dist.core import precision
 from kme_dist.core.embedding import (
     Decision,
     Embedding,
-    exact_weights,
+    exact_solution,
     leave_one_out,
     log_loss,
     sufficient_precision,
@@ -33,7 +33,7 @@ def separable(n, dtype="float32", seed=0):
 
 
 def fit(kernel, X, y, lam):
-    return Embedding(kernel, X, exact_weights(kernel, X, y, M, lam), lam)
+    return Embedding(kernel, X, exact_solution(kernel, X, y, M, lam).weights, lam)
 
 
 # --- the rule ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kme_dist import errors
-from kme_dist.core.embedding import Embedding, clip_normalise, exact_weights
+from kme_dist.core.embedding import Embedding, clip_normalise, exact_solution
 from kme_dist.core.kernels import Gaussian, Kernel, Linear
 from kme_dist.core.regularization import retune_regularization, search_regularization
 
@@ -27,7 +27,7 @@ def fit(X, y, kernel=None, regularization=0.01, retune=False):
     kernel, lam = kernel or Gaussian(), regularization
     if retune:
         lam, _, _ = retune_regularization(kernel, X, y, M, start=lam)
-    return Embedding(kernel, X, exact_weights(kernel, X, y, M, lam), lam)
+    return Embedding(kernel, X, exact_solution(kernel, X, y, M, lam).weights, lam)
 
 
 def plain_log_loss(P, y, floor=0.0):

@@ -7,14 +7,14 @@ import pytest
 from kernel_table import ARD, labels, vectors
 
 from kme_dist.core.calibration import Calibration
-from kme_dist.core.embedding import Embedding, exact_solution, exact_weights, leave_one_out, log_loss
+from kme_dist.core.embedding import Embedding, exact_solution, leave_one_out, log_loss
 from kme_dist.core.kernels import Gaussian, Laplace, Linear
 from kme_dist.core.masked import masked_objective
 from kme_dist.core.nystrom import System
 from kme_dist.core.objective import feature_objective, loo_objective, one_hot, rcb_objective, validation_objective
 from kme_dist.core.regularization import leave_one_out_loss, retune_regularization
+from kme_dist.core.risk import checked_weights, merge_equal_rows
 from kme_dist.core.sums import Centres, OneHot, sum_rows
-from kme_dist.core.weights import checked_weights, merge_equal_rows
 from kme_dist.errors import DataError
 
 N, M, LAM, T = 18, 3, 0.02, 11
@@ -186,8 +186,8 @@ def test_features_with_integer_weights_are_repeated_rows(rng):
 def test_exact_weights_of_integer_weights_give_the_function_of_repeated_rows():
     X, y, kernel, new = vectors(N), labels(N), KERNELS["gaussian"], vectors(30)[N:]
     X2, y2 = repeated(X, y)
-    one = Embedding(kernel, X, exact_weights(kernel, X, y, M, LAM, row_weights=COUNTS.astype(float)), LAM)
-    two = Embedding(kernel, X2, exact_weights(kernel, X2, y2, M, LAM), LAM)
+    one = Embedding(kernel, X, exact_solution(kernel, X, y, M, LAM, row_weights=COUNTS.astype(float)).weights, LAM)
+    two = Embedding(kernel, X2, exact_solution(kernel, X2, y2, M, LAM).weights, LAM)
     close(one.decision(new), two.decision(new))
 
 

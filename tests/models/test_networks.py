@@ -15,8 +15,7 @@ from kme_dist.core.objective import feature_objective, rcb_objective
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.cen import CENClassifier
-from kme_dist.run.learners import NetworkLearner, start_of
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings, NetworkLearner, start_of
 
 EXPLICIT = CENClassifier(hidden=(16,), steps=60, regularization=0.001)
 IMPLICIT = CENClassifier(hidden=(8,), head="gaussian", steps=15)

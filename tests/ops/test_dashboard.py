@@ -484,7 +484,7 @@ def test_a_browser_sees_a_real_run_live(client, browser, tmp_path, scheme):
     from kme_dist.data.dataset import open_dataset
     from kme_dist.data.ingest import ingest
     from kme_dist.run.learn import learn_on_dataset
-    from kme_dist.run.settings import LearnSettings
+    from kme_dist.run.learners import LearnSettings
 
     install(client)
     page = opened(browser, address_of(client) + f"/kme?run=live-{scheme}", scheme)

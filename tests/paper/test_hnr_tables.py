@@ -17,10 +17,10 @@ import pytest
 from sklearn.model_selection import KFold
 
 from kme_dist import MCEClassifier, backend, kernels
-from kme_dist.core.embedding import Embedding, exact_weights
+from kme_dist.core.embedding import Embedding, exact_solution
 from kme_dist.data.plan import BatchRef
 from kme_dist.run.learn import learn_in_memory as learn
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings
 
 pytestmark = [pytest.mark.paper, pytest.mark.shared_data, pytest.mark.timeout(4 * 3600)]
 
@@ -76,7 +76,7 @@ def ten_folds_in_published_order(X, y):
             batches = PublishedBatches(len(train), size, state)
             learned = learn(start, 1.0, X[train], codes[train], classes, settings, plan=batches)
             lam = learned.regularization
-            weights = exact_weights(learned.kernel, X[train], codes[train], classes, lam)
+            weights = exact_solution(learned.kernel, X[train], codes[train], classes, lam).weights
             fitted = Embedding(learned.kernel, X[train], weights, lam)
             scores.append(100 * np.mean(fitted.decision(X[test]).argmax(axis=1) == codes[test]))
     return np.mean(scores), np.std(scores)

@@ -40,6 +40,8 @@ DENSITY = {
     "segment": {"linear": (18.326, 17.868, 18.055, 18.124), "poly2": (18.571, 18.292, 18.277, 18.631)},
     "abalone": {"linear": (5.706, 5.665, 5.708, 5.722), "poly2": (7.281, 7.116, 7.185, 7.025)},
 }
+# Where the claim of the paper does not hold: `test_a_shrunk_mean_makes_the_mixture_of_a_polynomial_kernel_narrower`.
+NARROWER = {("ionosphere", "poly2"): ("b-kmse", "r-kmse")}
 RANDOMISATIONS = 30
 MOST_ROWS = 1_000  # of a data set in one randomisation
 
@@ -130,17 +132,22 @@ def test_parzen_errors_are_within_one_published_deviation(name, shared_data):
     assert not_worse(errors[:, 2] - errors[:, 0])
 
 
+def density_split(X, i):
+    """Training and test rows of randomisation i, standardised by the training part."""
+    rows = np.random.default_rng(i).permutation(len(X))[:MOST_ROWS]
+    train, test = (X[part].astype(np.float64) for part in train_test_split(rows, test_size=0.3, random_state=i))
+    varies = train.std(axis=0) > 0
+    shift, width = train.mean(axis=0)[varies], train.std(axis=0)[varies]
+    return (train[:, varies] - shift) / width, (test[:, varies] - shift) / width
+
+
 def density_losses(X, kernel_name):
     """Negative log-likelihood of held-out rows (randomisations, estimators); ours takes one set of k-means clusters
     for a start (the paper 50), at most MOST_ROWS rows, and features standardised by the training part. So the mean of a
     linear kernel is 0, nothing is left to shrink, and all estimators agree: there the figures only show the start."""
     losses = np.zeros((RANDOMISATIONS, len(ESTIMATORS)))
     for i in range(RANDOMISATIONS):
-        rows = np.random.default_rng(i).permutation(len(X))[:MOST_ROWS]
-        train, test = (X[part].astype(np.float64) for part in train_test_split(rows, test_size=0.3, random_state=i))
-        varies = train.std(axis=0) > 0
-        shift, width = train.mean(axis=0)[varies], train.std(axis=0)[varies]
-        train, test = (train[:, varies] - shift) / width, (test[:, varies] - shift) / width
+        train, test = density_split(X, i)
         kernel = {"linear": Linear(), "poly2": Polynomial(degree=2), "rbf": "gaussian"}[kernel_name]
         for j, estimator in enumerate(ESTIMATORS):
             fit = MixtureMatching(10, kernel, estimator, starts=1, random_state=i).fit(train)
@@ -159,7 +166,41 @@ def test_matching_a_shrunk_mean_fits_densities_no_worse(name, kernel_name, share
         print(f"{name} {kernel_name} {estimator}: {mean:.3f} ± {spread:.3f}, published {published[j]}")
     assert np.isfinite(losses).all()
     for j, estimator in enumerate(ESTIMATORS[1:], start=1):
-        assert not_worse(losses[:, j] - losses[:, 0]), estimator
+        difference = losses[:, j] - losses[:, 0]
+        if estimator in NARROWER.get((name, kernel_name), ()):
+            assert difference.mean() > 0, estimator
+            assert np.mean(difference > 0) > 0.5, estimator
+        else:
+            assert not_worse(difference), estimator
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize("name", ["ionosphere", "wine"])
+def test_a_shrunk_mean_makes_the_mixture_of_a_polynomial_kernel_narrower(name, shared_data):
+    """Why B-KMSE and R-KMSE are worse than the plain mean on ionosphere with the polynomial kernel of degree 2.
+
+    The paper prints 34.65, 34.35, 34.39 and 34.01 (KME, B, R, S); here they are 42.98, 43.83, 43.85 and 43.05. An
+    implementation in plain NumPy that shares no code gives 43.05, 43.84 and 43.89 (KME, B, R; B is worse in all 30
+    randomisations), so it is not the code. The kernel depends on a distribution by its first two moments only, and the
+    shares of a mixture add up to one. The mixture nearest to (1 - α) μ̂ therefore has 1 - α times the second moments of
+    the training rows (asserted below; α is 0.057 for ionosphere, 0.045 for wine): it is narrower. Ten Gaussians matched
+    to 245 rows are too narrow for new rows already, so a larger α is worse and a negative one better: -0.8 at α = -0.1,
+    +1.4 at 0.1, +3.5 at 0.2. The rule for α minimises the risk of the kernel mean, not of the likelihood.
+
+    Readings of what the paper leaves open do not change the sign for ionosphere (B minus KME): one variance for all
+    directions +0.09, offset 0 in the kernel +0.30, features in [0, 1] +0.04 (α is 0.002 there), unscaled features with
+    one variance +0.12. On wine B is +0.14 worse, within the noise of its splits. One start was used throughout. The
+    k-means clusters before matching have 33.4 on ionosphere and 15.0 on wine, near the printed 34.65 and 17.07, so the
+    optimiser of the paper may have stayed near its start; its text does not tell.
+    """
+    train, _ = density_split(shared_data(name)[0], 0)
+    second = (train**2).mean(axis=0).sum()
+    alpha = 1 - gram_weights("b-kmse", Polynomial(degree=2).gram(train)).weights.sum()
+    assert 0.03 < alpha < 0.08
+    for estimator, expected in (("kme", 1.0), ("b-kmse", 1 - alpha)):
+        fit = MixtureMatching(10, Polynomial(degree=2), estimator, starts=1, random_state=0).fit(train)
+        moments = fit.shares_ @ (fit.variances_ + fit.means_**2)
+        assert moments.sum() / second == pytest.approx(expected, rel=5e-3)
 
 
 def bags_of(X, y, classes, rng):

@@ -227,6 +227,17 @@ def test_the_progress_line_has_all_that_a_person_asks_for(config):
     assert re.search(r"[\d,]+ rows/s  waiting \d+%  ETA", line)
 
 
+def test_a_message_comes_after_the_last_line_of_the_steps_before_it(config):
+    shown = io.StringIO()
+    with StepProgress(shown) as progress:
+        learn.run(load_config(config), name="small", listener=runs.Listener(step=progress))
+        progress.flush()
+        print("fit: cholesky", file=shown)
+    lines = shown.getvalue().splitlines()
+    assert lines[-1] == "fit: cholesky"
+    assert lines[-2].startswith("rcb: step 5/5")
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(10.0, "10.0 s/step"), (0.5, "2 steps/s"), (0.001, "1e+03 steps/s")])
 def test_slow_steps_are_counted_in_seconds(seconds, text):
     assert rate_in_words(1 / seconds) == text

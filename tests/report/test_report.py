@@ -106,6 +106,15 @@ def test_a_dollar_sign_in_a_name_is_a_dollar_sign():
     assert ">$x_1$ and $x_2$<" in report.relevance_bars(np.ones(2), ["$x_1$ and $x_2$", "b"])
 
 
+def test_without_complexity_only_the_objective_is_drawn():
+    plain = [{**record, "complexity": 0.0} for record in history()]
+    assert "complexity r" in report.learning_curves({"one": history(), "two": plain})
+    svg = report.learning_curves({"one": plain})
+    assert ">objective q<" in svg
+    assert "complexity r" not in svg
+    assert ">risk<" not in svg
+
+
 def test_ticks_of_a_log_axis_are_plain_numbers():
     svg = report.learning_curves({"one": history(100)})
     assert "mathdefault" not in svg

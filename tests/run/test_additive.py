@@ -10,8 +10,7 @@ from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian
 from kme_dist.core.sums import Centres, FeatureBasis
 from kme_dist.data.ingest import ingest
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fit import FitStatistics, add_rows, additive, gather, refit, remove_rows
 from kme_dist.run.scratch import Scratch

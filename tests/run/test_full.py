@@ -11,12 +11,12 @@ from distributed import Client, LocalCluster, get_task_stream
 
 from kme_dist.core.objective import feature_objective
 from kme_dist.data.ingest import ingest
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.full import full_gradient, learn_features
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings
 
 CLASSES = 3
 

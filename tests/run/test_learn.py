@@ -19,15 +19,14 @@ from kme_dist.core import optim
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run import executors, learners
 from kme_dist.run import learn as learning
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.learn import BatchRecord, batch_gradient, kernel_batches, learn_on_dataset
-from kme_dist.run.learners import KernelLearner, log_parameters, mean_named, mean_objectives
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import KernelLearner, LearnSettings, log_parameters, mean_named, mean_objectives
 from kme_dist.run.trainer import Trainer
 
 FEATURES = 5

@@ -7,10 +7,9 @@ import pytest
 
 from kme_dist.core import features as maps
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.run.learn import Batches, learn_softmax
-from kme_dist.run.learners import SoftmaxLearner
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import LearnSettings, SoftmaxLearner
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from kme_dist import kernels
 from kme_dist.core.features import from_config
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.models.askl import VARIANTS, SpectralLearner
 from kme_dist.run.conditional import ConditionalLearner
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.full import learn_features
 from kme_dist.run.learn import Batches, learn
-from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, log_parameters, start_of
-from kme_dist.run.settings import LearnSettings
+from kme_dist.run.learners import KernelLearner, LearnSettings, NetworkLearner, SoftmaxLearner, log_parameters, start_of
 
 N, D, M = 700, 4, 3
 SETTINGS = LearnSettings(steps=4, batch_size=90, learning_rate=0.05, seed=2)

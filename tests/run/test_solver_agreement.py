@@ -24,7 +24,7 @@ from sklearn import datasets
 from kme_dist.core.kernels import Gaussian, Laplace, Matern, RationalQuadratic
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.data.ingest import ingest
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import Scaling
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fit import fit_on_dataset
 

@@ -13,8 +13,7 @@ from kme_dist.core.kernels import Gaussian, Linear, Spectrum
 from kme_dist.core.kernels.base import median_length_scale
 from kme_dist.core.objective import Workspace, rcb_objective
 from kme_dist.run.learn import learn_in_memory as learn
-from kme_dist.run.learners import batch_objective
-from kme_dist.run.settings import OBJECTIVES, LearnSettings
+from kme_dist.run.learners import OBJECTIVES, LearnSettings, batch_objective
 from kme_dist.run.trainer import LengthScalePrior, PlateauWatch
 
 M = 3

@@ -12,8 +12,7 @@ from kme_dist.core.spectral import VARIANTS
 from kme_dist.core.sums import Centres
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import Table, ingest
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.models.askl import SpectralLearner
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import FitStatistics, add_rows, fit_on_dataset, gather, refit, remove_rows
@@ -22,9 +21,8 @@ from kme_dist.run.fit.pcg import Preconditioner
 from kme_dist.run.fit.problem import Problem
 from kme_dist.run.full import full_gradient
 from kme_dist.run.learn import Batches, learn, learn_on_dataset
-from kme_dist.run.learners import KernelLearner, NetworkLearner, SoftmaxLearner, log_parameters, start_of
+from kme_dist.run.learners import KernelLearner, LearnSettings, NetworkLearner, SoftmaxLearner, log_parameters, start_of
 from kme_dist.run.scratch import Scratch
-from kme_dist.run.settings import LearnSettings
 
 N, D, M = 240, 3, 3
 KERNEL = kernels.Gaussian(length_scale=np.full(D, 0.8))

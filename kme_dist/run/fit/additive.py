@@ -29,7 +29,7 @@ from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.nystrom import Sample
 from kme_dist.core.sums import Accumulator, Basis, Centres, FeatureBasis, OneHot, Sums, packed, unpacked
-from kme_dist.data.plan import Span
+from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError, CorruptError, DataError

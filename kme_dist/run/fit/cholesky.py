@@ -9,7 +9,7 @@ import numpy as np
 from kme_dist.backend import to_device
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.weights import positive_rows
+from kme_dist.core.risk import positive_rows
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.exact import Exact, solution_and_left_out
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, with_weight

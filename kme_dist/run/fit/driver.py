@@ -13,8 +13,7 @@ from kme_dist.core.regularization import search_regularization
 from kme_dist.core.sums import Centres
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.places import Place
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose

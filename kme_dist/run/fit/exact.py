@@ -14,7 +14,7 @@ from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
-from kme_dist.core.weights import merge_equal_rows, positive_rows, total_weight
+from kme_dist.core.risk import merge_equal_rows, positive_rows, total_weight
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual

@@ -34,7 +34,8 @@ from kme_dist.core.falkon import (
 )
 from kme_dist.core.objective import one_hot
 from kme_dist.core.sums import Centres
-from kme_dist.data.plan import BatchRef, Span
+from kme_dist.data.dataset import Span
+from kme_dist.data.plan import BatchRef
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, basis_of, publish

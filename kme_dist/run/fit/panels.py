@@ -10,7 +10,7 @@ import numpy as np
 
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
-from kme_dist.data.plan import Span
+from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.problem import Problem, between, roots, scaled
 from kme_dist.run.scratch import Scratch

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kme_dist.core.kernels.base import FeatureMap, Kernel
-from kme_dist.data.rows import RowsRef
-from kme_dist.data.scaling import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.scratch import Scratch

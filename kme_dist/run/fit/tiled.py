@@ -25,7 +25,7 @@ from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel
 from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import warn_of_padding
-from kme_dist.data.plan import Span
+from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for

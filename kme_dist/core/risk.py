@@ -1,0 +1,197 @@
+"""What rows contribute to a fit: their weights, their labels, and the risk that an objective minimises.
+
+A row of weight 2 counts as the row twice, a row of weight 0 as no row:
+
+    A = K + Wλ diag(1/w),  V = A⁻¹ Y,  risk Σ w_i L_i,  W = Σ w_i
+    G = Zᵀ diag(w) Z + WλI,  B = Zᵀ diag(w) Y          explicit features, centres
+
+Multiplying all weights by a number changes neither V nor B, but it changes a summed risk against the complexity term.
+None stands for weights of 1 everywhere; functions of weights then return what leaves the arithmetic as it is. A solver
+whose code needs a constant shift uses the same system in another form, √w K √w + WλI, with u = V / √w.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kme_dist.backend import Array, astype, like, namespace_of, precision, to_host
+from kme_dist.core.kernels.base import select
+from kme_dist.errors import ConfigError, DataError
+
+COMPLEXITY_WEIGHT = 4 * math.e
+LOSS_FLOOR = 1e-15
+
+
+# --- weights ----------------------------------------------------------------------------------------
+
+
+def checked_weights(weights: Any, rows: int) -> np.ndarray | None:
+    """One finite number >= 0 per row, not all of them 0, in double precision; None stays None."""
+    if weights is None:
+        return None
+    w = np.asarray(weights, dtype=np.float64)
+    if w.shape != (rows,):
+        raise DataError(f"got weights of shape {w.shape} for {rows} rows; give one number per row")
+    bad = ~(np.isfinite(w) & (w >= 0))
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise DataError(f"the weight of row {row} (counted from 0) is {w[row]}; weights must be finite numbers >= 0")
+    if not w.any():
+        raise DataError(f"all {rows} weights are 0; at least one row must have a positive weight")
+    return w
+
+
+def positive_rows(X: Any, y: np.ndarray, weights: Any) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """The rows with a positive weight."""
+    w = checked_weights(weights, len(y))
+    if w is None or w.all():
+        return X, y, w
+    kept = np.flatnonzero(w)
+    return select(X, kept), y[kept], w[kept]
+
+
+class Merged(NamedTuple):
+    """Rows without repetition."""
+
+    X: Any
+    y: np.ndarray
+    weights: np.ndarray | None  # sums over equal rows; None if there were neither weights nor repetitions
+    place: np.ndarray | None  # of each given row among these; None if they are the same
+
+
+def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merged:
+    """Equal rows with equal labels as one row with the sum of their weights: the same fit, to rounding.
+
+    For leave-one-out, which would otherwise leave their copies in and be far too optimistic.
+    """
+    if getattr(X, "ndim", 0) != 2 or len(y) < 2:
+        return Merged(X, y, weights, None)
+    host = np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
+    # Sums of a row are the same for equal rows: where all differ there is nothing to merge.
+    factors = np.random.default_rng(0).uniform(1, 2, host.shape[1])  # double: few sums are equal by rounding
+    sums = np.sum(host * factors, axis=1)
+    if len(np.unique(sums)) == len(sums):
+        return Merged(X, y, weights, None)
+    keys = np.concatenate([host.astype(np.float64), y[:, None].astype(np.float64)], axis=1)
+    _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    index = np.asarray(index).reshape(-1)
+    if len(first) == len(y):
+        return Merged(X, y, weights, None)
+    order = np.argsort(first)  # in the order of their first row
+    place = np.empty(len(first), np.int64)
+    place[order] = np.arange(len(first))
+    index, first = place[index], first[order]
+    own = np.ones(len(y)) if weights is None else weights
+    return Merged(select(X, first), y[first], np.bincount(index, own, minlength=len(first)), index)
+
+
+def total_weight(weights: np.ndarray | None, rows: int) -> float:
+    """W; the number of rows without weights."""
+    return rows if weights is None else float(np.sum(weights))
+
+
+def column(weights: np.ndarray | None, reference: Array) -> Any:
+    """The weights as a column like `reference`; 1.0 without weights."""
+    return 1.0 if weights is None else like(weights, reference)[:, None]
+
+
+def per_row_shift(shift: float, weights: np.ndarray | None, reference: Array) -> Any:
+    """What to add to the diagonal of K: shift / w_i as a column, or the number itself."""
+    return shift if weights is None else like(shift / weights, reference)[:, None]
+
+
+def flat(shift: Any) -> Any:
+    """A shift of the diagonal as a vector; a number stays a number."""
+    return shift[:, 0] if hasattr(shift, "ndim") and shift.ndim == 2 else shift
+
+
+# --- labels and losses -------------------------------------------------------------------------------
+
+
+def one_hot(y: Any, n_classes: int, reference: Array) -> Array:
+    """Labels 0..m-1 as an n x m matrix, on the device and in the precision of `reference`."""
+    if not isinstance(n_classes, int | np.integer) or n_classes < 1:
+        raise ConfigError(f"n_classes={n_classes!r}: must be an integer >= 1")
+    labels = to_host(y)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise DataError(f"labels must be integers 0..{n_classes - 1}, got {labels.dtype} of shape {labels.shape}")
+    if labels.size and (labels.min() < 0 or labels.max() >= n_classes):
+        raise DataError(f"labels must be in 0..{n_classes - 1}, got {labels.min()}..{labels.max()}")
+    return like(labels[:, None] == np.arange(n_classes)[None, :], reference)
+
+
+def clipped_loss(Y: Array, P: Array, floor: float, weights: np.ndarray | None = None) -> tuple[Array, Array]:
+    """Σ_i w_i L_i with L_i = -log clip(P_i,y_i, floor, 1), and its derivative S by P.   [HNR, equation 7]"""
+    xp = namespace_of(P)
+    p = xp.sum(Y * P, axis=1, keepdims=True)
+    inside = (p > floor) & (p < 1)
+    safe = xp.where(inside, p, p * 0 + 1)
+    # below the floor the loss is -log(floor), above one it is 0; `safe` = 1 covers the latter
+    loss = xp.where(p > floor, -xp.log(safe), p * 0 - math.log(floor))
+    S = xp.where(inside, -1 / safe, p * 0) * Y
+    if weights is None:
+        return xp.sum(loss), S
+    w = column(weights, P)
+    return xp.sum(loss * w), S * w
+
+
+def hits(Y: Array, P: Array, weights: np.ndarray | None = None) -> Array:
+    """The number (or weight) of the rows whose true class has the largest probability."""
+    xp = namespace_of(P)
+    best = xp.max(P, axis=1, keepdims=True)
+    return xp.sum(astype(xp.sum(Y * P, axis=1, keepdims=True) >= best, precision(P)) * column(weights, P))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How the parts of the objective are combined."""
+
+    risk: str
+    tau: float
+    floor: float
+
+    def __post_init__(self) -> None:
+        if self.risk not in ("sum", "mean"):
+            raise ConfigError(f"risk={self.risk!r} is unknown; choose 'sum' or 'mean'")
+        if not self.tau >= 0:
+            raise ConfigError(f"complexity_weight={self.tau!r}: must be a number >= 0")
+        if not 0 < self.floor < 1:
+            raise ConfigError(f"loss_floor={self.floor!r}: must be a number between 0 and 1")
+
+    def per_row(self, n: float) -> float:
+        return 1.0 if self.risk == "sum" else 1.0 / n
+
+
+def _number(name: str, value: Any) -> float:
+    """A plain float: a NumPy scalar of double precision would turn single-precision arrays into double ones."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}={value!r}: must be a number") from None
+
+
+def terms_of(risk: str, complexity_weight: Any, loss_floor: Any, regularization: Any) -> tuple[Terms, float]:
+    """How the parts of an objective are combined, and λ, checked."""
+    terms = Terms(risk, _number("complexity_weight", complexity_weight), _number("loss_floor", loss_floor))
+    lam = _number("regularization", regularization)
+    if not 0 < lam < math.inf:
+        raise ConfigError(f"regularization={regularization!r}: must be a positive number")
+    return terms, lam
+
+
+def ratio(numerator: Array, denominator: Array) -> Array:
+    """numerator / denominator, 0 where the denominator is not positive."""
+    xp = namespace_of(denominator)
+    positive = denominator > 0
+    return xp.where(positive, numerator / xp.where(positive, denominator, denominator * 0 + 1), denominator * 0)
+
+
+def complexity_term(terms: Terms, alpha: Array, t: Array) -> tuple[Array, Array, Array]:
+    """r = α sqrt(t), c = τ α / (2 sqrt t), and the direct derivative dq/dα = τ sqrt(t); all 0 where t vanishes."""
+    xp = namespace_of(t)
+    root = xp.sqrt(xp.where(t > 0, t, t * 0))
+    return alpha * root, ratio(terms.tau * alpha, 2 * root), terms.tau * root
