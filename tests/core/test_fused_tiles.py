@@ -42,9 +42,12 @@ def card(request):
 def launched(monkeypatch):
     """Names of the kernels that were launched."""
     names, launch = [], fused.Tile._launch
-    monkeypatch.setattr(
-        fused.Tile, "_launch", lambda self, name, *rest: (names.append(name), launch(self, name, *rest))
-    )
+
+    def recorded(tile, name, *rest):
+        names.append(name)
+        return launch(tile, name, *rest)
+
+    monkeypatch.setattr(fused.Tile, "_launch", recorded)
     return names
 
 
@@ -191,6 +194,10 @@ def test_a_source_that_does_not_compile_costs_speed_only(device, monkeypatch):
     with pytest.warns(UserWarning, match=r"other.cu does not compile here.*expected a ;"):
         found = device.host(kernel.gram(device(A), device(B)))
     np.testing.assert_allclose(found, kernel.gram(A, B), rtol=1e-12)
+    V = np.ones((6, 5))
+    with pytest.warns(UserWarning, match="other.cu does not compile here"):
+        found = device.host(kernel.times(*prepared(kernel, device(A), device(B)), device(V)))
+    np.testing.assert_allclose(found, kernel.gram(A, B) @ V, rtol=1e-12)
 
 
 # --- the shim and the compiler see mistakes ---------------------------------------------------------

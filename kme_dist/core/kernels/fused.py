@@ -1,6 +1,6 @@
-"""Tiles finished on a GPU by kernels of our own (`kme_dist/tiles.cu`): profile, scale and clamps in one pass over the tile, and
-the product with V without writing the tile back.
+"""Tiles finished on a GPU by CUDA kernels of our own (`kme_dist/tiles.cu`).
 
+Profile, scale and clamps take one pass over the tile, and the product with V does not write the tile back.
 `stationary.py` makes a `Tile` where arrays are CuPy's and the source compiles, else it evaluates the plain expression.
 """
 
@@ -28,8 +28,8 @@ def defines(dtype: str, profile: str, near: bool, classes: int) -> tuple[str, ..
 
 
 def usable(reference: Array) -> bool:
-    """Whether tiles of rows like `reference` are finished here: on a device whose compiler accepts the source."""
-    return is_cupy(reference) and compiled(SOURCE, defines(precision(reference), "gaussian", False, 4)) is not None
+    """Whether tiles of rows like `reference` are finished here."""
+    return is_cupy(reference)
 
 
 def multiplies(V: Array, reference: Array) -> bool:
@@ -39,7 +39,10 @@ def multiplies(V: Array, reference: Array) -> bool:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile before its profile is applied: the product of prepared rows, and the rows themselves; see tiles.cu."""
+    """A tile before its profile is applied: the product of prepared rows, and the rows themselves; see tiles.cu.
+
+    Its methods return None where the source does not compile.
+    """
 
     profile: str
     variance: float
@@ -52,31 +55,32 @@ class Tile:
     def shape(self) -> tuple[int, int]:
         return int(self.rows.shape[0]), int(self.columns.shape[0])
 
-    def finish(self, out: Array = None) -> Array:
+    def finish(self, out: Array = None) -> Array | None:
         """The tile of kernel values: into `out`, else over the product."""
         if out is None or out.dtype != self.rows.dtype or out.strides[1] != out.itemsize:
             out = namespace_of(self.rows).empty(self.shape, self.rows.dtype) if self.product is None else self.product
         n, m = self.shape
-        self._launch("finish", 4, (-(-n // ROWS), -(-m // THREADS)), out, self.rows, 0)
-        return out
+        return self._launch("finish", 4, (-(-n // ROWS), -(-m // THREADS)), out, self.rows, 0)
 
-    def times(self, V: Array, total: Array = None) -> Array:
+    def times(self, V: Array, total: Array = None) -> Array | None:
         """`total` (overwritten; None: zeros) plus the tile times V; quickest for a V that is stored by columns."""
         xp, (n, _), classes = namespace_of(V), self.shape, int(V.shape[1])
         total = xp.zeros((n, classes), V.dtype) if total is None else total
         wide = next((size for size in _PASSES if size >= classes), _PASSES[-1])
         grid = (-(-n // (ROWS // 2 if wide > 8 else ROWS)), -(-classes // wide))
-        self._launch("times", wide, grid, total, xp.asfortranarray(V), classes)
-        return total
+        return self._launch("times", wide, grid, total, xp.asfortranarray(V), classes)
 
-    def _launch(self, name: str, wide: int, grid: tuple[int, int], out: Array, V: Array, classes: int) -> None:
-        xp = namespace_of(self.rows)
+    def _launch(self, name: str, wide: int, grid: tuple[int, int], out: Array, V: Array, classes: int) -> Array | None:
         module = compiled(SOURCE, defines(precision(self.rows), self.profile, self.near, wide))
+        if module is None:
+            return None
+        xp = namespace_of(self.rows)
         product = self.rows if self.product is None else self.product  # a pointer that is not read
-        columns = self.columns if self.product is not None else self.columns.T
+        rows, columns = self.rows, self.columns.T if self.product is None else self.columns
         steps = [np.int64(array.strides[0] // array.itemsize) for array in (product, out)]
-        sizes = [np.int32(size) for size in (*self.shape, classes, self.rows.shape[1])]
+        sizes = [np.int32(size) for size in (*self.shape, classes, rows.shape[1])]
         scale = [np.float64(self.variance), np.float64(math.log(self.variance))]
-        rows, columns = xp.ascontiguousarray(self.rows), xp.ascontiguousarray(columns)
+        rows, columns = xp.ascontiguousarray(rows), xp.ascontiguousarray(columns)
         arguments = (product, steps[0], out, steps[1], V, rows, columns, *sizes, *scale)
         module.get_function(name)(grid, (THREADS,), arguments)
+        return out

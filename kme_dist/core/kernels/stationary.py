@@ -168,8 +168,8 @@ class Stationary(Differences):
         return exact_where_near(s, X, X2) if self.steep or _reach_far(s, X, X2) else s
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
-        if (tile := _device_tile(self, X, X2)) is not None:
-            return tile.finish(out)
+        if (K := _device_values(self, X, X2, out)) is not None:
+            return K
         K = self.profile(self.squared_distances(X, X2, out))
         variance = float(self.scale) ** 2
         if variance != 1.0:
@@ -236,8 +236,8 @@ class Gaussian(Stationary):
         return left, right, X, Frame(frame.origin, _largest(squares))
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
-        if (tile := _device_tile(self, X, X2)) is not None:
-            return tile.finish(out)
+        if (K := _device_values(self, X, X2, out)) is not None:
+            return K
         X = self.aligned(X, X2)
         exponent = matmul(X[0], X2[1].T, out)
         if _reach_far(exponent, X, X2):
@@ -410,8 +410,8 @@ class Laplace(Differences):
         return self.aligned(X, X2)[0], X2[0]
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
-        if (tile := _device_tile(self, X, X2)) is not None:
-            return tile.finish(out)
+        if (K := _device_values(self, X, X2, out)) is not None:
+            return K
         # No matrix product yields absolute differences: one pass over the tile per feature, no (n, n, d) array.
         X, X2 = self._scaled(X, X2)
         xp = namespace_of(X)
@@ -531,6 +531,11 @@ def _device_tile(kernel: Any, X: Any, X2: Any) -> fused.Tile | None:
     product = X[0] @ X2[1].T
     near = kernel.steep or _reach_far(product, X, X2)
     return fused.Tile(profile, variance, X[1], X2[1], product, near)
+
+
+def _device_values(kernel: Any, X: Any, X2: Any, out: Array) -> Array | None:
+    tile = _device_tile(kernel, X, X2)
+    return None if tile is None else tile.finish(out)
 
 
 def _device_times(kernel: Any, X: Any, X2: Any, V: Array, total: Array) -> Array | None:
