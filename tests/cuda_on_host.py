@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ def library(source: str, options: tuple[str, ...]) -> ctypes.CDLL:
         return ctypes.CDLL(str(built))
 
 
+_one_at_a_time = threading.Lock()
 _C_TYPES = {np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float64: ctypes.c_double}
 
 
@@ -44,5 +46,7 @@ def launch(kernels: ctypes.CDLL, kernel, grid, block, arguments) -> None:
         for value in arguments
     ]
     grid = (*grid, 1)[:2]
-    failed = kernels.launch(ctypes.cast(kernel, ctypes.c_void_p), *(ctypes.c_int(n) for n in (*grid, *block)), *values)
+    sizes = [ctypes.c_int(size) for size in (*grid, *block)]
+    with _one_at_a_time:  # the indices of threads and blocks are global variables, and ctypes lets other threads run
+        failed = kernels.launch(ctypes.cast(kernel, ctypes.c_void_p), *sizes, *values)
     assert not failed, "some threads of a block skip a barrier"
