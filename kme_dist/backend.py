@@ -168,6 +168,12 @@ def _host_free_bytes() -> int:
     return 4 << 30  # unknown (not Linux): assume a small machine
 
 
+def synchronise(backend: str) -> None:
+    """Wait until the device of `backend` has done all that was queued by this thread."""
+    if backend == "cupy":
+        _cupy().cuda.get_current_stream().synchronize()
+
+
 # --- transfers that overlap with computing ---------------------------------------------------------
 
 

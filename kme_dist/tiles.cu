@@ -1,14 +1,15 @@
 // Tiles of kernels of differences on a GPU. `finish` writes kernel values, `times` multiplies them at once by the
-// columns of V, so that the tile is read once and never written back. The formulas are those of stationary.py.
+// columns of V, so that the tile is read once and never written back. The formulas are those of
+// core/kernels/stationary.py.
 //
-// G (rows x columns) is the product of prepared rows, from cuBLAS: squared distances s, or, for the Gaussian kernel, the
-// exponent log(scale^2) - s/2. Z and Z2 are the prepared rows [z, 1, |z|^2] (Gaussian: [z, 1, -|z|^2/2]) of `width`
+// G (rows x columns) is the product of prepared rows, from cuBLAS: squared distances s, or, for the Gaussian kernel,
+// the exponent log(scale^2) - s/2. Z and Z2 are the prepared rows [z, 1, |z|^2] (Gaussian: [z, 1, -|z|^2/2]) of `width`
 // entries; they are read only if NEAR is 1, to compute small distances from differences. For the Laplace kernel there
 // is no G: Z has the rows, Z2 the rows of the second side transposed.
 //
-// Compiled with REAL (float or double), PROFILE (one of those below), NEAR (0 or 1) and CLASSES (columns of V in one pass:
-// 4, 8 or 16) defined: a variant that branches takes twice the registers and ten times as long to compile. Sums are formed
-// in a fixed order (no atomic additions): the same call gives the same bits.
+// Compiled with REAL (float or double), PROFILE (one of those below), NEAR (0 or 1) and CLASSES (columns of V in one
+// pass: 4, 8 or 16) defined: a variant that branches takes more registers and ten times as long to compile. Sums are
+// formed in a fixed order (no atomic additions): the same call gives the same bits.
 
 #define GAUSSIAN 0
 #define MATERN_12 1

@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the host, block after block: enough of the language for kme_dist/tiles.cu.
-// The threads of a block are fibres that take turns from one __syncthreads() to the next, thread 0 first. A barrier that
-// some threads skip is reported; one that is missing changes results, since no thread waits for a later one.
+// The threads of a block are fibres that take turns from one __syncthreads() to the next, thread 0 first. A barrier
+// that some threads skip is reported; one that is missing changes results, since no thread waits for a later one.
 #include <cmath>
 #include <ucontext.h>
 #include <vector>

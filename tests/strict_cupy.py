@@ -416,7 +416,11 @@ def _eigh(a, UPLO="L"):
     return ndarray(values), ndarray(vectors)
 
 
-cupy.linalg.cholesky, cupy.linalg.solve, cupy.linalg.eigh = _cholesky, _solve, _eigh
+def _qr(a, mode="reduced"):
+    return tuple(ndarray(part) for part in np.linalg.qr(_needs_array(a), mode))
+
+
+cupy.linalg.cholesky, cupy.linalg.solve, cupy.linalg.eigh, cupy.linalg.qr = _cholesky, _solve, _eigh, _qr
 
 
 class RawModule:
