@@ -139,6 +139,16 @@ def test_equal_rows_have_the_largest_value_and_nan_stays_nan(name, card, dtype):
     assert np.isnan(card.host(kernel.times(*prepared(kernel, card(A), card(A.copy())), card(V)))).all()
 
 
+def test_no_value_exceeds_the_variance(card, dtype, rng):
+    """Equal rows 40 length scales from the origin: rounding leaves some of their exponents above log scale²."""
+    kernel, A = Gaussian(1.0, scale=1.5), 40 * rng.choice([-1.0, 1.0], size=(64, 3)) + rng.normal(size=(64, 3))
+    A = A.astype(dtype)
+    rows = prepared(kernel, card(A), card(A.copy()))
+    exponents = card.host(rows[0][0] @ rows[1][1].T)
+    assert (np.exp(exponents.astype(float)) > 1.5**2 * (1 + EPS[dtype])).any()
+    assert (card.host(kernel.evaluate(*rows)) <= 1.5**2).all()
+
+
 def test_tiles_are_written_into_a_block_of_a_larger_matrix(card, dtype):
     kernel, (A, B) = KERNELS["matern_32"], both_sides((11, 140), dtype)
     K = card(np.full((20, 160), 7.0, dtype))
