@@ -172,6 +172,17 @@ def test_a_decision_sums_its_blocks_on_the_device(card, dtype, launched, monkeyp
     np.testing.assert_allclose(found, exact, rtol=0, atol=limit)
 
 
+def test_totals_of_another_precision_or_order_are_added_to_and_wrong_shapes_refused(card, launched, rng):
+    kernel, (A, B) = KERNELS["gaussian"], both_sides((5, 6), "float32")
+    V, total = rng.normal(size=(6, 3)).astype("float32"), rng.normal(size=(5, 3))
+    rows, exact = prepared(kernel, card(A), card(B)), total + kernel.gram(A, B).astype(float) @ V
+    for given in (card(total), backend.by_columns(card(total.astype("float32")))):
+        np.testing.assert_allclose(card.host(kernel.times(*rows, card(V), given)), exact, rtol=0, atol=1e-5)
+    assert launched == ["times"] * 2
+    with pytest.raises(ValueError, match=r"(?i)mismatch|shape|dim"):
+        kernel.times(*rows, card(V[:4]))
+
+
 class Half(Gaussian):
     def evaluate(self, X, X2, out=None):
         return 0.5 * super().evaluate(X, X2, out)

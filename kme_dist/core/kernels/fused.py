@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +34,15 @@ def usable(reference: Array) -> bool:
 
 
 def multiplies(V: Array, reference: Array) -> bool:
-    """Whether V is multiplied by tiles of rows like `reference` without writing them back."""
-    return is_cupy(V) and V.ndim == 2 and V.dtype == reference.dtype and 0 < V.shape[1] <= MAX_CLASSES
+    """Whether V is multiplied by tiles whose columns are the rows of `reference`, without writing the tiles back."""
+    if not is_cupy(V) or V.ndim != 2 or V.dtype != reference.dtype or V.shape[0] != reference.shape[0]:
+        return False  # for what does not fit, the plain expression has the error
+    return 0 < V.shape[1] <= MAX_CLASSES
+
+
+def _writable(out: Array, dtype: Any) -> bool:
+    """Whether the source can write there: entries of a row are neighbours."""
+    return out is not None and bool(out.dtype == dtype and out.strides[1] == out.itemsize)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Tile:
 
     def finish(self, out: Array = None) -> Array | None:
         """The tile of kernel values: into `out`, else over the product."""
-        if out is None or out.dtype != self.rows.dtype or out.strides[1] != out.itemsize:
+        if not _writable(out, self.rows.dtype):
             out = namespace_of(self.rows).empty(self.shape, self.rows.dtype) if self.product is None else self.product
         n, m = self.shape
         return self._launch("finish", 4, (-(-n // ROWS), -(-m // THREADS)), out, self.rows, 0)
@@ -65,6 +73,8 @@ class Tile:
     def times(self, V: Array, total: Array = None) -> Array | None:
         """`total` (overwritten; None: zeros) plus the tile times V; quickest for a V that is stored by columns."""
         xp, (n, _), classes = namespace_of(V), self.shape, int(V.shape[1])
+        if total is not None and not _writable(total, V.dtype):
+            return None if (part := self.times(V)) is None else total + part
         total = xp.zeros((n, classes), V.dtype) if total is None else total
         wide = next((size for size in _PASSES if size >= classes), _PASSES[-1])
         grid = (-(-n // (ROWS // 2 if wide > 8 else ROWS)), -(-classes // wide))

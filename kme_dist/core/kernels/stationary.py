@@ -528,7 +528,7 @@ def _device_tile(kernel: Any, X: Any, X2: Any) -> fused.Tile | None:
         return None
     if profile == "laplace":
         return fused.Tile(profile, variance, X[0], X2[0])
-    product = X[0] @ X2[1].T
+    product = namespace_of(X[0]).ascontiguousarray(X[0] @ X2[1].T)
     near = kernel.steep or _reach_far(product, X, X2)
     return fused.Tile(profile, variance, X[1], X2[1], product, near)
 
