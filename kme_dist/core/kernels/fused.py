@@ -37,7 +37,7 @@ def multiplies(V: Array, reference: Array) -> bool:
     """Whether V is multiplied by tiles whose columns are the rows of `reference`, without writing the tiles back."""
     if not is_cupy(V) or V.ndim != 2 or V.dtype != reference.dtype or V.shape[0] != reference.shape[0]:
         return False  # for what does not fit, the plain expression has the error
-    return 0 < V.shape[1] <= MAX_CLASSES
+    return 0 < int(V.shape[1]) <= MAX_CLASSES
 
 
 def _writable(out: Array, dtype: Any) -> bool:
