@@ -19,9 +19,12 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.linalg import lapack
@@ -29,6 +32,7 @@ from scipy.linalg import lapack
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.meter import metered
 
+T = TypeVar("T")
 Array = Any  # a NumPy, CuPy or array-API array: these libraries share no static type
 
 
@@ -145,8 +149,16 @@ def free_bytes(backend: str) -> int:
     if backend == "cupy":
         cupy = _cupy()
         free, _total = cupy.cuda.runtime.memGetInfo()
-        return int(free) + int(cupy.get_default_memory_pool().free_bytes())
+        pool = cupy.get_default_memory_pool()
+        available, limit = int(free) + int(pool.free_bytes()), int(pool.get_limit())
+        return min(available, limit - int(pool.used_bytes())) if limit else available
     return _host_free_bytes()
+
+
+def limit_device_memory(limit: int | float) -> None:
+    """Let CuPy allocate at most this many bytes, or this fraction of the device (0.8), in this process."""
+    size = {"fraction": limit} if isinstance(limit, float) else {"size": limit}
+    _cupy().get_default_memory_pool().set_limit(**size)
 
 
 def _host_free_bytes() -> int:
@@ -155,6 +167,81 @@ def _host_free_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return 4 << 30  # unknown (not Linux): assume a small machine
+
+
+def synchronise(backend: str) -> None:
+    """Wait until the device of `backend` has done all that was queued by this thread."""
+    if backend == "cupy":
+        _cupy().cuda.get_current_stream().synchronize()
+
+
+# --- transfers that overlap with computing ---------------------------------------------------------
+
+
+def moved_ahead(batches: Iterable[tuple[Array, T]], backend: str) -> Iterator[tuple[Array, T]]:
+    """The batches (rows, anything) with their rows on the device of `backend`.
+
+    On a GPU the next batch is read by a thread, and copied from pinned memory on a stream of its own, while the caller
+    computes with this one. Two buffers take turns: rows are valid until the next batch is requested. On the host
+    batches pass through one by one, as they are requested.
+    """
+    if backend != "cupy":
+        yield from ((to_device(rows, backend) if hasattr(rows, "dtype") else rows, more) for rows, more in batches)
+        return
+    cupy, source = _cupy(), iter(batches)
+    device, computing = cupy.cuda.Device(), cupy.cuda.get_current_stream()
+    copying = cupy.cuda.Stream(non_blocking=True)
+    buffer, other = _Buffer(), _Buffer()
+
+    def move(into: _Buffer) -> tuple[Array, T] | None:
+        with device:  # a thread starts on device 0
+            if (found := next(source, None)) is None:
+                return None
+            rows, more = found
+            return (into.fill(rows, copying) if hasattr(rows, "dtype") else rows), more
+
+    with ThreadPoolExecutor(1) as reader:
+        try:
+            moving = reader.submit(move, buffer)
+            while (batch := moving.result()) is not None:
+                moving = reader.submit(move, other)
+                if buffer.copied is not None:  # None: rows that are no array stay on the host
+                    computing.wait_event(buffer.copied)
+                yield batch
+                buffer.used = computing.record()
+                buffer, other = other, buffer
+        finally:
+            computing.synchronize()  # the buffers return to the memory pool: nothing may still read them
+
+
+class _Buffer:
+    """Pinned host memory and device memory for one batch."""
+
+    def __init__(self) -> None:
+        self.host: Any = None
+        self.device: Array = None
+        self.copied: Any = None  # event: the copy to the device has ended
+        self.used: Any = None  # event: the work on the rows has ended
+
+    def fill(self, rows: np.ndarray, stream: Any) -> Array:
+        """Start copying rows to the device."""
+        if self.copied is not None:
+            self.copied.synchronize()  # before the pinned memory changes
+        if self.used is not None:
+            stream.wait_event(self.used)  # before the device memory does
+        if not self._holds(rows):
+            self.host = _cupyx().empty_pinned(rows.shape, rows.dtype)
+            with stream:
+                self.device = _cupy().empty(rows.shape, rows.dtype)
+        host, device = self.host[: len(rows)], self.device[: len(rows)]
+        host[...] = rows
+        device.set(host, stream=stream)
+        self.copied = stream.record()
+        return device
+
+    def _holds(self, rows: np.ndarray) -> bool:
+        own = self.host
+        return own is not None and own.dtype == rows.dtype and own.shape[1:] == rows.shape[1:] and len(own) >= len(rows)
 
 
 # --- in-place work -------------------------------------------------------------------------------
@@ -168,6 +255,11 @@ def matmul(A: Array, B: Array, out: Array = None) -> Array:
         return np.matmul(A, B, out=out)
     out[...] = A @ B
     return out
+
+
+def by_columns(A: Array) -> Array:
+    """A in the memory order that products of tiles with few columns read best: on a device, column after column."""
+    return namespace_of(A).asfortranarray(A) if is_cupy(A) else A
 
 
 def inplace(function: str, A: Array) -> Array:
@@ -206,6 +298,30 @@ def diagonal(A: Array) -> Array:
     if isinstance(A, np.ndarray) or is_cupy(A):
         return xp.diagonal(A).copy()
     return xp.asarray(xp.linalg.diagonal(A), copy=True)
+
+
+# --- kernels in CUDA -----------------------------------------------------------------------------
+
+
+def cuda_source(name: str) -> str:
+    """A CUDA source of this package."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def compiled(name: str, options: tuple[str, ...]) -> Any:
+    """A CUDA source as a CuPy module, built when first used; None (with a warning) where it does not compile."""
+    return _module(_cupy(), name, options)
+
+
+@functools.cache
+def _module(cupy: ModuleType, name: str, options: tuple[str, ...]) -> Any:
+    module = cupy.RawModule(code=cuda_source(name), options=("--std=c++17", *options))
+    try:
+        module.compile()
+    except Exception as error:  # of the compiler, or a missing library: which ones depends on CuPy's version
+        warnings.warn(f"{name} does not compile here, so tiles are computed slower: {error}", stacklevel=2)
+        return None
+    return module
 
 
 # --- factorisation -------------------------------------------------------------------------------

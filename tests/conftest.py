@@ -16,12 +16,14 @@ import uuid
 from pathlib import Path
 
 import array_api_strict
+import cuda_on_host
 import numpy as np
 import pytest
 import strict_cupy
 from hypothesis import settings
 
 from kme_dist import backend
+from kme_dist.core.kernels import fused
 
 # The same examples in every run, so that a red run is the change's fault; KME_FUZZ=1 looks for new ones.
 settings.register_profile("repeatable", derandomize=True)
@@ -83,6 +85,8 @@ def device(monkeypatch):
     """CuPy's place taken by the strict stand-in, for this test."""
     for name, module in strict_cupy.MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
+    if cuda_on_host.COMPILER is None:  # tests of the CUDA source itself are skipped
+        monkeypatch.setattr(fused, "usable", lambda reference: False)
     return DeviceArrays()
 
 

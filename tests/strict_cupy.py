@@ -8,6 +8,8 @@ It computes with NumPy and behaves like a device in all that makes host code bre
   and it reports nothing at all for a matrix that holds NaN;
 - integer indices beyond the end wrap around without a word;
 - memory from `empty` is full of NaN; an assignment whose two sides overlap in memory is refused (undefined on a GPU);
+- copies on a stream of their own happen as late as they may: when something waits for them;
+- CUDA sources run: compiled by g++ with `tests/cuda_on_host.h`, so that their arithmetic is tested, too;
 - only names and keywords that CuPy 14 has exist. `tests/test_backend.py` compares them with the real package where
   that is installed (it imports without a GPU).
 
@@ -21,6 +23,7 @@ import functools
 import operator
 from types import ModuleType, SimpleNamespace
 
+import cuda_on_host
 import numpy as np
 import scipy.linalg
 
@@ -69,6 +72,10 @@ class ndarray:  # the real class is spelled like this
     def __repr__(self):
         return f"strict_cupy(shape={self.shape}, dtype={self.dtype})"
 
+    def set(self, arr, stream=None):
+        assert isinstance(arr, np.ndarray)
+        (stream or cupy.cuda.get_current_stream())._do("copy", lambda: np.copyto(self._memory, arr))
+
     # --- what is known without asking the device ---
 
     shape = property(lambda self: self._memory.shape)
@@ -78,6 +85,7 @@ class ndarray:  # the real class is spelled like this
     nbytes = property(lambda self: self._memory.nbytes)
     itemsize = property(lambda self: self._memory.itemsize)
     flags = property(lambda self: self._memory.flags)
+    strides = property(lambda self: self._memory.strides)
     device = property(lambda self: "stand-in")
     T = property(lambda self: ndarray(self._memory.T))
 
@@ -342,6 +350,16 @@ def reshape(a, newshape, order="C", *, copy=None):
 
 
 @_export
+def asfortranarray(a, dtype=None):
+    return ndarray(np.asfortranarray(_needs_array(a), dtype))
+
+
+@_export
+def ascontiguousarray(a, dtype=None):
+    return ndarray(np.ascontiguousarray(_needs_array(a), dtype))
+
+
+@_export
 def eye(N, M=None, k=0, dtype=float, order="C"):
     return ndarray(np.eye(N, M, k, dtype, order))
 
@@ -398,15 +416,106 @@ def _eigh(a, UPLO="L"):
     return ndarray(values), ndarray(vectors)
 
 
-cupy.linalg.cholesky, cupy.linalg.solve, cupy.linalg.eigh = _cholesky, _solve, _eigh
+def _qr(a, mode="reduced"):
+    return tuple(ndarray(part) for part in np.linalg.qr(_needs_array(a), mode))
 
+
+cupy.linalg.cholesky, cupy.linalg.solve, cupy.linalg.eigh, cupy.linalg.qr = _cholesky, _solve, _eigh, _qr
+
+
+class RawModule:
+    """Kernels from CUDA source, on the host. Arguments are checked as little as on a GPU."""
+
+    def __init__(self, code=None, *, options=()):
+        self._code, self._options = code, options
+
+    def compile(self, log_stream=None):
+        self._library = cuda_on_host.library(self._code, self._options)
+
+    def get_function(self, name):
+        kernel = getattr(self._library, name)
+
+        def call(grid, block, args):
+            assert all(isinstance(arg, ndarray | np.generic) for arg in args), "a Python number has no C type"
+            memories = [arg._memory if isinstance(arg, ndarray) else arg for arg in args]
+            cuda_on_host.launch(self._library, kernel, grid, block, memories)
+
+        return call
+
+
+cupy.RawModule = RawModule
 cupy.cuda = ModuleType("cupy.cuda")
 cupy.cuda.runtime = SimpleNamespace(
     memGetInfo=lambda: (6 << 30, 8 << 30),
     getDeviceCount=lambda: 1,
     getDeviceProperties=lambda index: {"name": b"stand-in", "totalGlobalMem": 8 << 30},
 )
-cupy.get_default_memory_pool = lambda: SimpleNamespace(free_bytes=lambda: 1 << 30)
+
+
+class Event:
+    def __init__(self, stream, after):
+        self._stream, self._after = stream, after
+
+    def synchronize(self):
+        self._stream._finish(self._after)
+
+
+class Stream:
+    """The work of a stream is done when something waits for it, or at once on the default stream. `log` tells it."""
+
+    def __init__(self, null=False, non_blocking=False):
+        self._null, self._waiting, self._done, self.log = null, [], 0, []
+        streams.append(self)
+
+    def _do(self, name, work):
+        self.log.append(name)
+        self._waiting.append(work)
+        if self._null:
+            self.synchronize()
+
+    def _finish(self, count):
+        while self._done < count:
+            self._waiting[self._done]()
+            self._done += 1
+
+    def record(self, event=None):
+        self.log.append("record")
+        return Event(self, len(self._waiting))
+
+    def wait_event(self, event):
+        self._do("wait", event.synchronize)
+
+    def synchronize(self):
+        self._finish(len(self._waiting))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+streams = []
+_default_stream = Stream(null=True)
+cupy.cuda.Stream, cupy.cuda.get_current_stream = Stream, lambda: _default_stream
+cupy.cuda.Device = lambda device=None: contextlib.nullcontext()
+
+
+class MemoryPool:
+    def __init__(self):
+        self._limit = 0
+
+    def set_limit(self, size=None, fraction=None):
+        assert size is None or fraction is None
+        self._limit = int((8 << 30) * fraction) if size is None else size
+
+    get_limit = lambda self: self._limit  # noqa: E731
+    free_bytes = lambda self: 1 << 30  # noqa: E731
+    used_bytes = lambda self: 1 << 30  # noqa: E731
+
+
+_pool = MemoryPool()
+cupy.get_default_memory_pool = lambda: _pool
 
 cupyx = ModuleType("cupyx")
 cupyx.scipy = ModuleType("cupyx.scipy")
@@ -424,6 +533,7 @@ def _errstate(*, linalg=None):
 
 
 cupyx.errstate = _errstate
+cupyx.empty_pinned = lambda shape, dtype=float, order="C": np.full(shape, np.nan, dtype, order)
 
 
 def _solve_triangular(a, b, trans=0, lower=False, unit_diagonal=False, overwrite_b=False, check_finite=False):

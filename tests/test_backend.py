@@ -319,8 +319,92 @@ def test_stand_in_has_no_name_or_keyword_that_cupy_lacks():
             except ValueError:  # compiled without a signature
                 continue
             assert set(inspect.signature(ours).parameters) <= set(theirs), name
+    for name in ("Stream", "MemoryPool"):
+        ours = getattr(strict_cupy, name)
+        theirs = getattr(cupy.cuda, name)
+        assert {method for method in vars(ours) if not method.startswith("_")} - {"log"} <= set(dir(theirs)), name
+    assert hasattr(cupy.cuda.Event, "synchronize")
+    assert callable(cupy.cuda.get_current_stream)
+    assert callable(cupyx.empty_pinned)
+    assert {"compile", "get_function"} <= set(dir(cupy.RawModule))
     assert hasattr(cupyx, "errstate")
     assert cupy.ndarray.__module__ == "cupy"
+
+
+# --- transfers and memory --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
+def card(request):
+    return request.getfixturevalue("device" if request.param == "stand-in" else "gpu")
+
+
+def test_batches_move_ahead_of_their_use_and_arrive_intact(card):
+    """Of all sizes; the stand-in copies as late as it may, so a batch that nobody waited for is NaN or another one."""
+    batches = [(np.full((rows, 3), float(number)), number) for number, rows in enumerate([4, 2, 4, 9, 1, 0, 5])]
+    requested, seen = [], []
+
+    def read():
+        for batch in batches:
+            requested.append(batch[1])
+            yield batch
+
+    for rows, number in backend.moved_ahead(read(), "cupy"):
+        assert card.host(rows).tolist() == batches[number][0].tolist()
+        seen.append(number)
+    assert seen == requested == list(range(7))
+
+
+def test_device_memory_is_refilled_only_after_the_work_on_it(device):
+    list(backend.moved_ahead(((np.full((2, 1), float(n)), n) for n in range(5)), "cupy"))
+    copying = strict_cupy.streams[-1]
+    assert copying.log == ["copy", "record"] * 2 + ["wait", "copy", "record"] * 3
+
+
+def test_types_of_batches_may_change_and_what_is_no_array_stays(card):
+    batches = [np.ones((2, 3)), np.ones((2, 4), "float32"), ["a", "b"], np.zeros((1, 4), "float32")]
+    found = [
+        card.host(rows).copy() if hasattr(rows, "dtype") else rows
+        for rows, _ in backend.moved_ahead(((batch, None) for batch in batches), "cupy")
+    ]
+    for ours, theirs in zip(found, batches, strict=True):
+        assert np.array_equal(ours, theirs)
+        assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
+
+
+def test_a_batch_that_cannot_be_read_raises_and_an_early_end_waits(device):
+    def read():
+        yield np.zeros((1, 1)), 0
+        raise errors.DataError("chunk 1 is corrupt")
+
+    moved = backend.moved_ahead(read(), "cupy")
+    next(moved)
+    with pytest.raises(errors.DataError, match="chunk 1"):
+        next(moved)
+    moved = backend.moved_ahead(((np.zeros((1, 1)), n) for n in range(9)), "cupy")
+    next(moved)
+    moved.close()
+
+
+def test_on_the_host_batches_pass_through_when_they_are_requested():
+    requested = []
+
+    def read():
+        for number in range(3):
+            requested.append(number)
+            yield np.full(2, number), number
+
+    for rows, number in backend.moved_ahead(read(), "numpy"):
+        assert requested[-1] == number == rows[0]
+
+
+def test_a_limit_of_device_memory_counts_as_free_memory(device, monkeypatch):
+    monkeypatch.setattr(strict_cupy, "_pool", strict_cupy.MemoryPool())
+    assert backend.free_bytes("cupy") == 7 << 30
+    backend.limit_device_memory(3 << 30)
+    assert backend.free_bytes("cupy") == 2 << 30
+    backend.limit_device_memory(0.5)
+    assert backend.free_bytes("cupy") == 3 << 30
 
 
 def test_one_blas_thread_holds_until_the_last_block_that_asked_for_it_ends():

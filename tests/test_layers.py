@@ -233,7 +233,9 @@ def test_core_touches_no_files_clocks_or_clusters(path):
     assert all(n.args for n in generators), "a generator without a seed is global state"
 
 
-def test_there_is_no_cuda_source_that_goes_uncompiled():
-    """All device work goes through CuPy's own functions. Whoever adds a kernel adds a test that compiles it."""
-    marks = ("RawKernel", "RawModule", "ElementwiseKernel", "ReductionKernel", "__global__")
+def test_cuda_source_is_in_files_that_a_test_compiles():
+    """Whoever adds a kernel adds it to a `.cu` file, and a test that compiles it and compares its results."""
+    marks = ("RawKernel", "ElementwiseKernel", "ReductionKernel", "__global__")
     assert not [p for p in SOURCES if any(mark in p.read_text(encoding="utf-8") for mark in marks)]
+    assert [p for p in SOURCES if "RawModule" in p.read_text(encoding="utf-8")] == [PACKAGE / "backend.py"]
+    assert [p.name for p in PACKAGE.rglob("*.cu")] == ["tiles.cu"], "see tests/core/test_fused_tiles.py"

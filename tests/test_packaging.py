@@ -17,6 +17,16 @@ def test_every_package_of_the_tree_goes_into_the_wheel():
     assert set(listed) == inside | {"kme_dist.pipelines"}
 
 
+def test_every_other_file_of_a_package_goes_into_the_wheel():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    listed = {
+        path for name, patterns in data.items() for p in patterns for path in ROOT.joinpath(*name.split(".")).glob(p)
+    }
+    found = {path for path in (ROOT / "kme_dist").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert found == listed
+    assert ROOT / "kme_dist" / "tiles.cu" in found
+
+
 def keys(tree, path=()):
     for name, value in tree.items():
         if isinstance(value, dict):

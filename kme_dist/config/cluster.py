@@ -61,7 +61,8 @@ class ClusterConfig(Section):
     )
     device_memory: str | Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="local-cuda: device memory above which results move to the host, e.g. 12GiB or 0.8 of the device",
+        description="device memory of a worker with a GPU, e.g. 12GiB or 0.8 of the device; local-cuda moves results "
+        "above it to the host",
     )
     memory_pool: str | None = Field(
         default=None, min_length=1, description="local-cuda: size of the device memory pool, e.g. 10GiB"

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, astype, cholesky, like, matmul, namespace_of, precision, set_diagonal, to_host
+from kme_dist.backend import Array, astype, by_columns, cholesky, like, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, refines, warn_of_padding
@@ -68,7 +68,8 @@ class Decision:
         self._on_host = isinstance(weights, np.ndarray)
         self._rows, columns = HOST_TILE if self._on_host else DEVICE_TILE
         self._prepared = prepared = self.kernel.prepare(centres)
-        self._blocks = [(take(prepared, block), weights[block, :]) for block in row_blocks(row_count(centres), columns)]
+        blocks = row_blocks(row_count(centres), columns)
+        self._blocks = [(take(prepared, block), by_columns(weights[block, :])) for block in blocks]
 
     def __call__(self, X: Any) -> Array:
         n = row_count(X)
@@ -94,8 +95,7 @@ class Decision:
         for centres, V in self._blocks:
             c = int(V.shape[0])
             out = None if tile is None else tile[: q * c].reshape(q, c)
-            part = matmul(self.kernel.evaluate(queries, centres, out), V)
-            total = part if total is None else total + part
+            total = self.kernel.times(queries, centres, V, total, out)
         return total
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, with_argmax
+from kme_dist.core.kernels.base import row_blocks
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import short_digest
 from kme_dist.data.lazy import open_rows
@@ -239,8 +240,11 @@ class _Scorer:
         self._device = "cupy" if devices.is_cupy(embedding.weights) else "numpy"
 
     def decision(self, X: np.ndarray) -> np.ndarray:
-        rows = self.model.scaling_.apply(X, self.dtype)
-        return devices.to_host(self._decide(devices.to_device(rows, self._device)))
+        """f at the rows of a chunk; on a GPU in blocks, so that the next one moves while this one is computed."""
+        block = mce.DEVICE_TILE[0] if self._device == "cupy" else max(1, len(X))
+        scaled = ((self.model.scaling_.apply(X[part], self.dtype), None) for part in row_blocks(len(X), block))
+        found = [devices.to_host(self._decide(rows)) for rows, _ in devices.moved_ahead(scaled, self._device)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
         f = self.decision(X)

@@ -105,8 +105,18 @@ def open_client(settings: ClusterConfig) -> Iterator[Any]:
     ):
         if settings.kind not in ("local", "local-cuda"):
             check_versions(client, timeout_s=START_S)
+        _limit_devices(client, settings)
         _install_dashboard(client)
         yield client
+
+
+def _limit_devices(client: Any, settings: ClusterConfig) -> None:
+    """Limit what CuPy allocates on the workers, unless `memory_pool` makes it use a pool of fixed size."""
+    limit = settings.device_memory
+    if limit is not None and settings.memory_pool is None:
+        from kme_dist.ops.device_memory import DeviceMemory
+
+        client.register_plugin(DeviceMemory(_bytes(limit, "device_memory") if isinstance(limit, str) else limit))
 
 
 @contextlib.contextmanager
@@ -303,7 +313,7 @@ def kubernetes_resource(settings: ClusterConfig) -> dict[str, Any]:
     if settings.image is None:
         raise ConfigError("cluster.kind is kubernetes: cluster.image is missing (the container image with kme-dist)")
     operator = _optional_import("dask_kubernetes.operator", "dask-kubernetes", "k8s")
-    limits = {"cpu": "1", "memory": _kubernetes_bytes(_memory(settings))}
+    limits = {"cpu": "1", "memory": str(_bytes(_memory(settings)))}
     command = ["dask-worker", "--nthreads", "1"]
     if settings.gpus:
         limits["nvidia.com/gpu"] = str(settings.gpus)
@@ -330,13 +340,13 @@ def _memory(settings: ClusterConfig) -> str:
     return settings.memory
 
 
-def _kubernetes_bytes(text: str) -> str:
+def _bytes(text: str, name: str = "memory") -> int:
     from dask.utils import parse_bytes
 
     try:
-        return str(int(parse_bytes(text)))
+        return int(parse_bytes(text))
     except ValueError:
-        raise ConfigError(f"cluster.memory is {text!r}; must be a size such as 2GiB") from None
+        raise ConfigError(f"cluster.{name} is {text!r}; must be a size such as 2GiB") from None
 
 
 def _gateway(settings: ClusterConfig) -> Any:

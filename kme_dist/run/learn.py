@@ -24,13 +24,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, is_cupy, precision, resolve, to_device, to_host
+from kme_dist.backend import Array, is_cupy, moved_ahead, precision, resolve, to_device, to_host
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.objective import Objective
@@ -169,6 +169,15 @@ def _batch_on_device(batches: Batches, number: int) -> HostBatch:
     return X, y, weights, seconds
 
 
+def _batches_ahead(batches: Batches, numbers: range) -> Iterator[HostBatch | None]:
+    """On a GPU: batches whose rows move to the device while the batch before is computed. None: read it when needed."""
+    if resolve(batches.backend) != "cupy" or batches.size == batches.count:
+        yield from (None for _ in numbers)
+        return
+    read = ((X, more) for X, *more in (read_batch(batches, number) for number in numbers))
+    yield from ((X, *more) for X, more in moved_ahead(read, "cupy"))
+
+
 @dataclass(frozen=True)
 class BatchRecord:
     """The result of one batch, or the mean over several in one call."""
@@ -213,8 +222,9 @@ def local_steps(
 ) -> ReplicaRecord:
     """One step for each of `rates`, on consecutive batches from number `first`. Runs on a worker."""
     (parameters, state), records = reached, []
-    for number, rate in enumerate(rates, first):
-        record = batch_gradient(learner, batches, number, parameters)
+    given = _batches_ahead(batches, range(first, first + len(rates)))
+    for number, rate, rows in zip(range(first, first + len(rates)), rates, given, strict=True):
+        record = batch_gradient(learner, batches, number, parameters, rows)
         gradient = stepper.gradient(record.objective, parameters, record.rows)
         parameters, state = stepper.move(gradient, parameters, state, rate)
         records.append(record)

@@ -12,8 +12,10 @@ import types
 from pathlib import Path
 
 import pytest
+import strict_cupy
 from ports import free_port
 
+from kme_dist import backend
 from kme_dist.backend import available_cores
 from kme_dist.config import ClusterConfig, TlsConfig
 from kme_dist.errors import ConfigError, RetryError
@@ -188,6 +190,23 @@ def test_a_cuda_cluster_has_a_worker_for_each_device_with_a_pool_that_cupy_share
     assert (keywords["n_workers"], keywords["memory_limit"]) == (2, "8GiB")
     assert (keywords["rmm_pool_size"], keywords["device_memory_limit"]) == ("10GiB", 0.7)
     assert keywords["rmm_allocator_external_lib_list"] == "cupy"
+
+
+def test_workers_allocate_no_more_device_memory_than_configured(device, monkeypatch):
+    """On workers in this process, so that the substitute for CuPy is theirs too."""
+    from distributed import Client, LocalCluster
+
+    monkeypatch.setattr(strict_cupy, "_pool", strict_cupy.MemoryPool())
+    options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**options) as local, Client(local) as client:
+        cluster._limit_devices(client, ClusterConfig(kind="local-cuda"))
+        assert client.submit(backend.free_bytes, "cupy", pure=False).result() == 7 << 30
+        cluster._limit_devices(client, ClusterConfig(kind="local-cuda", device_memory="12GiB", memory_pool="10GiB"))
+        assert strict_cupy._pool.get_limit() == 0
+        cluster._limit_devices(client, ClusterConfig(kind="local-cuda", device_memory="3GiB"))
+        assert client.submit(backend.free_bytes, "cupy", pure=False).result() == 2 << 30
+        with pytest.raises(ConfigError, match=r"cluster.device_memory is 'much'; must be a size such as 2GiB"):
+            cluster._limit_devices(client, ClusterConfig(kind="local-cuda", device_memory="much"))
 
 
 def test_a_library_for_one_kind_of_cluster_leaves_ctrl_c_alone():

@@ -188,3 +188,17 @@ def test_nothing_stays_in_the_scratch_place(basis, tools, tmp_path):
     statistics = gather(rows(stored(tmp_path / "a.zarr", 100, 1)), basis, **tools)
     weights(statistics, tools, floor=1e-3)
     assert not [path for path in (tmp_path / "scratch").rglob("*") if path.is_file()]
+
+
+def test_a_device_sums_chunks_that_moved_ahead(device, tmp_path):
+    """Chunks of different sizes, in buffers that are used again."""
+    data = stored(tmp_path / "rows.zarr", 200, 5)
+    spans, found = ((0, 60), (60, 75), (75, 160), (160, 200)), {}
+    for name in ("numpy", "cupy"):
+        ref = additive.publish(Centres(KERNEL, table(30, 99)[0]), Scratch(), name)
+        found[name] = additive.sum_chunks(rows(data), ref, spans, "some")
+    for read in (lambda sums: np.tril(additive.unpacked(sums.G, 30)), lambda sums: sums.B):
+        host, card = (read(found[name].sums) for name in ("numpy", "cupy"))
+        np.testing.assert_allclose(card, host, rtol=0, atol=2e-5 * np.abs(host).max())
+    assert found["cupy"].ledger == found["numpy"].ledger
+    assert np.array_equal(found["cupy"].sample.X, found["numpy"].sample.X)

@@ -294,6 +294,16 @@ def test_a_batch_goes_to_the_device_once_and_only_numbers_come_back(data, device
     assert isinstance(record.objective.value, float)
 
 
+def test_local_steps_move_the_next_batch_while_one_is_computed(data, device, monkeypatch):
+    """Each batch is read once, in order; the result is that of batches that are read when they are needed."""
+    numbers, real = [], learning.read_batch
+    monkeypatch.setattr(learning, "read_batch", lambda rows, number: numbers.append(number) or real(rows, number))
+    ahead = bits(run(data, backend="cupy", **LOCAL))
+    assert numbers == list(range(36))
+    monkeypatch.setattr(learning, "_batches_ahead", lambda batches, numbers: (None for _ in numbers))
+    assert bits(run(data, backend="cupy", **LOCAL)) == ahead
+
+
 def test_in_a_mixed_cluster_some_read_and_those_with_a_gpu_compute(data, device):
     """Workers in this process, so that the stand-in for CuPy is theirs too."""
     expected = bits(run(data, backend="cupy"))

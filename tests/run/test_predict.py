@@ -612,7 +612,8 @@ def test_a_driver_killed_anywhere_leaves_what_a_second_run_completes(model, data
     assert len(json.loads((out / "_manifest.json").read_text())["chunks"]) == 5
 
 
-def test_gpu_workers_compute_on_the_device(model, tmp_path, device):
+def test_gpu_workers_compute_on_the_device(model, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(inference.mce, "DEVICE_TILE", (64, 32))  # several blocks of a chunk, moved one ahead
     inference._scorer.cache_clear()
     try:
         kme.predict(model.path, rows(700), tmp_path / "out.zarr", outputs=inference.OUTPUTS)

@@ -17,6 +17,7 @@ from kme_dist.backend import (
     astype,
     empty_square,
     like,
+    matmul,
     namespace_of,
     precision,
     set_diagonal,
@@ -108,6 +109,11 @@ class Kernel:
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
         """The tile K_ij = k(x_i, x2_j) for prepared rows; may write into `out`."""
         raise ConfigError(f"{type(self).__name__} must define evaluate(X, X2, out=None)")
+
+    def times(self, X: Any, X2: Any, V: Array, total: Array = None, out: Array = None) -> Array:
+        """total + K V for a tile of prepared rows; may overwrite `total`. `out` is memory for the tile."""
+        part = matmul(self.evaluate(X, X2, out), V)
+        return part if total is None else total + part
 
     def diag(self, X: Any) -> Array:
         """k(x_i, x_i) for raw rows."""

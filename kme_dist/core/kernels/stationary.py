@@ -20,6 +20,7 @@ from kme_dist.backend import (
     namespace_of,
     precision,
 )
+from kme_dist.core.kernels import fused
 from kme_dist.core.kernels.base import (
     Differences,
     Frame,
@@ -29,6 +30,7 @@ from kme_dist.core.kernels.base import (
     row_blocks,
 )
 from kme_dist.errors import ConfigError
+from kme_dist.meter import metered
 
 # |z|² + |z'|² - 2 z·z' is off by the unit roundoff times |z|² + |z'|². Where rows are so far from their origin that
 # this is not small compared with 1, distances below this fraction of |z|² + |z'|² are computed from differences.
@@ -168,11 +170,17 @@ class Stationary(Differences):
         return exact_where_near(s, X, X2) if self.steep or _reach_far(s, X, X2) else s
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        if (K := _device_values(self, X, X2, out)) is not None:
+            return K
         K = self.profile(self.squared_distances(X, X2, out))
         variance = float(self.scale) ** 2
         if variance != 1.0:
             K *= variance
         return clamp_max(K, variance, X, X2)
+
+    def times(self, X: Any, X2: Any, V: Array, total: Array = None, out: Array = None) -> Array:
+        found = _device_times(self, X, X2, V, total)
+        return Differences.times(self, X, X2, V, total, out) if found is None else found
 
     def diag(self, X: Array) -> Array:
         return self.check(X)[:, 0] * 0 + float(self.scale) ** 2
@@ -230,6 +238,8 @@ class Gaussian(Stationary):
         return left, right, X, Frame(frame.origin, _largest(squares))
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        if (K := _device_values(self, X, X2, out)) is not None:
+            return K
         X = self.aligned(X, X2)
         exponent = matmul(X[0], X2[1].T, out)
         if _reach_far(exponent, X, X2):
@@ -415,6 +425,8 @@ class Laplace(Differences):
         return self.aligned(X, X2)[0], X2[0]
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
+        if (K := _device_values(self, X, X2, out)) is not None:
+            return K
         # No matrix product yields absolute differences: one pass over the tile per feature, no (n, n, d) array.
         X, X2 = self._scaled(X, X2)
         xp = namespace_of(X)
@@ -425,6 +437,8 @@ class Laplace(Differences):
         K = inplace("exp", distance)
         K *= float(self.scale) ** 2
         return K
+
+    times = Stationary.times
 
     def diag(self, X: Array) -> Array:
         return self.check(X)[:, 0] * 0 + float(self.scale) ** 2
@@ -504,3 +518,44 @@ class Cosine(Differences):
         rows, columns = self._sine_sums(X, X2, K_bar)
         w = like(self.frequency, X[1]) + X[1][:1, :] * 0
         return rows[:, None] * w, -columns[:, None] * w
+
+
+# --- on a device ------------------------------------------------------------------------------------
+
+# By exact type: a subclass may define another profile or `evaluate`.
+_PROFILES = {
+    (Gaussian, None): "gaussian",
+    (Periodic, None): "gaussian",
+    (Matern, 0.5): "matern_12",
+    (Matern, 1.5): "matern_32",
+    (Matern, 2.5): "matern_52",
+    (Laplace, None): "laplace",
+}
+
+
+def _device_tile(kernel: Any, X: Any, X2: Any) -> fused.Tile | None:
+    """The tile for `fused`, or None: on the host, for other kernels, for empty or mixed-precision tiles."""
+    profile = _PROFILES.get((type(kernel), getattr(kernel, "nu", None)))
+    if profile is None or not is_cupy(X2[0]):
+        return None
+    X, variance = kernel.aligned(X, X2), float(kernel.scale) ** 2
+    if X[0].dtype != X2[0].dtype or not X[0].shape[0] or not X2[0].shape[0]:
+        return None
+    if profile == "laplace":
+        return fused.Tile(profile, variance, X[0], X2[0])
+    product = namespace_of(X[0]).ascontiguousarray(X[0] @ X2[1].T)
+    near = kernel.steep or _reach_far(product, X, X2)
+    return fused.Tile(profile, variance, X[1], X2[1], product, near)
+
+
+def _device_values(kernel: Any, X: Any, X2: Any, out: Array) -> Array | None:
+    tile = _device_tile(kernel, X, X2)
+    return None if tile is None else tile.finish(out)
+
+
+def _device_times(kernel: Any, X: Any, X2: Any, V: Array, total: Array) -> Array | None:
+    if not is_cupy(V) or not fused.multiplies(V, X2[0]):
+        return None
+    with metered("gram"):
+        tile = _device_tile(kernel, X, X2)
+        return None if tile is None else tile.times(V, total)

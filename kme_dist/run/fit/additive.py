@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import resolve, to_device, to_host
+from kme_dist.backend import moved_ahead, resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.nystrom import Sample
@@ -113,15 +113,10 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
     basis, device = _basis(ref)
     accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
     ledger, sample = [], None
-    for start, stop in spans:
-        X, y = rows.read(start, stop)
-        key = chunk_key(rows, start, stop)
-        w = rows.weights(start, stop, unit=False)
-        if w is not None and not w.all():  # rows of weight 0 are neither counted nor sampled
-            X, y, w = X[w > 0], y[w > 0], w[w > 0]
-        accumulator.add(to_device(X, device), y, w)
-        ledger.append((key, stop - start))
-        drawn = Sample.of(X, y, key, weights=w)
+    for on_device, (X, y, w, entry) in moved_ahead(_chunks(rows, spans), device):
+        accumulator.add(on_device, y, w)
+        ledger.append(entry)
+        drawn = Sample.of(X, y, entry[0], weights=w)
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
@@ -131,6 +126,17 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
             ref.scratch.save(f"{name}-{key}", getattr(result, key))
         result = replace(result, G=np.zeros(0), B=np.zeros(0))
     return Summed(name, result, tuple(ledger), sample)
+
+
+def _chunks(rows: RowsRef, spans: tuple[Span, ...]) -> Iterator[tuple[Any, tuple[Any, Any, Any, tuple[str, int]]]]:
+    """X, and for every chunk X, y, weights and the entry of the ledger."""
+    for start, stop in spans:
+        X, y = rows.read(start, stop)
+        entry = chunk_key(rows, start, stop), stop - start
+        w = rows.weights(start, stop, unit=False)
+        if w is not None and not w.all():  # rows of weight 0 are neither counted nor sampled
+            X, y, w = X[w > 0], y[w > 0], w[w > 0]
+        yield X, (X, y, w, entry)
 
 
 def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
