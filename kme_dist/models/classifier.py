@@ -17,12 +17,13 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight
 
-from kme_dist.backend import blas_threads, to_host
+from kme_dist.backend import blas_threads, precision, to_host
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import Calibration, class_probabilities, expectation
 from kme_dist.core.importance import exchange_relevance, sample_rows
 from kme_dist.core.importance import shares as as_shares
 from kme_dist.core.kernels import Kernel
+from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.risk import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -40,7 +41,7 @@ from kme_dist.models.base import (
     stored_scaling,
 )
 from kme_dist.models.settings import Rule, below_one, class_weights, integer, jobs, one_of, positive, seed
-from kme_dist.run.workers import share
+from kme_dist.run.workers import executor_for, share
 
 Source = TypeVar("Source", bound=RowSource)
 
@@ -146,8 +147,14 @@ class EmbeddingClassifier(Classifier):
 
     def decision_probabilities(self, X: Any) -> np.ndarray:
         """f(x), one column per class; rows need not add up to one and entries may leave [0, 1]."""
-        rows = self._query_rows(X)
-        return to_host(self.embedding_.decision(rows))
+        rows, embedding = self._query_rows(X), self.embedding_
+        if not (isinstance(rows, np.ndarray) and isinstance(embedding, mce.Embedding)):
+            return to_host(embedding.decision(rows))
+        # Tiles of rows by all cores: the same bits on any number of them.
+        decide = mce.Decision(embedding, precision(rows))
+        calls = [(rows[part],) for part in row_blocks(max(1, len(rows)), mce.HOST_TILE[0])]
+        executor = executor_for(None, threads=1 if self.n_jobs == 1 else None)
+        return np.concatenate([to_host(part) for part in executor.map(decide, calls, name="decide")])
 
     def _decide(self, X: Any) -> np.ndarray:
         return self.decision_probabilities(X)
