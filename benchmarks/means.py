@@ -33,6 +33,7 @@ class Interleaved(SerialExecutor):
     """Runs the calls one after another and times the bare work between them."""
 
     def __init__(self, dtype):
+        super().__init__()
         rng = np.random.default_rng(1)
         # The product has two more columns than there are features, for the squared norms.
         self.A, self.B = rng.random((2, TILE_ROWS, FEATURES + 2)).astype(dtype)

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -471,6 +471,23 @@ def blas_threads(count: int | None) -> Iterator[None]:
             yield
         finally:
             _one_thread.leave()
+
+
+def computed_once(kept: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Keep the latest results of a function; threads that ask for the same one at the same time wait for it."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        lock, cached = threading.Lock(), functools.lru_cache(maxsize=kept)(function)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> T:
+            with lock:
+                return cached(*arguments)
+
+        call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def available_cores() -> int:

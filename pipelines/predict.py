@@ -214,6 +214,7 @@ class LazyExecutor(SerialExecutor):
     def __init__(
         self, settings: ClusterConfig, say: Callable[[str], None] = lambda line: None, performance: Path | None = None
     ) -> None:
+        super().__init__()
         self._settings, self._say, self._performance = settings, say, performance
         self._stack = contextlib.ExitStack()
         self._opened: Executor | None = None

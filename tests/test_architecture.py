@@ -115,7 +115,7 @@ def test_a_chunk_walks_from_zarr_to_its_receipt(stored, tmp_path, monkeypatch):
         return real(plan, chunk, *rest)
 
     monkeypatch.setattr(inference, "predict_chunk", second)
-    kme.predict(str(tmp_path / "m.zarr"), stored.path, tmp_path / "out.zarr")
+    kme.predict(str(tmp_path / "m.zarr"), stored.path, tmp_path / "out.zarr", executor=SerialExecutor())
     check("A prediction chunk", found)
 
 

@@ -8,6 +8,8 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -433,3 +435,24 @@ def test_one_blas_thread_holds_until_the_last_block_that_asked_for_it_ends():
         thread.join()
         assert seen == [{1}], "whichever thread asks"
         assert threads() == {2}
+
+
+def test_threads_that_ask_for_the_same_result_wait_for_one_of_them():
+    made, both = [], threading.Barrier(2)
+
+    @backend.computed_once(1)
+    def slow(number):
+        made.append(number)
+        time.sleep(0.05)
+        return object()
+
+    def ask():
+        both.wait(timeout=60)
+        return slow(3)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two = (future.result() for future in [pool.submit(ask), pool.submit(ask)])
+    assert one is two
+    assert made == [3]
+    assert slow(4) is not one
+    assert slow(3) is not one, "only the latest is kept"

@@ -12,7 +12,6 @@ and data by their paths, so both must be where every worker can read them.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -264,7 +263,7 @@ class _Scorer:
         return arrays
 
 
-@functools.lru_cache(maxsize=2)
+@devices.computed_once(2)
 def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
     found = _model_digest(Place.of(address))
     if found != digest:

@@ -13,7 +13,6 @@ removed, the result is that of a new fit on the chunks now included, up to round
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import os
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import moved_ahead, resolve, to_device, to_host
+from kme_dist.backend import computed_once, moved_ahead, resolve, to_device, to_host
 from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.nystrom import Sample
@@ -71,7 +70,7 @@ def basis_of(ref: BasisRef) -> Centres:
     return basis
 
 
-@functools.lru_cache(maxsize=1)
+@computed_once(1)
 def _basis(ref: BasisRef) -> tuple[Basis, str]:
     """The basis on this worker, and the device it computes on."""
     device = resolve(ref.backend)
