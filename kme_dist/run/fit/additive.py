@@ -56,6 +56,7 @@ class BasisRef:
     features: FeatureMap | None
     size: int
     backend: str = "auto"
+    sampled: tuple[Span, ...] = ()  # of the source, for leave-one-out; empty: all rows
 
     def __hash__(self) -> int:
         return hash(self.token)
@@ -75,14 +76,14 @@ def _basis(ref: BasisRef) -> tuple[Basis, str]:
     return Centres(ref.kernel, to_device(centres, device)), device
 
 
-def publish(basis: Basis, scratch: Scratch, backend: str = "auto") -> BasisRef:
+def publish(basis: Basis, scratch: Scratch, backend: str = "auto", sampled: tuple[Span, ...] = ()) -> BasisRef:
     """Make a basis available to workers."""
     token = os.urandom(6).hex()
     if isinstance(basis, Centres):
         scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
-        return BasisRef(token, scratch, basis.kernel, None, basis.size, backend)
+        return BasisRef(token, scratch, basis.kernel, None, basis.size, backend, sampled)
     assert isinstance(basis, FeatureBasis)
-    return BasisRef(token, scratch, None, basis.features, basis.size, backend)
+    return BasisRef(token, scratch, None, basis.features, basis.size, backend, sampled)
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,12 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
         X, y = rows.read(start, stop)
         key = chunk_key(rows, start, stop)
         w = rows.weights(start, stop, unit=False)
+        wanted = _among(rows, start, stop, ref.sampled)
         if w is not None and not w.all():  # rows of weight 0 are neither counted nor sampled
-            X, y, w = X[w > 0], y[w > 0], w[w > 0]
+            X, y, w, wanted = X[w > 0], y[w > 0], w[w > 0], wanted[w > 0]
         accumulator.add(to_device(X, device), y, w)
         ledger.append((key, stop - start))
-        drawn = Sample.of(X, y, key, weights=w)
+        drawn = Sample.of(X[wanted], y[wanted], key, weights=None if w is None else w[wanted])
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
@@ -124,6 +126,16 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
             ref.scratch.save(f"{name}-{key}", getattr(result, key))
         result = replace(result, G=np.zeros(0), B=np.zeros(0))
     return Summed(name, result, tuple(ledger), sample)
+
+
+def _among(rows: RowsRef, start: int, stop: int, sampled: tuple[Span, ...]) -> np.ndarray:
+    """Which of the rows [start, stop) are among those to be sampled."""
+    if not sampled:
+        return np.ones(stop - start, dtype=bool)
+    numbers = np.concatenate([np.arange(low, high) for low, high in rows.stored(start, stop)])
+    starts, stops = np.array(sampled).T
+    block = np.searchsorted(starts, numbers, side="right") - 1
+    return np.asarray((block >= 0) & (numbers < stops[np.maximum(block, 0)]))
 
 
 def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
@@ -271,11 +283,20 @@ def _same_points(one: Basis, other: Basis) -> bool:
 
 
 def gather(
-    rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch, backend: str = "auto"
+    rows: RowsRef,
+    basis: Basis,
+    *,
+    executor: Executor,
+    scratch: Scratch,
+    backend: str = "auto",
+    sampled: tuple[Span, ...] = (),
 ) -> FitStatistics:
-    """The statistics of all rows, summed on `backend` ("auto": as each worker has it)."""
+    """The statistics of all rows, summed on `backend` ("auto": as each worker has it).
+
+    `sampled` are sorted ranges of the source, from which the rows for leave-one-out are drawn; empty: from all rows.
+    """
     statistics = FitStatistics(basis)
-    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend))
+    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend, sampled))
     return statistics
 
 
@@ -348,10 +369,16 @@ def _new_chunks(rows: RowsRef, statistics: FitStatistics) -> tuple[list[Span], l
 
 
 def _sum(
-    rows: RowsRef, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch, backend: str = "auto"
+    rows: RowsRef,
+    basis: Basis,
+    spans: Sequence[Span],
+    executor: Executor,
+    scratch: Scratch,
+    backend: str = "auto",
+    sampled: tuple[Span, ...] = (),
 ) -> tuple[Part, Sample]:
     """Sum over spans in tasks of about equal size; their results are added here in row order."""
-    ref = publish(basis, scratch, backend)
+    ref = publish(basis, scratch, backend, sampled)
     calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]
     total, ledger, sample = None, [], None
     for summed in ordered(executor, sum_chunks, calls, name="sum-chunks"):

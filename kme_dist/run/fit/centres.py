@@ -36,6 +36,7 @@ def prepare(problem: Problem) -> Prepared:
         executor=problem.executor,
         scratch=problem.scratch,
         backend=problem.backend,
+        sampled=problem.sampled,
     )
     facts = {"centre_choice": problem.centre_choice, "centre_sample_rows": size}
     if centres < rows.positive:

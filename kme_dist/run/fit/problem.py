@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kme_dist.core.kernels.base import FeatureMap, Kernel
+from kme_dist.data.plan import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.scaling import Scaling
 from kme_dist.run.executors import Executor
@@ -44,6 +45,7 @@ class Problem:
     centres: int | None = None
     centre_choice: str = "rpcholesky"
     features: FeatureMap | None = None
+    sampled: tuple[Span, ...] = ()  # of the source: rows that sums over rows leave out one at a time; empty: any
     report: Callable[[str], None] = silent
 
     @property
