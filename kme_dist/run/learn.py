@@ -420,6 +420,8 @@ def run_identity(
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be resumed: plain data, with the names of the config."""
     chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
+    if not settings.weight_decay:
+        del chosen["weight_decay"]  # unknown to older checkpoints
     if settings.schedule is None:
         del chosen["steps"]  # a run may be extended; only a schedule depends on the number of steps
     else:

@@ -27,6 +27,7 @@ class LearnSettings:
     schedule: Callable[[float, int], optim.Schedule] | None = None  # (rate, steps) -> schedule; None: constant
     optimizer: str = "adam"
     clip_norm: float | None = None
+    weight_decay: float = 0.0  # a step also multiplies every parameter by 1 - rate x this
     frozen: tuple[str, ...] = ()
     train_share: float = 0.5  # of a batch, for the validation objective
     evaluated: int | None = None  # rows of a batch left out one at a time by the calibrated objective; None: all

@@ -16,8 +16,9 @@ them, are not learned from; λ and the calibration are chosen on these, each lef
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,13 +34,14 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import BIAS, WEIGHTS, SoftmaxLearner, joined, parted, start_of, with_parameters
-from kme_dist.run.maps import with_features
+from kme_dist.run.maps import features_of, restore_features, with_features
 from kme_dist.run.settings import LearnSettings, Record
 
 NAME = "spectral"
 _BLOCKS = 64  # of held-out rows, spread evenly: rows may be sorted
 _HELD_ROWS, _HELD_SHARE = 4_000, 0.04
 _PER_READ = 16  # batches: drawing 256 rows of a plan takes longer than a third of a step
+_EPOCHS, _VISITS = (1.0, 20.0), 1e7  # least and most epochs, and in between how many times any row is used
 _REACH = 4.0  # no scaled value is further from the mean than this: rare values of binary columns would be
 
 
@@ -54,10 +56,16 @@ class SpectralSettings:
     epochs: float = 15.0  # of each network
     batch_size: int = 256
     learning_rate: float = 0.003
+    weight_decay: float = 0.03
     local_steps: int = 64  # steps of a network in one call
     dtype: str = "float32"
     backend: str = "numpy"
     seed: int = 0
+
+    @classmethod
+    def of(cls, rows: int, **others: Any) -> SpectralSettings:
+        """Settings for a number of rows: the more there are, the fewer times each is needed."""
+        return cls(epochs=min(_EPOCHS[1], max(_EPOCHS[0], _VISITS / rows)), **others)
 
     def learning(self, rows: int) -> LearnSettings:
         """Settings of the trainer: whole rounds, a rate that rises in the first steps and falls to zero."""
@@ -67,6 +75,7 @@ class SpectralSettings:
             batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             schedule=rising_and_falling,
+            weight_decay=self.weight_decay,
             seed=self.seed,
         )
 
@@ -78,6 +87,28 @@ class LearnedMap:
     scaling: Scaling
     held: tuple[Span, ...]
     history: list[Record] = field(default_factory=list, repr=False)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """For storing, together with `to_plain`."""
+        return {
+            **features_of(self.scaling)[0],
+            "scaling/shift": self.scaling.shift,
+            "scaling/factor": self.scaling.factor,
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """`at` is a name that changes with the arrays."""
+        sha = hashlib.sha256()
+        for _, value in sorted(self.arrays.items()):
+            sha.update(np.ascontiguousarray(value).data)
+        return {"features": features_of(self.scaling)[1], "held": list(self.held), "at": f"map-{sha.hexdigest()[:16]}-"}
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> LearnedMap:
+        found = restore_features(stored["features"], arrays, {})
+        held = tuple((int(start), int(stop)) for start, stop in stored["held"])
+        return cls(with_features(Scaling(arrays["scaling/shift"], arrays["scaling/factor"]), found), held)
 
 
 def rising_and_falling(rate: float, steps: int) -> optim.Schedule:
