@@ -52,7 +52,7 @@ class SpectralSettings:
     networks: int = 2
     frequencies: int = 256
     hidden: tuple[int, ...] = (256, 256)
-    deviation: float = 0.5  # of the initial frequencies of scaled columns
+    spread: float = 2.0  # of the angles under the initial frequencies: their standard deviation over rows
     epochs: float = 15.0  # of each network
     batch_size: int = 256
     learning_rate: float = 0.003
@@ -137,7 +137,9 @@ def learn_spectral(
     per_read = max(1, min(_PER_READ, learned_from.count // (4 * size)))
     plan = learned_from.plan(size * per_read, settings.seed)
     batches = Batches(learned_from, plan, backend=settings.backend, per_read=per_read)
-    starts = [_start(dataset.features, dataset.n_classes, settings, r) for r in range(settings.networks)]
+    variance = dataset.split_statistics(split).variance * scaling.factor**2
+    deviation = settings.spread / math.sqrt(float(variance.sum()) or 1.0)
+    starts = [_start(dataset.features, dataset.n_classes, settings, deviation, r) for r in range(settings.networks)]
     learner = SoftmaxLearner(starts[0][0], own, dataset.n_classes)
     found = learn(
         learner,
@@ -184,10 +186,12 @@ def _without(ranges: tuple[Span, ...], held: tuple[Span, ...]) -> tuple[Span, ..
     return tuple(span for span in found if span[0] < span[1])
 
 
-def _start(inputs: int, n_classes: int, settings: SpectralSettings, number: int) -> tuple[maps.Stack, optim.Named]:
+def _start(
+    inputs: int, n_classes: int, settings: SpectralSettings, deviation: float, number: int
+) -> tuple[maps.Stack, optim.Named]:
     """The hidden layers of a network, and all of its parameters, in the precision of learning."""
     rng = np.random.default_rng([settings.seed, number, 9])
-    frequencies = rng.normal(size=(inputs, settings.frequencies)) * settings.deviation
+    frequencies = rng.normal(size=(inputs, settings.frequencies)) * deviation
     phases = rng.uniform(0, 2 * math.pi, settings.frequencies)
     parts, width = [_layer(frequencies, phases, "cosine", settings.dtype)], settings.frequencies
     for units in settings.hidden:
