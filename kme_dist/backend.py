@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -104,6 +105,11 @@ def to_host(array: Array) -> np.ndarray:
         cpu = getattr(xp, "Device", None)
         return np.asarray(array.to_device(cpu("CPU_DEVICE")) if cpu else array)
     return np.asarray(array)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def like(values: Array, reference: Array, dtype: Any = None) -> Array:

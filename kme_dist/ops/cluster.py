@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from kme_dist.backend import resolve
+from kme_dist.backend import available_cores, resolve
 from kme_dist.config import ClusterConfig
 from kme_dist.errors import ConfigError, RetryError
 from kme_dist.ops.certs import tls_files
@@ -167,10 +167,6 @@ def worker_count(settings: ClusterConfig) -> int:
             f"set it to {cores} or less"
         )
     return settings.workers or cores
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- clusters that we start -------------------------------------------------------------------------

@@ -26,12 +26,13 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kme_dist.backend import blas_threads
+from kme_dist.backend import available_cores, blas_threads
 from kme_dist.errors import RetryError
 from kme_dist.meter import metered, observed
 from kme_dist.run.lanes import Lanes
@@ -67,6 +68,7 @@ class Executor(Protocol):
         quick: bool = False,
         gpu: bool = False,
         feed: Feed | None = None,
+        long: bool = False,
     ) -> list[T]: ...
     def map_reduce(
         self,
@@ -92,7 +94,7 @@ def tree_combine(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
 
 
 class SerialExecutor:
-    """Everything in this process, one call after the other."""
+    """Everything in this process, one call after the other; `long` calls side by side, one thread each."""
 
     workers = 1
     solo_threads = 1
@@ -107,11 +109,15 @@ class SerialExecutor:
         quick: bool = False,
         gpu: bool = False,
         feed: Feed | None = None,
+        long: bool = False,
     ) -> list[T]:
         with blas_threads(1):
             if feed is not None:
                 calls = [(*call, feed[0](*read)) for call, read in zip(calls, feed[1], strict=True)]
-            return [function(*call) for call in calls]
+            if not long or min(len(calls), available_cores()) < 2:
+                return [function(*call) for call in calls]
+            with ThreadPoolExecutor(min(len(calls), available_cores())) as pool:
+                return list(pool.map(lambda call: function(*call), calls))
 
     def map_reduce(
         self,
@@ -206,6 +212,7 @@ class DaskExecutor:
         quick: bool = False,
         gpu: bool = False,
         feed: Feed | None = None,
+        long: bool = False,
     ) -> list[T]:
         """Results in the order of the calls.
 
@@ -215,6 +222,7 @@ class DaskExecutor:
         quick : one of very many rounds, which may bypass the scheduler if they are short
         gpu : only workers with the resource `GPU` may run the calls
         feed : calls of another function, run by any worker, whose results become the last arguments of `calls`
+        long : a call takes a large part of a second in array operations, so threads help where there are no workers
         """
         began, found = time.monotonic(), {}
         shown = not quick or feed is not None or not self._bypasses(began)

@@ -379,7 +379,7 @@ def _separate_replicas(learner: Learner, batches: Batches, trainer: Trainer, ste
         for r, own in enumerate(parted(parameters)):
             reached = own, {**shared, **{slot: values[r] for slot, values in slots.items()}}
             calls.append((learner, batches, first + r * steps, steppers[r], rates, reached))
-        found = executor.map(local_steps, calls, name=REPLICA, gpu=gpu, quick=True)
+        found = executor.map(local_steps, calls, name=REPLICA, gpu=gpu, quick=True, long=True)
         records = [replica.record for replica in found]
         pace = _pace(records, time.perf_counter() - began, executor.workers)
         state = {slot: joined([replica.state[slot] for replica in found]) for slot in slots}

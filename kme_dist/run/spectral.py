@@ -41,7 +41,7 @@ NAME = "spectral"
 _BLOCKS = 64  # of held-out rows, spread evenly: rows may be sorted
 _HELD_ROWS, _HELD_SHARE = 4_000, 0.04
 _PER_READ = 16  # batches: drawing 256 rows of a plan takes longer than a third of a step
-_EPOCHS, _VISITS = (1.0, 20.0), 1e7  # least and most epochs, and in between how many times any row is used
+_EPOCHS, _ROWS = (1.0, 15.0), 500_000  # least and most epochs; the latter up to this number of rows
 _REACH = 4.0  # no scaled value is further from the mean than this: rare values of binary columns would be
 
 
@@ -50,8 +50,8 @@ class SpectralSettings:
     """What is learned, and how long; chosen on training rows of covtype, MNIST and pendigits."""
 
     networks: int = 2
-    frequencies: int = 256
-    hidden: tuple[int, ...] = (256, 256)
+    frequencies: int = 384
+    hidden: tuple[int, ...] = (384, 384)
     spread: float = 2.0  # of the angles under the initial frequencies: their standard deviation over rows
     epochs: float = 15.0  # of each network
     batch_size: int = 256
@@ -65,7 +65,8 @@ class SpectralSettings:
     @classmethod
     def of(cls, rows: int, **others: Any) -> SpectralSettings:
         """Settings for a number of rows: the more there are, the fewer times each is needed."""
-        return cls(epochs=min(_EPOCHS[1], max(_EPOCHS[0], _VISITS / rows)), **others)
+        few, most = _EPOCHS
+        return cls(epochs=min(most, max(few, most * math.sqrt(_ROWS / rows))), **others)
 
     def learning(self, rows: int) -> LearnSettings:
         """Settings of the trainer: whole rounds, a rate that rises in the first steps and falls to zero."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from kme_dist.backend import available_cores
 from kme_dist.errors import RetryError
 
 _START_S = 120.0
@@ -23,7 +24,7 @@ def job_count(n_jobs: int | None) -> int:
     """Number of processes, as in joblib: None is one, -1 one for each core, -2 all cores but one."""
     if n_jobs is None:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     return int(n_jobs) if n_jobs > 0 else max(1, cores + 1 + int(n_jobs))
 
 

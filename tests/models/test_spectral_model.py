@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kme_dist.run.spectral import SpectralSettings
 from kme_dist.run.train import Recipe
 
 DIGITS = load_digits(return_X_y=True)
+CHOICE = sys.modules["kme_dist.run.fit.choose"]  # the package has a function of this name
 
 
 def table(n, seed=0):
@@ -97,8 +99,8 @@ class TestAuto:
 
     def test_the_lower_loss_on_the_same_held_out_rows_is_kept(self, monkeypatch, capsys):
         monkeypatch.setattr(Recipe, "compares_features", lambda recipe, rows: True)
-        monkeypatch.setattr("kme_dist.run.fit.choose.WORK", 1e7)
-        monkeypatch.setattr("kme_dist.run.fit.choose.CENTRES", 20)
+        monkeypatch.setattr(CHOICE, "WORK", 1e7)
+        monkeypatch.setattr(CHOICE, "CENTRES", 20)
         X, y = table(3_000)
         model = kme.MCEClassifier(verbose=1).fit(X, y)
         losses = model.loo_log_loss_
@@ -111,7 +113,7 @@ class TestAuto:
 
     def test_centres_are_kept_if_features_are_worse(self, monkeypatch):
         monkeypatch.setattr(Recipe, "compares_features", lambda recipe, rows: True)
-        monkeypatch.setattr("kme_dist.run.fit.choose.WORK", 1e7)
+        monkeypatch.setattr(CHOICE, "WORK", 1e7)
         real = train.learn_spectral
 
         def unlearned(dataset, settings, **more):
