@@ -38,6 +38,11 @@ KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASK
 SECTIONS: dict[str, Any] = {"model": ModelConfig, "learn": LearnConfig, "fit": FitConfig}
 NOT_OPTIONS = ("client", "n_jobs", "verbose")
 FULL_OBJECTIVES = ("rcb", "erm")  # objectives with exact gradients over all rows
+NOT_WITH_SPECTRAL = {
+    "model": ("kernel", "objective", "scaling", "regularization", "risk", "complexity_weight"),
+    "learn": ("mode", "steps", "batch_size", "learning_rate", "optimizer", "schedule", "train_share", "starts"),
+    "fit": ("solver", "centres", "centre_choice"),
+}
 ROWS_TO_REHEARSE = 20  # of each class
 
 
@@ -71,6 +76,8 @@ def check(config: Config) -> None:
 
 def _check_kernel(config: Config) -> None:
     learn, objective = config.learn, config.model.objective
+    if config.model.features == SPECTRAL:
+        _check_spectral(config)
     if config.model.options:
         raise ConfigError("model.options requires model.kind cen or askl; set the keys of the sections for mce")
     if learn.mode == "full":
@@ -94,6 +101,14 @@ def _check_kernel(config: Config) -> None:
             f"learn.steps is {steps}, which is not a multiple of learn.local_steps {learn.local_steps}: "
             "parameters are averaged after whole rounds"
         )
+
+
+def _check_spectral(config: Config) -> None:
+    """Rates, batches and steps of spectral features follow from the number of rows."""
+    for section, keys in NOT_WITH_SPECTRAL.items():
+        given = getattr(config, section).given()
+        for key in (key for key in keys if key in given):
+            raise ConfigError(f"model.features is spectral, which has no {section}.{key}; remove it")
 
 
 def has_given_features(config: Config) -> bool:
