@@ -118,6 +118,33 @@ def rising_and_falling(rate: float, steps: int) -> optim.Schedule:
     return lambda step: falling(step) * min(1.0, (step + 1) / rise)
 
 
+@dataclass(frozen=True)
+class SpectralWork:
+    """What the trainer needs, prepared: the learner, its batches, and a start for each network."""
+
+    learner: SoftmaxLearner
+    batches: Batches
+    starts: list[optim.Named]
+    scaling: Scaling
+    held: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, dataset: RowSource, settings: SpectralSettings, split: str | None) -> SpectralWork:
+        scaling = within_reach(dataset, split)
+        rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=settings.dtype, classes=True)
+        held = held_out(rows.ranges)
+        learned_from = replace(rows, ranges=_without(rows.ranges, held), token=f"{rows.token}-learned")
+        size = min(settings.batch_size, learned_from.count)
+        per_read = max(1, min(_PER_READ, learned_from.count // (4 * size)))
+        plan = learned_from.plan(size * per_read, settings.seed)
+        variance = float((dataset.split_statistics(split).variance * scaling.factor**2).sum())
+        deviation = settings.spread / math.sqrt(variance or 1.0)
+        starts = [_start(dataset.features, dataset.n_classes, settings, deviation, r) for r in range(settings.networks)]
+        learner = SoftmaxLearner(starts[0][0], settings.learning(learned_from.count), dataset.n_classes)
+        batches = Batches(learned_from, plan, backend=settings.backend, per_read=per_read)
+        return cls(learner, batches, [parameters for _, parameters in starts], scaling, held)
+
+
 def learn_spectral(
     dataset: RowSource,
     settings: SpectralSettings,
@@ -128,25 +155,12 @@ def learn_spectral(
     callback: Callable[[Record], None] | None = None,
 ) -> LearnedMap:
     """Learn the networks on all rows of a split but the held-out ones."""
-    split = dataset.training_split(split)
-    scaling = within_reach(dataset, split)
-    rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=settings.dtype, classes=True)
-    held = held_out(rows.ranges)
-    learned_from = replace(rows, ranges=_without(rows.ranges, held), token=f"{rows.token}-learned")
-    own = settings.learning(learned_from.count)
-    size = min(settings.batch_size, learned_from.count)
-    per_read = max(1, min(_PER_READ, learned_from.count // (4 * size)))
-    plan = learned_from.plan(size * per_read, settings.seed)
-    batches = Batches(learned_from, plan, backend=settings.backend, per_read=per_read)
-    variance = dataset.split_statistics(split).variance * scaling.factor**2
-    deviation = settings.spread / math.sqrt(float(variance.sum()) or 1.0)
-    starts = [_start(dataset.features, dataset.n_classes, settings, deviation, r) for r in range(settings.networks)]
-    learner = SoftmaxLearner(starts[0][0], own, dataset.n_classes)
+    work = SpectralWork.of(dataset, settings, dataset.training_split(split))
     found = learn(
-        learner,
-        batches,
-        joined([parameters for _, parameters in starts]),
-        own,
+        work.learner,
+        work.batches,
+        joined(work.starts),
+        work.learner.settings,
         executor=executor,
         batches_per_step=settings.networks,
         local_steps=settings.local_steps,
@@ -155,8 +169,8 @@ def learn_spectral(
         phase=NAME,
         keep_history=False,
     )
-    networks = [_network(starts[0][0], parameters) for parameters in parted(found.parameters)]
-    return LearnedMap(with_features(scaling, maps.Joint(tuple(networks))), held, found.history)
+    networks = [_network(work.learner.features, parameters) for parameters in parted(found.parameters)]
+    return LearnedMap(with_features(work.scaling, maps.Joint(tuple(networks))), work.held, found.history)
 
 
 def within_reach(dataset: RowSource, split: str | None) -> Scaling:

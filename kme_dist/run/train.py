@@ -156,6 +156,10 @@ class Recipe:
     def learns_features(self) -> bool:
         return isinstance(self.features, str) and self.features == SPECTRAL
 
+    def spectral(self, rows: int) -> SpectralSettings:
+        """Settings of spectral features for a number of rows."""
+        return SpectralSettings.of(rows, dtype=self.dtype, backend=self.backend, seed=self.seed)
+
     def compares_features(self, rows: int) -> bool:
         """Whether spectral features are a candidate besides kernels: under "auto", where a solve on centres would not
         be exact."""
@@ -277,7 +281,7 @@ def _learned_features(
 ) -> Candidate:
     learned = learn_spectral(
         dataset,
-        SpectralSettings.of(dataset.split_rows(split), dtype=recipe.dtype, backend=recipe.backend, seed=recipe.seed),
+        recipe.spectral(dataset.split_rows(split)),
         executor=executor,
         split=split,
         checkpoints=None if checkpoints is None else checkpoints(SPECTRAL),
