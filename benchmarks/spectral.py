@@ -60,7 +60,7 @@ def torch_steps(X, y, settings):
     names = list(start)
     held = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
     rows, labels = torch.from_numpy(X), torch.from_numpy(y)
-    rate, decay = settings.learning_rate, settings.weight_decay
+    rate, decay = settings.learning_rate, settings.learning(len(y)).weight_decay
     optimizer = torch.optim.AdamW([held[name] for name in names], lr=rate, weight_decay=decay)
 
     def call():

@@ -122,11 +122,11 @@ class Batches:
             return self._planned(number)
         block, part = divmod(number, self.per_read)
         if (held := getattr(_local, "block", None)) is None or held[:2] != (self.rows, block):
-            order = np.random.default_rng([self.plan.seed, block, 6]).permutation(self.plan.rows_per_batch)
-            held = _local.block = self.rows, block, self._planned(block), order
-        X, y, weights = held[2]
-        few = held[3][part * self.size : (part + 1) * self.size]
-        few = few if len(y) == self.plan.rows_per_batch else few[few < len(y)]
+            planned = self._planned(block)
+            order = np.random.default_rng([self.plan.seed, block, 6]).permutation(len(planned[1]))
+            held = _local.block = self.rows, block, planned, order
+        (X, y, weights), order = held[2:]
+        few = order[len(order) * part // self.per_read : len(order) * (part + 1) // self.per_read]
         return X[few], y[few], None if weights is None else weights[few]
 
     def _planned(self, number: int) -> Weighted:

@@ -56,7 +56,7 @@ class SpectralSettings:
     epochs: float = 15.0  # of each network
     batch_size: int = 256
     learning_rate: float = 0.003
-    weight_decay: float = 0.03
+    decay: float = 1.0  # all steps together multiply a parameter without gradient by exp(-decay)
     local_steps: int = 64  # steps of a network in one call
     dtype: str = "float32"
     backend: str = "numpy"
@@ -76,7 +76,7 @@ class SpectralSettings:
             batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             schedule=rising_and_falling,
-            weight_decay=self.weight_decay,
+            weight_decay=self.decay / (0.5 * self.learning_rate * rounds * self.local_steps),  # the mean rate is half
             seed=self.seed,
         )
 

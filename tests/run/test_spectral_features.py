@@ -216,6 +216,13 @@ class TestStep:
         assert rate(4) > rate(100) > rate(199) > 0
         assert rate(199) < 1e-6
 
+    def test_all_steps_together_decay_by_the_same_factor(self):
+        for rows in (500, 20_000, 10**6):
+            own = SpectralSettings.of(rows).learning(rows)
+            rate = own.schedule(own.learning_rate, own.steps)
+            left = np.prod([1 - rate(step) * own.weight_decay for step in range(own.steps)])
+            assert left == pytest.approx(np.exp(-1), rel=0.05)
+
     def test_decay_shrinks_parameters_by_the_rate(self):
         stepper = learning.Stepper.of({"w": np.ones(2)}, LearnSettings(weight_decay=0.5, optimizer="sgd"))
         moved, _ = stepper.move(
