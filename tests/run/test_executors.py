@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ def square(x):
 
 def process_and_square(x):
     return os.getpid(), x * x
+
+
+def thread_and_square(x):
+    time.sleep(0.05)  # so that no thread is free for two calls
+    return threading.get_ident(), x * x
 
 
 def refuse(x):
@@ -243,3 +249,13 @@ def test_a_lost_scheduler_is_named():
         cluster.close()
         with pytest.raises(RetryError, match=r"scheduler at .* was lost"):
             executor.map(square, [(1,)], name="square")
+
+
+def test_long_calls_in_this_process_run_side_by_side_in_order(monkeypatch):
+    monkeypatch.setattr("kme_dist.run.executors.available_cores", lambda: 3)
+    found = SerialExecutor().map(thread_and_square, [(i,) for i in range(3)], name="square", long=True)
+    assert [value for _, value in found] == [0, 1, 4]
+    assert len({thread for thread, _ in found} | {threading.get_ident()}) == 4
+    alone = SerialExecutor().map(thread_and_square, [(i,) for i in range(3)], name="square")
+    assert {thread for thread, _ in alone} == {threading.get_ident()}
+    assert set(SerialExecutor().map(blas_thread_counts, [(), ()], name="threads", long=True)[1]) == {1}
