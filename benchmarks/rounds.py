@@ -248,7 +248,7 @@ def covtype(folder, steps, centres, rows):
 
 
 def learn_covtype(data, steps, chosen):
-    """Two workers, as in configs/covtype.yaml: (learned, seconds, peak memory of a worker in bytes)."""
+    """Length scales on two workers: (learned, seconds, peak memory of a worker in bytes)."""
     settings = LearnSettings(
         steps=steps, batch_size=2000, learning_rate=0.1, schedule=optim.cosine_decay, **chosen
     )  # fmt: skip

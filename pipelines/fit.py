@@ -50,7 +50,7 @@ def _work(run: Run) -> dict[str, Any]:
     learned = learn.load_learned(run)
     if run.config.model.kind != "mce":
         return _fit_network(run, learned)
-    if run.config.model.features is not None:
+    if recipes.has_given_features(run.config):
         return _fit_features(run, learned)
     return _fit_kernels(run, learned)
 
@@ -240,7 +240,8 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
         retune=recipe.refit_regularization,
         floor=recipe.floor(statistics.weight, data.n_classes),
     )
-    if isinstance(basis, FeatureBasis):
+    if isinstance(model, CENClassifier):
+        assert isinstance(basis, FeatureBasis)
         updated = CENClassifier(regularization=model.regularization, dtype=recipe.dtype)
         updated.adopt(data, basis.features, fit, recipe.floor(fit.weight, data.n_classes))
     else:

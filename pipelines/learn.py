@@ -42,6 +42,7 @@ from kme_dist.pipelines.folder import Listener, MetricsFile, digest, to_json, to
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.full import learn_features
+from kme_dist.run.spectral import LearnedMap
 from kme_dist.run.train import Candidate, learn_candidates
 
 LEARNED, LEARNED_FORMAT, METRICS = "learned.zarr", "kme-dist/learned", "metrics.jsonl"
@@ -94,14 +95,23 @@ def load_learned(run: Run) -> LearnedResult | None:
     only = {"name": found["objective"], **{key: found[key] for key in ("kernel", "regularization")}}
     stored = found.get("starts") or [{"name": "", "candidates": [only]}]  # older files have one candidate
     lines = MetricsFile(run.folder.path / METRICS).read()
-    return LearnedResult([[_candidate(c, start["name"], lines) for c in start["candidates"]] for start in stored])
+    return LearnedResult(
+        [[_candidate(c, start["name"], lines, arrays) for c in start["candidates"]] for start in stored]
+    )
 
 
-def _candidate(stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]]) -> Candidate:
+def _candidate(
+    stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]], arrays: Mapping[str, np.ndarray]
+) -> Candidate:
     phase = stored.get("phase", stored["name"])
     own = [line for line in lines if line.get("phase") == phase and line.get("start", "") == start]
     kernel = kernels.from_config(stored["kernel"])
-    return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"))
+    learned = None if "map" not in stored else LearnedMap.restored(stored["map"], _within(arrays, stored["map"]["at"]))
+    return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"), learned)
+
+
+def _within(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _phase(candidate: Candidate) -> str | None:
@@ -112,7 +122,8 @@ def _phase(candidate: Candidate) -> str | None:
 def _plain(candidate: Candidate) -> dict[str, Any]:
     kernel = candidate.kernel.to_config()
     facts = {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
-    return {**facts, "phase": _phase(candidate), "loss": candidate.loss}
+    found = {} if candidate.learned is None else {"map": candidate.learned.to_plain()}
+    return {**facts, "phase": _phase(candidate), "loss": candidate.loss, **found}
 
 
 def _arrays(learned: LearnedResult) -> dict[str, np.ndarray]:
@@ -153,6 +164,8 @@ def _save(run: Run, learned: LearnedResult, steps: int) -> None:
             {"name": start.name, "candidates": [_plain(candidate) for candidate in found]}
             for start, found in zip(run.starts, learned.starts, strict=True)
         ]
+        for found in (c.learned for start in learned.starts for c in start if c.learned is not None):
+            arrays |= {found.to_plain()["at"] + name: value for name, value in found.arrays.items()}
     if learned.checkpoints:
         attributes |= {"kind": run.config.model.kind, "checkpoints": learned.checkpoints}
     save_arrays(run.folder.path / LEARNED, arrays, attributes)
@@ -168,7 +181,7 @@ def _work(run: Run) -> dict[str, Any]:
     with MetricsFile(run.folder.path / METRICS) as lines:
         if run.config.model.kind != "mce":
             learned = _learn_network(run, saved, lines)
-        elif run.config.model.features is not None:
+        elif recipes.has_given_features(run.config):
             learned = _learn_features(run, saved, lines)
         else:
             learned = _learn_kernels(run, saved, lines)

@@ -15,6 +15,7 @@ import numpy as np
 
 from kme_dist.backend import free_bytes
 from kme_dist.config import ClusterConfig, Config
+from kme_dist.core.optim import Named
 from kme_dist.data.dataset import CACHE_BYTES, Dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError, DataError
@@ -22,7 +23,9 @@ from kme_dist.ops.cluster import worker_count
 from kme_dist.pipelines import recipes, tables
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
-from kme_dist.run.learners import KernelLearner, kernel_start
+from kme_dist.run.learners import KernelLearner, Learner, kernel_start
+from kme_dist.run.spectral import NAME as SPECTRAL
+from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import Recipe
 
 PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
@@ -72,6 +75,8 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     workers, limit = _workers(config.cluster)
     if plan.features is not None:
         return _full(plan, workers, limit, calibrate)
+    if plan.recipe.learns_features:
+        return _spectral(plan, workers, limit, calibrate)
     objectives, recipe, data = plan.recipe.objectives, plan.recipe, plan.data
     hardest = max(objectives, key=lambda objective: MATRICES[objective])
     learner, batches = plan.work(hardest)
@@ -194,14 +199,54 @@ def _full(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> 
     return facts
 
 
+def _spectral(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> dict[str, Any]:
+    """The plan of spectral features: several networks, each with its own steps."""
+    settings = plan.recipe.spectral(plan.data.split_rows(plan.split))
+    work = SpectralWork.of(plan.data, settings, plan.split)
+    steps, batches = work.learner.settings.steps, work.batches
+    held = sum(int(value.nbytes) for start in work.starts for value in start.values())
+    facts: dict[str, Any] = {
+        "data": plan.data.path,
+        "rows": batches.plan.rows,
+        "features": plan.data.features,
+        "classes": plan.data.n_classes,
+        "objectives": [SPECTRAL],
+        "batch_size": batches.size,
+        "reading": batches.plan.mode,
+        "batches_per_epoch": batches.plan.steps_per_epoch * batches.per_read,
+        "mode": "local",
+        "steps": steps,
+        "batches_per_step": settings.networks,
+        "rounds": steps // settings.local_steps,
+        "tasks": steps // settings.local_steps * settings.networks,
+        "epochs": round(settings.epochs, 2),
+        "workers": workers,
+        # Parameters, gradient and the state of the optimiser of a network, sent and received; rows of one read.
+        "worker_bytes": PROCESS_BYTES + 2 * CACHE_BYTES + 8 * held + 16 * batches.plan.rows_per_batch * 1_024,
+        "worker_limit_bytes": limit,
+        "bytes_read": steps * settings.networks * batches.size * plan.data.features * plan.data.dtype.itemsize,
+    }
+    if calibrate:
+        batch_s = _median_seconds(work.learner, batches, work.starts[0])
+        turns = -(-settings.networks // workers)
+        facts["seconds_per_batch"] = _two_digits(batch_s)
+        facts["estimated_seconds"] = _two_digits(steps * turns * batch_s + facts["rounds"] * ROUND_S)
+    return facts
+
+
 def _two_digits(seconds: float) -> float:
     """Rounded to the precision of the estimate, but never 0.0."""
     return float(f"{seconds:.2g}")
 
 
 def _calibrated(learner: KernelLearner, batches: Batches, regularization: float) -> float:
-    """Seconds of one batch, read and computed: the median of a few, after one to warm up."""
-    parameters, times = kernel_start(learner.kernel, regularization, learner.settings.objective), []
+    """Seconds of one batch, read and computed."""
+    return _median_seconds(learner, batches, kernel_start(learner.kernel, regularization, learner.settings.objective))
+
+
+def _median_seconds(learner: Learner, batches: Batches, parameters: Named) -> float:
+    """The median of a few, after one to warm up."""
+    times = []
     for number in range(1 + CALIBRATION_BATCHES):
         began = time.perf_counter()
         SerialExecutor().map(batch_gradient, [(learner, batches, number, parameters)], name="calibration")

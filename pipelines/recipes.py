@@ -31,12 +31,18 @@ from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import backend_of
 from kme_dist.run.executors import Executor
+from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.train import Recipe
 
 KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASKLClassifier}
 SECTIONS: dict[str, Any] = {"model": ModelConfig, "learn": LearnConfig, "fit": FitConfig}
 NOT_OPTIONS = ("client", "n_jobs", "verbose")
 FULL_OBJECTIVES = ("rcb", "erm")  # objectives with exact gradients over all rows
+NOT_WITH_SPECTRAL = {
+    "model": ("kernel", "objective", "scaling", "regularization", "risk", "complexity_weight"),
+    "learn": ("mode", "steps", "batch_size", "learning_rate", "optimizer", "schedule", "train_share", "starts"),
+    "fit": ("solver", "centres", "centre_choice"),
+}
 ROWS_TO_REHEARSE = 20  # of each class
 
 
@@ -70,19 +76,21 @@ def check(config: Config) -> None:
 
 def _check_kernel(config: Config) -> None:
     learn, objective = config.learn, config.model.objective
+    if config.model.features == SPECTRAL:
+        _check_spectral(config)
     if config.model.options:
         raise ConfigError("model.options requires model.kind cen or askl; set the keys of the sections for mce")
     if learn.mode == "full":
         if objective is not None and objective not in FULL_OBJECTIVES:
             raise ConfigError(f"learn.mode is full: model.objective must be rcb or erm, not {objective!r}")
-        if config.model.features is None:
+        if not has_given_features(config):
             raise ConfigError(
                 "learn.mode is full: model.features is missing, e.g. {name: random_fourier, features: 512}; it learns "
                 "explicit features; for kernels use sync or local"
             )
         if learn.starts:
             raise ConfigError("learn.starts is only for kernels; remove it with learn.mode full")
-    elif config.model.features is not None:
+    elif has_given_features(config):
         raise ConfigError(
             f"model.features is set and learn.mode is {learn.mode}; explicit features require learn.mode full, or "
             "model.kind cen with options: {network: ...}"
@@ -93,6 +101,19 @@ def _check_kernel(config: Config) -> None:
             f"learn.steps is {steps}, which is not a multiple of learn.local_steps {learn.local_steps}: "
             "parameters are averaged after whole rounds"
         )
+
+
+def _check_spectral(config: Config) -> None:
+    """Rates, batches and steps of spectral features follow from the number of rows."""
+    for section, keys in NOT_WITH_SPECTRAL.items():
+        given = getattr(config, section).given()
+        for key in (key for key in keys if key in given):
+            raise ConfigError(f"model.features is spectral, which has no {section}.{key}; remove it")
+
+
+def has_given_features(config: Config) -> bool:
+    """Whether model.features is a map for learn.mode full; `spectral` is learned by steps, as kernels are."""
+    return config.model.features not in (None, SPECTRAL)
 
 
 def _check_network(config: Config) -> None:
@@ -125,6 +146,8 @@ def starts_of(config: Config, n_features: int) -> list[StartingPoint]:
     if config.model.kind != "mce":
         return [StartingPoint("", _network_settings(config))]
     settings = config.estimator_arguments()
+    if config.model.features == SPECTRAL:
+        settings["features"] = SPECTRAL
     if config.learn.mode == "full":
         settings.setdefault("objective", FULL_OBJECTIVES[0])
     if settings.get("kernel") not in (None, "auto"):
@@ -222,7 +245,7 @@ def recipe_of(config: Config, settings: Mapping[str, Any], data: RowSource, exec
 
 def feature_map_of(config: Config, n_features: int) -> Any:
     """The initial explicit features of `learn.mode: full`; None if a kernel is learned."""
-    if config.model.features is None:
+    if not has_given_features(config):
         return None
     seed = 0 if config.learn.seed is None else config.learn.seed
     found = maps.from_config(config.model.features, n_features=n_features, seed=seed)

@@ -72,7 +72,7 @@ def _summary(run: Run, starts: list[FittedStart], best: FittedStart) -> dict[str
         "predictions": str(path / PREDICTIONS),
         **{key: best.metrics[key] for key in HEADLINES},
         **{key: rows[key] for key in ("train_rows", "test_rows", "features", "classes")},
-        "steps": sum(len(start.model.history_) for start in starts),
+        "steps": sum(getattr(start.model, "n_iter_", len(start.model.history_)) for start in starts),
         "objective": pages.objective_of(best.model),
         "solver": str(getattr(best.model, "solver_", "features")),
         "regularization": regularization_of(best.model),

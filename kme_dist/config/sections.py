@@ -139,8 +139,8 @@ class ModelConfig(_Section):
     )
     features: str | dict[str, Any] | None = Field(
         default=None,
-        description="explicit features that `learn.mode: full` learns instead of a kernel, e.g. "
-        "{name: random_fourier, features: 512}",
+        description="spectral: features learned on all rows instead of a kernel; or explicit features that "
+        "`learn.mode: full` learns, e.g. {name: random_fourier, features: 512}",
     )
     kind: Literal["mce", "cen", "askl"] = Field(
         default="mce",

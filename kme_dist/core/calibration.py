@@ -81,16 +81,7 @@ class Calibration:
         """The map with the lowest log loss on rows that it was not fitted to."""
         if len(codes) < _LEAST_ROWS:
             return cls.fit("softmax", f, codes, floor, weights)
-        fold = np.random.default_rng(0).permutation(len(codes)) % _FOLDS
-        losses = {}
-        for kind in _COMPARED:
-            logs = np.empty(len(codes))
-            for k in range(_FOLDS):
-                held, rest = fold == k, fold != k
-                fitted = cls.fit(kind, f[rest], codes[rest], floor, None if weights is None else weights[rest])
-                p = class_probabilities(f[held], floor, fitted)
-                logs[held] = np.log(np.maximum(p[np.arange(len(p)), codes[held]], _TINY))
-            losses[kind] = -float(np.average(logs, weights=weights))
+        losses = _calibrated_losses(f, codes, floor, weights)
         return cls.fit(min(_COMPARED, key=lambda kind: losses[kind]), f, codes, floor, weights)
 
     def apply(self, p: np.ndarray, label: np.ndarray | None = None, f: np.ndarray | None = None) -> np.ndarray:
@@ -131,6 +122,26 @@ class Calibration:
             float(stored.get("sharpness", 0.0)),
             knots,
         )
+
+
+def calibrated_loss(f: np.ndarray, codes: np.ndarray, floor: float = 0.0, weights: np.ndarray | None = None) -> float:
+    """The log loss of decisions that were computed without the labels (codes) of their rows, under the best map."""
+    return min(_calibrated_losses(np.asarray(f, np.float64), codes, floor, weights).values())
+
+
+def _calibrated_losses(f: np.ndarray, codes: np.ndarray, floor: float, weights: np.ndarray | None) -> dict[str, float]:
+    """The log loss of every map on rows that it was not fitted to."""
+    fold = np.random.default_rng(0).permutation(len(codes)) % _FOLDS
+    losses = {}
+    for kind in _COMPARED:
+        logs = np.empty(len(codes))
+        for k in range(_FOLDS):
+            held, rest = fold == k, fold != k
+            fitted = Calibration.fit(kind, f[rest], codes[rest], floor, None if weights is None else weights[rest])
+            p = class_probabilities(f[held], floor, fitted)
+            logs[held] = np.log(np.maximum(p[np.arange(len(p)), codes[held]], _TINY))
+        losses[kind] = -float(np.average(logs, weights=weights))
+    return losses
 
 
 def class_probabilities(f: np.ndarray, floor: float = 0.0, calibration: Calibration | None = None) -> np.ndarray:

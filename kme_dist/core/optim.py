@@ -43,10 +43,19 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> Opt
 
     def update(gradient: Named, state: State, rate: float) -> tuple[Named, State]:
         count = float(state["count"]["steps"]) + 1
-        mean = {k: beta1 * state["mean"][k] + (1 - beta1) * g for k, g in gradient.items()}
-        square = {k: beta2 * state["square"][k] + (1 - beta2) * g * g for k, g in gradient.items()}
         size = rate * math.sqrt(1 - beta2**count) / (1 - beta1**count)
-        step = {k: -size * mean[k] / (np.sqrt(square[k]) + epsilon) for k in gradient}
+        step, mean, square = {}, {}, {}
+        for k, g in gradient.items():
+            mean[k], square[k] = beta1 * state["mean"][k], beta2 * state["square"][k]
+            part = np.asarray((1 - beta1) * g)  # reused: with millions of parameters a step waits for memory
+            mean[k] += part
+            np.multiply(1 - beta2, g, out=part)
+            part *= g
+            square[k] += part
+            root = np.sqrt(square[k], out=part if part.dtype == square[k].dtype else None)
+            root += epsilon
+            step[k] = -size * mean[k]
+            step[k] /= root
         return step, {"mean": mean, "square": square, "count": {"steps": np.asarray(count)}}
 
     return Optimizer(init, update)

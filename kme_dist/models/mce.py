@@ -40,6 +40,7 @@ from kme_dist.models.settings import RandomState, Rule, integer, one_of, positiv
 from kme_dist.run.fit import Fit
 from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
+from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.train import Recipe, Trained, fit_candidates, gaussian_of, learn_candidates
 
 _SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound
@@ -57,8 +58,9 @@ class MCEClassifier(EmbeddingClassifier):
     objective : {"auto", "calibrated", "rcb", "validation", "loo", "erm", "cv", "median"}
         The quantity minimised. "auto" starts from the best common length scale, learns by the leave-one-out log loss of
         calibrated decisions ("calibrated") in at most 100 steps, and keeps the best of several kernels, tuned and
-        compared by that loss on a sample of rows. "cv" is a k-fold grid search over one length scale and λ, "median"
-        the median-distance heuristic.
+        compared by that loss on a sample of rows; with more rows than can be solved exactly also learned features
+        (`features="spectral"`). "cv" is a k-fold grid search over one length scale and λ, "median" the median-distance
+        heuristic.
     refit_regularization : bool
         Retune λ by leave-one-out after learning; False keeps what was learned, as published.
     risk, complexity_weight : the loss summed ("sum") or averaged ("mean"), and the multiplier τ of the complexity term
@@ -82,7 +84,9 @@ class MCEClassifier(EmbeddingClassifier):
         (1 for labels not in it); multiplied with the weights of rows.
     features : a feature map (or its config) applied to scaled rows before the kernel. With solver="features" or a
         linear kernel, the fit solves for the weights of the features: p x p equations instead of n x n. An integer is
-        the number of random features of the learned kernel.
+        the number of random features of the learned kernel. "spectral" learns features on all rows instead of a kernel
+        (cosines of learned frequencies, dense layers, class probabilities): for tens of thousands of rows and more,
+        where objective="auto" with kernel="auto" tries it too and keeps what has the lower loss on held-out rows.
     early_stopping, n_iter_no_change : stop learning when the smoothed objective has not decreased by 0.1 % for this
         many steps (None: 50 for objective="auto", else 100), and keep the best kernel. "auto" stops all but "rcb" and
         "erm", which run all steps as published, and objective="auto", whose rate falls to the last step.
@@ -214,7 +218,7 @@ class MCEClassifier(EmbeddingClassifier):
             data, folder = self._labelled_rows(X, y, stack, sample_weight)
             executor, scratch = self._executor(), self._scratch(data, folder, stack)
             recipe, rows = self.recipe(data), data.split_positive(data.training_split())
-            account = Account(self.verbose, type(self).__name__, lambda name: recipe.settings(name, rows).patience)
+            account = Account(self.verbose, type(self).__name__, lambda name: recipe.patience(name, rows))
             account.begin(
                 f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
             )
@@ -264,7 +268,20 @@ class MCEClassifier(EmbeddingClassifier):
         self._check_fitted()
         return sum({record["phase"]: int(record["step"]) for record in self.history_}.values())
 
+    @property
+    def _learns_features(self) -> bool:
+        return isinstance(self.features, str) and self.features == SPECTRAL
+
+    def _check_learned_features(self) -> None:
+        if self.solver not in ("auto", "features") or self.centres is not None:
+            raise ConfigError("features='spectral' solves for weights of the features; remove `solver` and `centres`")
+        if not isinstance(self.kernel, str) or self.kernel not in ("auto", "linear"):
+            raise ConfigError(f"features='spectral' replaces the kernel; remove kernel={self.kernel!r}")
+
     def _check_together(self) -> None:
+        if self._learns_features:
+            self._check_learned_features()
+            return
         count = isinstance(self.features, int | np.integer)
         if isinstance(self.features, bool | float | np.floating) or (count and self.features < 1):
             raise ConfigError(f"features={self.features!r}: must be a feature map or an integer >= 1")
@@ -296,7 +313,7 @@ class MCEClassifier(EmbeddingClassifier):
     def recipe(self, data: RowSource) -> Recipe:
         """The settings as a recipe for learning and fitting."""
         width, seed = data.features, self._seed()
-        if self.features is not None and not isinstance(self.features, int | np.integer):
+        if self.features is not None and not isinstance(self.features, int | np.integer) and not self._learns_features:
             width = int(np.shape(as_features(self.features, width, seed).forward(np.zeros((1, width))))[1])
         linear = self.solver == "features" and not isinstance(self.features, int | np.integer)
         chosen = "linear" if linear and isinstance(self.kernel, str) else self.kernel

@@ -9,7 +9,8 @@ and returns a small record; the records are averaged in plan order; the `Trainer
 
 With `local_steps=H` a round is H steps: each of `batches_per_step` replicas makes H steps on batches of its own, then
 their parameters and optimiser states are averaged. Rounds are fewer and longer, which pays if the network is slow; the
-result differs and is in general slightly worse.
+result differs and is in general slightly worse. Parameters that were `joined` from several starts are not averaged:
+each start is a replica of its own, and all of them are learned at the same time.
 
 The result depends on data, settings, `batches_per_step` and `local_steps`, never on the executor: this process, any
 number of workers, and a run that was killed and resumed give the same bits.
@@ -49,9 +50,12 @@ from kme_dist.run.learners import (
     Record,
     SoftmaxLearner,
     assemble,
+    joined,
     kernel_start,
     mean_named,
     mean_objectives,
+    parted,
+    replicas_in,
     short_digest,
     within_limits,
     without_schedule,
@@ -67,6 +71,7 @@ GRADIENT, READ, REPLICA = "batch-gradient", "read-batch", "local-steps"  # task 
 
 
 Weighted = tuple[Any, np.ndarray, np.ndarray | None]  # X, y and the weights of rows, None if they have none
+_local = threading.local()  # rows that a thread keeps between steps
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Batches:
     plan: BatchPlan
     target: tuple[float, float] | None = None  # shift and factor of numeric targets
     backend: str = "numpy"  # "auto" is resolved by each worker
+    per_read: int = 1  # small batches in one batch of the plan, which is read once and shuffled
 
     @classmethod
     def of(
@@ -104,16 +110,29 @@ class Batches:
     @property
     def size(self) -> int:
         """Rows of one batch."""
-        return self.plan.rows_per_batch
+        return self.plan.rows_per_batch // self.per_read
 
     @property
     def digest(self) -> str:
         """Of the rows, their labels and their division into batches (without the seed, which is a setting)."""
-        plan = {**self.plan.to_json(), "seed": None}
+        plan = {**self.plan.to_json(), "seed": None} | ({} if self.per_read == 1 else {"per_read": self.per_read})
         return hashlib.sha256((self.rows.digest() + json.dumps(plan, sort_keys=True)).encode()).hexdigest()
 
     def read(self, number: int) -> Weighted:
         """Batch `number`, scaled, on the host; without rows of weight 0."""
+        if self.per_read == 1:
+            return self._planned(number)
+        block, part = divmod(number, self.per_read)
+        if (held := getattr(_local, "block", None)) is None or held[:2] != (self.rows, block):
+            planned = self._planned(block)
+            order = np.random.default_rng([self.plan.seed, block, 6]).permutation(len(planned[1]))
+            held = _local.block = self.rows, block, planned, order
+        (X, y, weights), order = held[2:]
+        few = order[len(order) * part // self.per_read : len(order) * (part + 1) // self.per_read]
+        return X[few], y[few], None if weights is None else weights[few]
+
+    def _planned(self, number: int) -> Weighted:
+        """Batch `number` of the plan."""
         X, y = self.rows.batch(self.plan, number)
         if y is None:
             raise DataError(f"{self.rows.path} has no labels; ingest it again with the column named by `label`")
@@ -146,7 +165,6 @@ class Batches:
 
 
 HostBatch = tuple[Any, np.ndarray, np.ndarray | None, float]  # X, y, weights and seconds spent reading
-_local = threading.local()
 
 
 def read_batch(batches: Batches, number: int) -> HostBatch:
@@ -228,8 +246,11 @@ def local_steps(
         gradient = stepper.gradient(record.objective, parameters, record.rows)
         parameters, state = stepper.move(gradient, parameters, state, rate)
         records.append(record)
+    last = records[-1].objective.gradient  # those of all steps together may be larger than the rows
     together = BatchRecord(
-        objective=mean_objectives([record.objective for record in records]),
+        objective=replace(
+            mean_objectives([replace(record.objective, gradient={}) for record in records]), gradient=last
+        ),
         rows=sum(record.rows for record in records),
         read_s=sum(record.read_s for record in records),
         compute_s=sum(record.compute_s for record in records),
@@ -283,7 +304,11 @@ def learn(
     trainer = Trainer(
         start, settings, prior=prior, after=after, average=average, phase=phase, keep_history=keep_history
     )
-    if local_steps is None:
+    if replicas_in(start):
+        if local_steps is None:
+            raise ConfigError("parameters joined from several starts require local_steps")
+        run_round = _separate_replicas(learner, batches, trainer, local_steps, executor)
+    elif local_steps is None:
         run_round = _averaged_gradients(learner, batches, batches_per_step, executor)
     else:
         run_round = _averaged_replicas(learner, batches, trainer, batches_per_step, local_steps, executor)
@@ -351,6 +376,43 @@ def _averaged_replicas(
     return run_round
 
 
+def _separate_replicas(learner: Learner, batches: Batches, trainer: Trainer, steps: int, executor: Executor) -> RoundFn:
+    """Replicas that never meet; batches as in `_averaged_replicas`."""
+    gpu = batches.backend == "cupy"
+    count = replicas_in(trainer.parameters)
+    steppers = [Stepper.of(own, trainer.settings) for own in parted(trainer.parameters)]
+
+    def run_round(step: int, parameters: optim.Named) -> Round:
+        began, first = time.perf_counter(), step * count
+        rates = [trainer.rate(number) for number in range(step, step + steps)]
+        shared = {slot: own for slot, own in trainer.state.items() if not replicas_in(own)}
+        slots = {slot: parted(own) for slot, own in trainer.state.items() if slot not in shared}
+        calls = []
+        for r, own in enumerate(parted(parameters)):
+            reached = own, {**shared, **{slot: values[r] for slot, values in slots.items()}}
+            calls.append((learner, batches, first + r * steps, steppers[r], rates, reached))
+        found = executor.map(local_steps, calls, name=REPLICA, gpu=gpu, quick=True)
+        records = [replica.record for replica in found]
+        pace = _pace(records, time.perf_counter() - began, executor.workers)
+        state = {slot: joined([replica.state[slot] for replica in found]) for slot in slots}
+        outs = [record.objective for record in records]
+        return Round(
+            replace(
+                mean_objectives([replace(out, gradient={}) for out in outs]),
+                gradient=joined([out.gradient for out in outs]),
+            ),
+            batches.size,
+            {**pace, "batches": count * steps},
+            steps=steps,
+            reached=(
+                joined([replica.parameters for replica in found]),
+                {**state, **{slot: found[0].state[slot] for slot in shared}},
+            ),
+        )
+
+    return run_round
+
+
 def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
     """Throughput of the round, and the share of the workers' time spent waiting."""
     busy = sum(record.read_s + record.compute_s for record in records)
@@ -370,6 +432,8 @@ def run_identity(
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be resumed: plain data, with the names of the config."""
     chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
+    if not settings.weight_decay:
+        del chosen["weight_decay"]  # unknown to older checkpoints
     if settings.schedule is None:
         del chosen["steps"]  # a run may be extended; only a schedule depends on the number of steps
     else:

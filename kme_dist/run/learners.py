@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -49,6 +49,7 @@ STEP_TOLERANCE = 0.02
 SHIFTS, SHARPNESSES = (1e-6, 30.0), (1.0, 60.0)  # limits of nλ (of a batch) and β under the calibrated objective
 WEIGHTS, BIAS = "softmax.weights", "softmax.bias"
 _ROWS = 4_096
+_JOINT = "/"  # between the number of a replica and the name of its parameter
 _FULL_CONFIG = 10_000  # longest kernel config stored in full in a checkpoint
 _local = threading.local()  # memory for a Gram matrix, kept between batches by each thread
 
@@ -66,6 +67,7 @@ class LearnSettings:
     schedule: Callable[[float, int], optim.Schedule] | None = None  # (rate, steps) -> schedule; None: constant
     optimizer: str = "adam"
     clip_norm: float | None = None
+    weight_decay: float = 0.0  # a step also multiplies every parameter by 1 - rate x this
     frozen: tuple[str, ...] = ()
     train_share: float = 0.5  # of a batch, for the validation objective
     evaluated: int | None = None  # rows of a batch left out one at a time by the calibrated objective; None: all
@@ -400,3 +402,25 @@ def mean_named(items: list[optim.Named]) -> optim.Named:
     """The mean of dictionaries of arrays, summed in order by a fixed tree."""
     total = tree_combine(items, lambda a, b: {name: a[name] + b[name] for name in a})
     return {name: value / len(items) for name, value in total.items()}
+
+
+# --- several replicas -------------------------------------------------------------------------------
+
+
+def joined(replicas: Sequence[optim.Named]) -> optim.Named:
+    """The parameters of several replicas as those of one run; `parted` is the reverse."""
+    return {f"{r}{_JOINT}{name}": value for r, own in enumerate(replicas) for name, value in own.items()}
+
+
+def parted(parameters: optim.Named) -> list[optim.Named]:
+    """The parameters of each replica."""
+    found: list[optim.Named] = [{} for _ in range(replicas_in(parameters))]
+    for name, value in parameters.items():
+        number, _, own = name.partition(_JOINT)
+        found[int(number)][own] = value
+    return found
+
+
+def replicas_in(parameters: Mapping[str, Any]) -> int:
+    """How many replicas were joined; 0 if these are the parameters of one."""
+    return len({name.partition(_JOINT)[0] for name in parameters if _JOINT in name})

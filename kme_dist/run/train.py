@@ -5,6 +5,9 @@
     trained = fit_candidates(data, recipe, candidates, executor=executor, scratch="run/scratch")
     trained.fit.embedding, trained.best.name, trained.losses
 
+Where an exact solve is out of reach, "auto" also learns spectral features on all rows (`kme_dist.run.spectral`), and
+keeps the embedding on them if its loss on held-out rows is lower than that of centres.
+
 `Recipe` turns the settings of an estimator or a config into those of learning, both in memory and on a cluster.
 """
 
@@ -18,22 +21,25 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core import optim
-from kme_dist.core.embedding import Embedding, exact_solution
+from kme_dist.core.calibration import calibrated_loss
 from kme_dist.core.features import Identity
+from kme_dist.core.grid import cross_validate, with_length_scale
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
 from kme_dist.core.risk import merge_equal_rows, positive_rows
 from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, tune
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef, Scaling
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit import Fit, fit_on_dataset
+from kme_dist.run.fit import Fit, Size, choose, fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.learners import STEP_TOLERANCE, LearnSettings, Record
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
+from kme_dist.run.spectral import NAME as SPECTRAL
+from kme_dist.run.spectral import LearnedMap, SpectralSettings, learn_spectral
 
 AUTO = "calibrated"  # the objective that "auto" learns under
 SEARCHED = ("median", "cv")  # objectives that search on a sample
@@ -70,7 +76,7 @@ class Recipe:
     dtype: str = "float32"
     seed: int = 0
     probability_floor: float | None = None
-    features: Any = None  # a map applied to scaled rows, or a number of random features for the fit
+    features: Any = None  # a map applied to scaled rows, a number of random features for the fit, or "spectral"
     early_stopping: bool | str = "auto"  # stop at a plateau; "auto": all but the published objectives
     n_iter_no_change: int | None = None  # steps of a plateau; None: 50 under objective "auto", else 100
     warm: bool = False  # kernel and λ were learned before: "auto" starts from them, without a search
@@ -112,6 +118,10 @@ class Recipe:
             seed=self.seed,
         )
 
+    def patience(self, phase: str, rows: int) -> int | None:
+        """Steps of a plateau after which learning stops; None if it makes all steps."""
+        return None if phase == SPECTRAL else self.settings(phase, rows).patience
+
     def _auto_settings(self, objective: str, rows: int) -> LearnSettings:
         """Small batches find the ratios of the length scales; their common factor is tuned afterwards. The prior on
         ratios fades quickly with more rows, since a loss that leaves rows out is optimistic about few of them."""
@@ -138,7 +148,25 @@ class Recipe:
     def scaling_of(self, source: RowSource, split: str | None) -> Scaling:
         """What is applied to rows before the kernel."""
         scaling = Scaling.of(source.split_statistics(split), self.scaling)
-        return scaling if isinstance(self.features, int) else with_features(scaling, self.features, self.seed)
+        later = isinstance(self.features, int) or self.learns_features  # drawn, or learned, after the kernel
+        return scaling if later else with_features(scaling, self.features, self.seed)
+
+    @property
+    def learns_features(self) -> bool:
+        return isinstance(self.features, str) and self.features == SPECTRAL
+
+    def spectral(self, rows: int) -> SpectralSettings:
+        """Settings of spectral features for a number of rows."""
+        return SpectralSettings.of(rows, dtype=self.dtype, backend=self.backend, seed=self.seed)
+
+    def compares_features(self, rows: int) -> bool:
+        """Whether spectral features are a candidate besides kernels: under "auto", where a solve on centres would not
+        be exact."""
+        free = self.features is None and self.centres is None and self.solver == "auto" and self.profiles
+        if not free or self.objective != "auto" or self.warm or not self.refit_regularization:
+            return False
+        # Memory does not matter here: the same candidates everywhere.
+        return choose("auto", Size(rows, dtype=self.dtype), seconds=self.fit_seconds).solver in ("nystrom", "falkon")
 
     def precision_for(self, source: RowSource, split: str | None) -> str:
         """The precision of scaled rows: double if single cannot resolve their differences.
@@ -169,6 +197,7 @@ class Candidate:
     regularization: float
     history: list[Record] = field(default_factory=list, repr=False)
     loss: float | None = None  # leave-one-out log loss on a sample of rows, if candidates were compared
+    learned: LearnedMap | None = None  # features, instead of a kernel
 
 
 @dataclass(frozen=True)
@@ -197,6 +226,8 @@ def learn_candidates(
     split = _resolved(dataset, split)
     rows = dataset.split_positive(split)
     kernel, lam = recipe.kernel, float(recipe.regularization)
+    if recipe.learns_features:
+        return [_learned_features(dataset, recipe, executor, split, checkpoints, callback)]
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
     if recipe.objective in SEARCHED:
@@ -231,10 +262,31 @@ def learn_candidates(
         found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
     if recipe.objective == "auto":
         shift = found[0].regularization * batch
-        if recipe.refit_regularization:
-            return _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
-        return [replace(found[0], regularization=shift / rows)]
+        if not recipe.refit_regularization:
+            return [replace(found[0], regularization=shift / rows)]
+        found = _compared(dataset, recipe, split, executor, replace(found[0], regularization=shift), common)
+        if recipe.compares_features(rows):
+            found.append(_learned_features(dataset, recipe, executor, split, checkpoints, callback))
     return found
+
+
+def _learned_features(
+    dataset: RowSource,
+    recipe: Recipe,
+    executor: Executor,
+    split: str | None,
+    checkpoints: Callable[[str], Checkpoints] | None,
+    callback: Callable[[Record], None] | None,
+) -> Candidate:
+    learned = learn_spectral(
+        dataset,
+        recipe.spectral(dataset.split_rows(split)),
+        executor=executor,
+        split=split,
+        checkpoints=None if checkpoints is None else checkpoints(SPECTRAL),
+        callback=callback,
+    )
+    return Candidate(SPECTRAL, Linear(), 1e-6, learned.history, learned=learned)
 
 
 def fit_candidates(
@@ -255,8 +307,11 @@ def fit_candidates(
     split = _resolved(dataset, split)
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
 
+    learned = next((c.learned for c in candidates if c.learned is not None), None)
+    floor = recipe.floor(dataset.split_weight(split), dataset.n_classes)
+
     def fitted(candidate: Candidate, retune: bool | str) -> Fit:
-        form = _explicit(recipe, candidate.kernel, scaling, dataset, split)
+        form = _explicit(recipe, candidate, scaling, dataset, split)
         fit = fit_on_dataset(
             dataset,
             candidate.kernel,
@@ -270,14 +325,17 @@ def fit_candidates(
             solver=recipe.solver,
             centres=recipe.centres,
             features=form.features,
+            sampled=() if learned is None else learned.held,
             retune=retune,
-            floor=recipe.floor(dataset.split_weight(split), dataset.n_classes),
+            floor=floor,
             seed=recipe.seed,
             report=report,
             **{"seconds": recipe.fit_seconds, "memory": recipe.memory, **recipe.fit},
         )
         return replace(fit, regularization=fit.regularization * form.variance)
 
+    if learned is not None:
+        return _fit_features_too(candidates, fitted, floor, report)
     as_given = recipe.objective == "cv" or (recipe.steps == 0 and recipe.objective != "median")
     if candidates[0].loss is not None:  # compared and tuned already
         best = min(candidates, key=lambda candidate: candidate.loss is None)
@@ -294,6 +352,28 @@ def fit_candidates(
     return Trained(best, fit, losses, candidates)
 
 
+def _fit_features_too(
+    candidates: list[Candidate],
+    fitted: Callable[[Candidate, bool | str], Fit],
+    floor: float,
+    report: Callable[[str], None] | None,
+) -> Trained:
+    """Fit learned features and, if there are kernels, the best of them on centres; keep the one with the lower loss on
+    the rows that the features were not learned from."""
+    kernels = [c for c in candidates if c.learned is None]
+    compared = [*(c for c in candidates if c.learned is not None), *kernels[:1]]
+    fits = [fitted(candidate, "shared" if candidate.learned is None else True) for candidate in compared]
+    losses = {}
+    for candidate, fit in zip(compared, fits, strict=True):
+        if (found := fit.left_out) is not None:
+            losses[candidate.name] = calibrated_loss(found.decisions, found.codes, floor, found.weights)
+    best = min(range(len(compared)), key=lambda i: losses.get(compared[i].name, math.inf))
+    if report is not None and len(compared) > 1:
+        shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        report(f"fit: log loss of rows that no feature was learned from: {shown}; kept {compared[best].name}")
+    return Trained(compared[best], fits[best], losses, candidates)
+
+
 @dataclass(frozen=True)
 class _Form:
     """What the fit solves for: weights of rows or centres (no features), or of explicit features."""
@@ -303,9 +383,12 @@ class _Form:
     variance: float = 1.0  # k(x, x') = variance φ(x)·φ(x'), so that λ for the features is λ / variance
 
 
-def _explicit(recipe: Recipe, kernel: Kernel, scaling: Scaling, source: RowSource, split: str | None) -> _Form:
-    """Explicit features if given (a map, or a number of random ones), or if the kernel is linear with fewer features
-    than rows: then p x p equations are equivalent to n x n."""
+def _explicit(recipe: Recipe, candidate: Candidate, scaling: Scaling, source: RowSource, split: str | None) -> _Form:
+    """Explicit features if learned, if given (a map, or a number of random ones), or if the kernel is linear with fewer
+    features than rows: then p x p equations are equivalent to n x n."""
+    kernel = candidate.kernel
+    if candidate.learned is not None:
+        return _Form(candidate.learned.scaling, Identity())
     if recipe.solver not in ("auto", "features"):
         return _Form(scaling)
     if isinstance(recipe.features, int):
@@ -484,42 +567,3 @@ def search_on_sample(rows: RowsRef, recipe: Recipe) -> tuple[Kernel, float]:
 def without_functions(recipe: Recipe) -> Recipe:
     """For workers: the schedule is a function that only the driver calls, and need not pickle."""
     return replace(recipe, schedule=None, features=None)
-
-
-def with_length_scale(kernel: Kernel, width: float) -> Kernel:
-    names = list(length_scale_names(kernel))
-    if not names:
-        raise ConfigError(f"{kernel!r} has no length scale to set; objectives 'median' and 'cv' require one")
-    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
-
-
-def cross_validate(
-    kernel: Kernel,
-    X: Any,
-    y: np.ndarray,
-    n_classes: int,
-    width: float,
-    seed: int,
-    weights: np.ndarray | None = None,
-) -> tuple[Kernel, float]:
-    """k-fold search over one common length scale and λ: the baseline of the paper."""
-    from sklearn.model_selection import StratifiedKFold
-
-    from kme_dist.backend import to_host
-
-    folds = int(max(2, min(5, np.bincount(y)[np.unique(y)].min())))
-    splits = list(StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32).split(np.zeros(len(y)), y))
-    grid = [(width * factor, float(lam)) for factor in (0.1, 0.3, 1.0, 3.0) for lam in 10.0 ** np.arange(-6.0, 1.0)]
-    scores = []
-    for scale, lam in grid:
-        trial, hits = with_length_scale(kernel, scale), 0.0
-        for train, test in splits:
-            rows = select(X, train)
-            own = None if weights is None else weights[train]
-            V = exact_solution(trial, rows, y[train], n_classes, lam, row_weights=own).weights
-            fitted = Embedding(trial, rows, V, lam)
-            decided = to_host(fitted.decision(select(X, test))).argmax(axis=1)
-            hits += float(((decided == y[test]) * (1 if weights is None else weights[test])).sum())
-        scores.append(hits)
-    scale, lam = grid[int(np.argmax(scores))]
-    return with_length_scale(kernel, scale), lam

@@ -96,7 +96,9 @@ class Stepper:
         self, gradient: optim.Named, parameters: optim.Named, state: optim.State, rate: float
     ) -> tuple[optim.Named, optim.State]:
         delta, state = self._optimizer.update(optim.clip(gradient, self.settings.clip_norm), state, rate)
-        return {name: value + delta[name] if name in delta else value for name, value in parameters.items()}, state
+        kept = 1 - rate * self.settings.weight_decay
+        moved = {name: (kept * parameters[name] if kept < 1 else parameters[name]) + delta[name] for name in delta}
+        return {**parameters, **moved}, state
 
     @property
     def _optimizer(self) -> optim.Optimizer:

@@ -28,13 +28,14 @@ MAPS = {
     "spectral, independent phases": maps.spectral(D, 6, form="independent", seed=14),
     **{
         f"dense, {f}": maps.dense_network(D, (4,), f, seed=9, deviation=0.6).parts[0]
-        for f in ("tanh", "gelu", "cosine", "identity")
+        for f in ("tanh", "gelu", "cosine", "softmax", "identity")
     },
     "network": maps.dense_network(D, (6, 4), "relu", seed=10, deviation=0.7),
     "network with dropout": maps.dense_network(D, (6, 4, 2), "tanh", dropout=0.4, seed=11, deviation=0.7).sampled(
         (1, 2)
     ),
     "stack": maps.Stack((maps.spectral(D, 4, seed=12), maps.Polynomial(), maps.spectral(15, 5, seed=13))),
+    "joint": maps.Joint((maps.spectral(D, 4, seed=15), maps.dense_network(D, (5, 2), "softmax", seed=16))),
 }
 UNIT = {"float64": 1e-14, "float32": 2e-6}
 SLOPE = {"float64": 1e-7, "float32": 1e-3}

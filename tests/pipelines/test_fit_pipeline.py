@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from kme_dist import kernels, load
+from kme_dist import MCEClassifier, kernels, load
 from kme_dist.cli.app import execute
 from kme_dist.config import load_config
 from kme_dist.data.ingest import ingest
@@ -129,6 +129,44 @@ def test_models_of_two_places_become_one(config, data, tmp_path):
     assert np.array_equal(load(tmp_path / "run" / "model.zarr").predict(X), merged.predict(X)), (
         "nothing was left to add"
     )
+
+
+SPECTRAL = """
+data: {{source: {source}}}
+model: {{features: spectral}}
+cluster: {{kind: serial}}
+output: {{folder: {folder}}}
+"""
+
+
+def test_learned_spectral_features_are_fitted_and_updated(data, tmp_path):
+    config = tmp_path / "spectral.yaml"
+    config.write_text(SPECTRAL.format(source=data.path, folder=tmp_path / "run"))
+    learned = learn.run(load_config(config), name="spectral")
+    assert learned["steps"] == 64
+    assert run(config)["solver"] == "features"
+    model, (X, y) = load(tmp_path / "run" / "model.zarr"), table(200, 7)
+    assert np.mean(model.predict(X) == y) > 0.9
+    alone = MCEClassifier(features="spectral").fit(data)
+    assert model.predict_proba(X).tobytes() == alone.predict_proba(X).tobytes()
+    data.append(table(130, 2))
+    result = run(config, update=True)
+    assert (result["added_rows"], result["rows"]) == (130, 530)
+    updated = load(tmp_path / "run" / "model.zarr")
+    for name, value in model.scaling_.arrays.items():
+        np.testing.assert_array_equal(updated.scaling_.arrays[name], value)
+    Z = updated.scaling_.apply(np.concatenate([table(400, 1)[0], table(130, 2)[0]]), "float64")
+    Y = np.eye(2)[np.concatenate([table(400, 1)[1], table(130, 2)[1]])]
+    A = Z.T @ Z + 530 * updated.regularization_ * np.eye(Z.shape[1])
+    assert np.linalg.norm(A @ updated.embedding_.weights - Z.T @ Y) < 1e-3 * np.linalg.norm(Z.T @ Y)
+
+
+@pytest.mark.parametrize("key", ["model.kernel=gaussian", "learn.steps=5", "fit.centres=10", "learn.mode=full"])
+def test_spectral_features_refuse_settings_that_they_do_not_have(key, data, tmp_path):
+    config = tmp_path / "spectral.yaml"
+    config.write_text(SPECTRAL.format(source=data.path, folder=tmp_path / "run"))
+    with pytest.raises(ConfigError, match=f"spectral, which has no {key.partition('=')[0]}; remove it"):
+        run(config, key)
 
 
 def test_explicit_features_are_fitted_and_updated_too(config, data, tmp_path):

@@ -55,6 +55,7 @@ class BasisRef:
     features: FeatureMap | None
     size: int
     backend: str = "auto"
+    sampled: tuple[Span, ...] = ()  # of the source, for leave-one-out; empty: all rows
 
     def __hash__(self) -> int:
         return hash(self.token)
@@ -81,14 +82,16 @@ def _basis(ref: BasisRef) -> tuple[Basis, str]:
     return Centres(ref.kernel, to_device(centres, device)), device
 
 
-def publish(basis: Basis, scratch: Scratch, backend: str = "auto", token: str = "") -> BasisRef:
+def publish(
+    basis: Basis, scratch: Scratch, backend: str = "auto", *, sampled: tuple[Span, ...] = (), token: str = ""
+) -> BasisRef:
     """Make a basis available to workers. `token` names its content; empty: a random one."""
     token = token or os.urandom(6).hex()
     if isinstance(basis, Centres):
         scratch.save(f"centres-{token}", np.asarray(to_host(basis.points)))
-        return BasisRef(token, scratch, basis.kernel, None, basis.size, backend)
+        return BasisRef(token, scratch, basis.kernel, None, basis.size, backend, sampled)
     assert isinstance(basis, FeatureBasis)
-    return BasisRef(token, scratch, None, basis.features, basis.size, backend)
+    return BasisRef(token, scratch, None, basis.features, basis.size, backend, sampled)
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,10 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
     basis, device = _basis(ref)
     accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
     ledger, sample = [], None
-    for on_device, (X, y, w, entry) in moved_ahead(_chunks(rows, spans), device):
+    for on_device, (X, y, w, entry, wanted) in moved_ahead(_chunks(rows, spans, ref.sampled), device):
         accumulator.add(on_device, y, w)
         ledger.append(entry)
-        drawn = Sample.of(X, y, entry[0], weights=w)
+        drawn = Sample.of(X[wanted], y[wanted], entry[0], weights=None if w is None else w[wanted])
         sample = drawn if sample is None else sample + drawn
     assert sample is not None
     sums = accumulator.sums()
@@ -127,15 +130,26 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
     return Summed(name, result, tuple(ledger), sample)
 
 
-def _chunks(rows: RowsRef, spans: tuple[Span, ...]) -> Iterator[tuple[Any, tuple[Any, Any, Any, tuple[str, int]]]]:
-    """X, and for every chunk X, y, weights and the entry of the ledger."""
+def _chunks(
+    rows: RowsRef, spans: tuple[Span, ...], sampled: tuple[Span, ...]
+) -> Iterator[tuple[Any, tuple[Any, Any, Any, tuple[str, int], np.ndarray]]]:
+    """X, and for every chunk X, y, weights, the entry of the ledger, and which rows may be sampled."""
     for start, stop in spans:
         X, y = rows.read(start, stop)
         entry = chunk_key(rows, start, stop), stop - start
         w = rows.weights(start, stop, unit=False)
+        wanted = among(rows, start, stop, sampled) if sampled else np.ones(len(y), bool)
         if w is not None and not w.all():  # rows of weight 0 are neither counted nor sampled
-            X, y, w = X[w > 0], y[w > 0], w[w > 0]
-        yield X, (X, y, w, entry)
+            X, y, w, wanted = X[w > 0], y[w > 0], w[w > 0], wanted[w > 0]
+        yield X, (X, y, w, entry, wanted)
+
+
+def among(rows: RowsRef, start: int, stop: int, ranges: tuple[Span, ...]) -> np.ndarray:
+    """Which of the rows [start, stop) are in sorted ranges of the source."""
+    numbers = np.concatenate([np.arange(low, high) for low, high in rows.stored(start, stop)])
+    starts, stops = np.array(ranges).T
+    block = np.searchsorted(starts, numbers, side="right") - 1
+    return np.asarray((block >= 0) & (numbers < stops[np.maximum(block, 0)]))
 
 
 def chunk_key(rows: RowsRef, start: int, stop: int) -> str:
@@ -283,11 +297,20 @@ def _same_points(one: Basis, other: Basis) -> bool:
 
 
 def gather(
-    rows: RowsRef, basis: Basis, *, executor: Executor, scratch: Scratch, backend: str = "auto"
+    rows: RowsRef,
+    basis: Basis,
+    *,
+    executor: Executor,
+    scratch: Scratch,
+    backend: str = "auto",
+    sampled: tuple[Span, ...] = (),
 ) -> FitStatistics:
-    """The statistics of all rows, summed on `backend` ("auto": as each worker has it)."""
+    """The statistics of all rows, summed on `backend` ("auto": as each worker has it).
+
+    `sampled` are sorted ranges of the source, from which the rows for leave-one-out are drawn; empty: from all rows.
+    """
     statistics = FitStatistics(basis)
-    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend))
+    statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend, sampled))
     return statistics
 
 
@@ -360,10 +383,16 @@ def _new_chunks(rows: RowsRef, statistics: FitStatistics) -> tuple[list[Span], l
 
 
 def _sum(
-    rows: RowsRef, basis: Basis, spans: Sequence[Span], executor: Executor, scratch: Scratch, backend: str = "auto"
+    rows: RowsRef,
+    basis: Basis,
+    spans: Sequence[Span],
+    executor: Executor,
+    scratch: Scratch,
+    backend: str = "auto",
+    sampled: tuple[Span, ...] = (),
 ) -> tuple[Part, Sample]:
     """Sum over spans in tasks of about equal size; their results are added here in row order."""
-    ref = publish(basis, scratch, backend)
+    ref = publish(basis, scratch, backend, sampled=sampled)
     calls = [(rows, ref, group, f"sums-{ref.token}-{i}") for i, group in enumerate(_groups(spans))]
     total, ledger, sample = None, [], None
     for summed in ordered(executor, sum_chunks, calls, name="sum-chunks"):

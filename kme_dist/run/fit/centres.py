@@ -33,6 +33,7 @@ def prepare(problem: Problem) -> Prepared:
         executor=problem.executor,
         scratch=problem.scratch,
         backend=problem.backend,
+        sampled=problem.sampled,
     )
     if (problem.centres or CENTRES) < rows.positive:
         return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch, chosen.facts)

@@ -11,7 +11,7 @@ from kme_dist.backend import free_bytes
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.regularization import search_regularization
 from kme_dist.core.sums import Centres
-from kme_dist.data.dataset import RowSource
+from kme_dist.data.dataset import RowSource, Span
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import Executor
@@ -43,6 +43,7 @@ def fit_on_dataset(
     memory: int | None = None,
     seconds: float | None = None,
     features: FeatureMap | None = None,
+    sampled: tuple[Span, ...] = (),
     backend: str = "numpy",
     report: Callable[[str], None] | None = None,
 ) -> Fit:
@@ -63,6 +64,8 @@ def fit_on_dataset(
     tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
     seconds : budget of processor time under solver "auto" (None: a fixed amount of work, the same on every machine)
     features : an explicit feature map for solver "features"
+    sampled : sorted ranges of rows of the data set from which solvers "nystrom" and "features" draw the rows for
+        leave-one-out; empty: from all rows
     backend : "numpy" or "cupy", for the factorisation of `cholesky`
     report : called with one line for each stage of the fit
     """
@@ -79,7 +82,7 @@ def fit_on_dataset(
     problem = Problem(
         rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
         tile_rows=tile_rows, backend=backend, centres=chosen.centres or centres, centre_choice=centre_choice or "auto",
-        features=features, retune=bool(retune), report=report,
+        features=features, sampled=sampled, retune=bool(retune), report=report,
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune is True, chosen, rows.count, scaling)

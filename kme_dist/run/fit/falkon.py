@@ -38,7 +38,7 @@ from kme_dist.data.dataset import Span
 from kme_dist.data.plan import BatchRef
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
-from kme_dist.run.fit.additive import BasisRef, basis_of, publish
+from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, fingerprint
 from kme_dist.run.scratch import Scratch
@@ -204,13 +204,10 @@ def fitted_rows(rows: RowsRef, span: Span, held: BatchRef | None) -> tuple[Any, 
 
 
 def _is_held(rows: RowsRef, span: Span, held: BatchRef) -> np.ndarray:
+    if held.rows is None:
+        return among(rows, *span, tuple(sorted(held.spans)))
     numbers = np.concatenate([np.arange(low, high) for low, high in rows.stored(*span)])
-    if held.rows is not None:
-        return np.isin(numbers, held.rows)
-    found = np.zeros(len(numbers), bool)
-    for low, high in held.spans:
-        found |= (numbers >= low) & (numbers < high)
-    return found
+    return np.isin(numbers, held.rows)
 
 
 # --- the fit ----------------------------------------------------------------------------------------
@@ -305,11 +302,13 @@ class _Work:
         self.problem, self.points, self.rates = prepared.problem, prepared.points, prepared.rates
         self.lams, self.run_round = lams, prepared.problem.executor.map
         points = hashlib.sha256(np.ascontiguousarray(self.points).tobytes()).hexdigest()
-        name = fingerprint(self.problem, lams=lams, centres=points, seed=self.problem.seed)
+        name = fingerprint(self.problem, lams=lams, centres=points, seed=self.problem.seed, held=self.problem.sampled)
         self.scratch = self.problem.scratch.child(f"falkon-{name}")
         self.ref = publish(Centres(self.problem.kernel, self.points), self.scratch, "numpy", token=name)
         rows, most = self.problem.rows, min(_HELD_OUT[0], int(_HELD_OUT[1] * self.problem.rows.count))
         self.held = rows.draw(most, self.problem.seed) if most >= _FEWEST_HELD_OUT else None
+        if self.problem.sampled:
+            self.held = BatchRef(0, self.problem.sampled)
         self.columns = rows.n_classes * len(lams)
         share = min(max(_ENTRIES // len(self.points), _TASK_ROWS[0]), _TASK_ROWS[1])
         self.spans = rows.blocks(share // TILE_ROWS * TILE_ROWS)

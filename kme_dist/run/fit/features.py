@@ -18,6 +18,11 @@ def prepare(problem: Problem) -> equations.Equations:
     few, _ = problem.rows.read(0, 1)
     basis = FeatureBasis(problem.features, int(problem.features.forward(few).shape[1]))
     statistics = gather(
-        problem.rows, basis, executor=problem.executor, scratch=problem.scratch, backend=problem.backend
+        problem.rows,
+        basis,
+        executor=problem.executor,
+        scratch=problem.scratch,
+        backend=problem.backend,
+        sampled=problem.sampled,
     )
     return equations.Equations(statistics, problem.floor, problem.executor, problem.scratch)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kme_dist.core.kernels.base import FeatureMap, Kernel
+from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import FitStatistics
@@ -45,6 +46,7 @@ class Problem:
     centres: int | None = None
     centre_choice: str = "rpcholesky"
     features: FeatureMap | None = None
+    sampled: tuple[Span, ...] = ()  # of the source: rows to leave out one at a time, or to hold out; empty: any
     retune: bool = False  # λ may be changed by a solver that compares values of it at little cost
     report: Callable[[str], None] = silent
 
