@@ -48,7 +48,7 @@ NAME = "spectral"
 _BLOCKS = 64  # of held-out rows, spread evenly: rows may be sorted
 _HELD_ROWS, _HELD_SHARE = 4_000, 0.04
 _PER_READ = 16  # batches: drawing 256 rows of a plan takes a quarter as long as a step
-_EPOCHS, _ROWS = (1.0, 15.0), 500_000  # least and most epochs; the latter up to this number of rows
+_EPOCHS, _ROWS = (1.0, 15.0, 40.0), 500_000  # least epochs, those at this number of rows, and most
 _REACH = 4.0  # no scaled value is further from the mean than this: rare values of binary columns would be
 
 
@@ -72,8 +72,8 @@ class SpectralSettings:
     @classmethod
     def of(cls, rows: int, **others: Any) -> SpectralSettings:
         """Settings for a number of rows: the more there are, the fewer times each is needed."""
-        few, most = _EPOCHS
-        return cls(epochs=min(most, max(few, most * math.sqrt(_ROWS / rows))), **others)
+        few, usual, most = _EPOCHS
+        return cls(epochs=min(most, max(few, usual * math.sqrt(_ROWS / rows))), **others)
 
     def learning(self, rows: int) -> LearnSettings:
         """Settings of the trainer: whole rounds, a rate that rises in the first steps and falls to zero."""
