@@ -5,7 +5,7 @@
     trained = fit_candidates(data, recipe, candidates, executor=executor, scratch="run/scratch")
     trained.fit.embedding, trained.best.name, trained.losses
 
-Where an exact solve is out of reach, "auto" also learns spectral features on all rows (`kme_dist.run.spectral`), and
+With 40,000 rows or more "auto" also learns spectral features on all rows (`kme_dist.run.spectral`), and
 keeps the embedding on them if its loss on held-out rows is lower than that of centres.
 
 `Recipe` turns the settings of an estimator or a config into those of learning, both in memory and on a cluster.
@@ -51,6 +51,7 @@ _AUTO_PRODUCTS = 200_000_000
 # Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
 _START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 5  # candidates that may still win get as many again
+_FEATURE_ROWS = 40_000  # with fewer, half of them as centres are quicker and about as good as learned features
 _ROUGHER = 2.0  # length scales of Matérn 1/2, whose correlations fall at once, in those of a Gaussian
 
 
@@ -160,10 +161,10 @@ class Recipe:
         return SpectralSettings.of(rows, dtype=self.dtype, backend=self.backend, seed=self.seed)
 
     def compares_features(self, rows: int) -> bool:
-        """Whether spectral features are a candidate besides kernels: under "auto", where a solve on centres would not
-        be exact."""
+        """Whether spectral features are a candidate besides kernels: under "auto", with so many rows that learning them
+        does not take longer than the rest."""
         free = self.features is None and self.centres is None and self.solver == "auto" and self.profiles
-        if not free or self.objective != "auto" or self.warm or not self.refit_regularization:
+        if not free or self.objective != "auto" or self.warm or not self.refit_regularization or rows < _FEATURE_ROWS:
             return False
         # Memory does not matter here: the same candidates everywhere.
         return choose("auto", Size(rows, dtype=self.dtype), seconds=self.fit_seconds).solver in ("nystrom", "falkon")
