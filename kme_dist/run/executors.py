@@ -43,6 +43,7 @@ _GRACE_S = 5.0  # for fetching finished results after a round has failed
 _COUNT_EVERY_S = 5.0
 _QUICK_S = 0.25  # rounds shorter than this bypass the scheduler, whose 10 to 20 ms would be a tenth of them
 _SHOWN_EVERY_S = 1.0  # and still use it about this often, to show on the dashboard
+FAN_IN = 4  # results that a task of a reduction combines: a power of 2, so that the tree is the same as in pairs
 GPU = "GPU"  # the resource of workers with a device: `dask worker --resources GPU=1`
 # Calls whose results become the last argument of each call: function, calls, calls of the next round, name.
 Feed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], str]
@@ -288,18 +289,23 @@ class DaskExecutor:
         """One result, combined by a fixed tree. `sticky` calls prefer the worker that ran the same index before."""
 
         def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
-            def join(left: Any, right: Any) -> Any:
-                key = f"reduce-{name}-{self._label(0)}"
-                return self.client.submit(_combine_task, combine, left, right, key=key, pure=False, **where)
-
             if sticky and not where:
                 futures = self._submit_near(function, list(calls), name)
             else:
                 futures = self._submit_all(function, list(calls), name, where)
-            return {0: tree_combine(futures, join)}
+            return {0: self._submit_tree(combine, futures, name, where)}
 
         result: T = aligned(self._collect(submit, 1)[0])
         return result
+
+    def _submit_tree(self, combine: Callable[[T, T], T], futures: list[Any], name: str, where: dict[str, Any]) -> Any:
+        """The future of `tree_combine`: tasks of `FAN_IN` neighbours, which are whole branches of that tree."""
+        level = futures
+        while len(level) > 1:
+            groups = [level[i : i + FAN_IN] for i in range(0, len(level), FAN_IN)]
+            columns = ([combine] * len(groups), groups)
+            level = self._submit_tasks(_combine_task, columns, f"reduce-{name}", where)
+        return level[0]
 
     def stream(
         self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
@@ -524,12 +530,12 @@ def aligned(value: Any) -> Any:
     return value
 
 
-def _combine_task(combine: Callable[[T, T], T], left: T, right: T) -> T:
+def _combine_task(combine: Callable[[T, T], T], parts: list[T]) -> T:
     with blas_threads(1):
-        joined: T = observed(reduced, (combine, left, right), new=False)  # their rows are counted already
+        joined: T = observed(reduced, (combine, parts), new=False)  # their rows are counted already
     return joined
 
 
-def reduced(combine: Callable[[T, T], T], left: T, right: T) -> T:
+def reduced(combine: Callable[[T, T], T], parts: list[T]) -> T:
     with metered("reduce"):
-        return combine(left, right)
+        return tree_combine(parts, combine)
