@@ -41,6 +41,7 @@ from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, fingerprint
+from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
 _TILE = 2_048  # rows and columns of a tile of the factors
@@ -65,6 +66,31 @@ def cost(size: Size) -> Cost:
         flops=_TYPICAL_STEPS * float(size.rows) * p * (2 * size.width + 4 * columns + _EXPONENTIAL)
         + (2 + len(_FRACTIONS)) * p**3 / 3,
     )
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    """The factors, column by column of their tiles, then one pass over the rows for each step and the right side."""
+    n, p, columns = size.rows, size.basis, size.columns * len(_FRACTIONS)
+    tiles, factors = -(-p // _TILE), 1 + len(_FRACTIONS)
+    tasks = -(-n // task_rows(p))
+    return (
+        Pass(factors * -(-tiles // 2), flops=factors * p**3 / 3 / tiles, repeats=tiles),
+        Pass(tiles * (tiles + 1) // 2, flops=p**3 / 3, exps=0.5 * p * p),
+        Pass(
+            tasks,
+            float(n) * size.width * size.item,
+            float(n) * p * (2 * size.width + 4 * columns),
+            exps=float(n) * p,
+            result_bytes=8.0 * p * columns,
+            repeats=_TYPICAL_STEPS + 1,
+        ),
+        Pass(len(_FRACTIONS), flops=8.0 * p * p * columns, repeats=_TYPICAL_STEPS),
+    )
+
+
+def task_rows(centres: int) -> int:
+    """Rows of a task: a number of kernel values, in whole tiles."""
+    return min(max(_ENTRIES // centres, _TASK_ROWS[0]), _TASK_ROWS[1]) // TILE_ROWS * TILE_ROWS
 
 
 def prepare(problem: Problem) -> Falkon:
@@ -311,8 +337,7 @@ class _Work:
         rows, most = self.problem.rows, min(_HELD_OUT[0], int(_HELD_OUT[1] * self.problem.rows.count))
         self.held = rows.draw(most, self.problem.seed) if most >= _FEWEST_HELD_OUT else None
         self.columns = rows.n_classes * len(lams)
-        share = min(max(_ENTRIES // len(self.points), _TASK_ROWS[0]), _TASK_ROWS[1])
-        self.spans = rows.blocks(share // TILE_ROWS * TILE_ROWS)
+        self.spans = rows.blocks(task_rows(len(self.points)))
 
     def _blocks(self, count: int) -> list[Span]:
         size = self.problem.tile_rows or _TILE
