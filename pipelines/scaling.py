@@ -110,12 +110,12 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     """The stages as lines of text."""
     names = ("stage", "seconds", "bottleneck", "read", "worker", "tasks", "scheduler", "depth", "hours per 1e9 rows")
     lines = ["", "{:8} {:>9} {:>11} {:>9} {:>9} {:>10} {:>10} {:>6} {:>19}".format(*names)]
-    for s in found:
-        lines.append(
-            f"{s['stage']:8} {s['seconds']:9.3g} {s['bottleneck']:>11} {s['bytes_read'] / 1e9:6.3g} GB "
-            f"{s['worker_bytes'] / 1e9:6.3g} GB {s['tasks']:10d} {s['scheduler_seconds']:8.3g} s "
-            f"{s['reduction_depth']:6d} {s['worker_hours_per_billion_rows']:19.3g}"
-        )
+    lines += [
+        f"{s['stage']:8} {s['seconds']:9.3g} {s['bottleneck']:>11} {s['bytes_read'] / 1e9:6.3g} GB "
+        f"{s['worker_bytes'] / 1e9:6.3g} GB {s['tasks']:10d} {s['scheduler_seconds']:8.3g} s "
+        f"{s['reduction_depth']:6d} {s['worker_hours_per_billion_rows']:19.3g}"
+        for s in found
+    ]
     return lines + [f"{s['stage']}: {s['note']}" for s in found if s["note"]]
 
 
@@ -255,6 +255,6 @@ def _predict(size: Size, chunk: int, features: Any) -> Stage:
     n, p, d, m = float(size.rows), size.basis, size.width, size.columns
     products = 2 * n * p * (d + m)
     exps = n * p if features is None else 0.0
-    work = Pass(-(-size.rows // chunk), n * d * size.item, products, exps=exps)
+    work = Pass(-(-size.rows // chunk), n * d * size.item, products, exps=exps, streamed=True)
     held = PROCESS_BYTES + 2 * size.item * p * (2 * d + m) + chunk * (40 * d + 32 * m)
     return Stage("predict", size.rows, (work,), held, f"chunks of {chunk} rows")

@@ -71,7 +71,9 @@ def _additions() -> float:
     total = np.zeros(2**20)
     with tempfile.TemporaryDirectory() as folder:
         np.save(Path(folder) / "part.npy", total)
-        return total.nbytes / _best(lambda: np.add(total, np.load(Path(folder) / "part.npy"), out=total))
+        return total.nbytes / _best(
+            lambda: np.add(total, np.load(Path(folder) / "part.npy", allow_pickle=False), out=total)
+        )
 
 
 def _reading() -> float:

@@ -23,6 +23,7 @@ from typing import Any
 
 from kme_dist.errors import ConfigError
 from kme_dist.run.executors import FAN_IN
+from kme_dist.run.streams import MOST_CALLS, TASKS_PER_S
 
 TERMS = ("reading", "compute", "scheduler", "reduction", "driver")
 
@@ -70,6 +71,7 @@ class Pass:
     driver_bytes: float = 0.0  # fetched by the driver from the scratch folder
     driver_s: float = 0.0  # done by the driver alone
     repeats: int = 1
+    streamed: bool = False  # by `kme_dist.run.streams`, which makes several calls per task if they are short
     messages: bool = False  # sent straight to the workers: no tasks of the scheduler
 
 
@@ -128,6 +130,15 @@ def reduction_s(tasks: int, result_bytes: float, machine: Machine, workers: int)
     return total
 
 
+def scheduled_tasks(work: Pass, seconds: float) -> int:
+    """Tasks of one repeat, with those of the reduction, if the workers are busy for `seconds`."""
+    tree = reduction_tasks(work.tasks) if work.result_bytes else 0
+    if not work.streamed or not seconds:
+        return work.tasks + tree
+    together = min(MOST_CALLS, math.ceil(work.tasks / (seconds * TASKS_PER_S)))
+    return -(-work.tasks // max(1, together)) + tree
+
+
 def pass_terms(work: Pass, machine: Machine, workers: int) -> dict[str, float]:
     """Seconds of one repeat, by name."""
     # Tasks are equal: the slowest worker runs one more than the others.
@@ -139,13 +150,14 @@ def pass_terms(work: Pass, machine: Machine, workers: int) -> dict[str, float]:
         + work.compute_s
         + work.tasks * machine.task_s * (not work.messages)
     )
-    sent = machine.round_s + work.tasks * machine.message_s if work.messages else work.tasks * machine.driver_task_s
-    tree = reduction_tasks(work.tasks) if work.result_bytes else 0
+    reading = share * work.read_bytes / machine.read_bytes_per_s
+    tasks = scheduled_tasks(work, reading + share * computed)
+    sent = machine.round_s + work.tasks * machine.message_s if work.messages else tasks * machine.driver_task_s
     reduced = reduction_s(work.tasks, work.result_bytes, machine, workers) if work.result_bytes else 0.0
     return {
-        "reading": share * work.read_bytes / machine.read_bytes_per_s,
+        "reading": reading,
         "compute": share * computed,
-        "scheduler": 0.0 if work.messages else (work.tasks + tree) * machine.scheduler_task_s,
+        "scheduler": 0.0 if work.messages else tasks * machine.scheduler_task_s,
         "reduction": reduced,
         "driver": sent + work.driver_bytes / machine.scratch_bytes_per_s + work.driver_s,
     }
@@ -164,13 +176,13 @@ def estimate(stage: Stage, machine: Machine, workers: int) -> Estimate:
     """The cost of a stage on `workers` workers of one thread each."""
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be an integer >= 1")
-    totals, seconds = dict.fromkeys(TERMS, 0.0), 0.0
+    totals, seconds, tasks = dict.fromkeys(TERMS, 0.0), 0.0, 0
     for work in stage.passes:
         found = pass_terms(work, machine, workers)
         totals = {name: totals[name] + work.repeats * found[name] for name in TERMS}
         seconds += work.repeats * pass_seconds(work, found)
+        tasks += work.repeats * scheduled_tasks(work, found["reading"] + found["compute"])
     hours = seconds * workers / 3600
-    tasks = [work.repeats * (work.tasks + _tree(work)) for work in stage.passes]
     return Estimate(
         stage=stage.name,
         seconds=seconds,
@@ -178,14 +190,10 @@ def estimate(stage: Stage, machine: Machine, workers: int) -> Estimate:
         terms=totals,
         bytes_read=int(sum(work.repeats * work.read_bytes for work in stage.passes)),
         worker_bytes=stage.worker_bytes,
-        tasks=sum(tasks),
+        tasks=tasks,
         scheduler_seconds=totals["scheduler"],
         reduction_depth=max((reduction_depth(w.tasks) for w in stage.passes if w.result_bytes), default=0),
         worker_hours=hours,
         worker_hours_per_billion_rows=hours * 1e9 / max(1, stage.rows),
         note=stage.note,
     )
-
-
-def _tree(work: Pass) -> int:
-    return reduction_tasks(work.tasks) if work.result_bytes else 0

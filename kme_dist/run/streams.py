@@ -26,7 +26,7 @@ CHECK_EVERY_S = 2.0  # how often calls are checked for being overdue
 TASKS_PER_S = 100.0  # beyond this, a task makes several calls
 _LINGER = (0.1, 0.03)  # how long finished calls are collected: seconds, and share of the time of a call, at most
 _MOST_FETCHED = 100  # results fetched by one message, and held here at the same time
-_MOST_CALLS = 64  # of a task
+MOST_CALLS = 64  # of a task
 _TAIL = 0.05  # a task of several calls takes at most this share of the time since the start
 _PENDING = object()
 
@@ -74,7 +74,7 @@ def calls_per_task(workers: int, call_s: float, elapsed_s: float, before: int) -
     if call_s <= 0:
         return before
     wanted = math.ceil(workers / (call_s * TASKS_PER_S))
-    return max(1, min(wanted, 2 * before, _MOST_CALLS, int(_TAIL * elapsed_s / call_s)))
+    return max(1, min(wanted, 2 * before, MOST_CALLS, int(_TAIL * elapsed_s / call_s)))
 
 
 @dataclass

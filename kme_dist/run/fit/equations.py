@@ -45,6 +45,7 @@ def passes(size: Size, sample: int = 0) -> tuple[Pass, ...]:
             float(n) * p * (p + 2 * size.width + 2 * size.columns),
             exps=float(n) * p if sample else 0.0,
             driver_bytes=tasks * 4.0 * p * p,
+            streamed=True,
         ),
         Pass(TRIALS, factor_flops=TRIALS * factor),
         Pass(1, factor_flops=p**3 / 3),

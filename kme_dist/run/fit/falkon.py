@@ -47,6 +47,7 @@ from kme_dist.run.scratch import Scratch
 _TILE = 2_048  # rows and columns of a tile of the factors
 _ENTRIES = 2**27  # kernel values that a task computes
 _TASK_ROWS = (1_024, 65_536)
+_MOST_TASKS = 16_384  # of a pass: a thousand workers have about 16 each, and the scheduler less than a minute of work
 _HELD_OUT = (4_000, 0.05)  # rows: at most the first, and at most this share of all
 _FEWEST_HELD_OUT = 100
 _FRACTIONS = (1.0, 0.1)  # of the given λ, which was tuned for all rows as centres: with fewer of them less is needed
@@ -72,7 +73,7 @@ def passes(size: Size) -> tuple[Pass, ...]:
     """The factors, column by column of their tiles, then one pass over the rows for each step and the right side."""
     n, p, columns = size.rows, size.basis, size.columns * len(_FRACTIONS)
     tiles, factors = -(-p // _TILE), 1 + len(_FRACTIONS)
-    tasks = -(-n // task_rows(p))
+    tasks = -(-n // task_rows(p, n))
     return (
         Pass(factors * -(-tiles // 2), flops=factors * p**3 / 3 / tiles, repeats=tiles),
         Pass(tiles * (tiles + 1) // 2, flops=p**3 / 3, exps=0.5 * p * p),
@@ -88,9 +89,10 @@ def passes(size: Size) -> tuple[Pass, ...]:
     )
 
 
-def task_rows(centres: int) -> int:
-    """Rows of a task: a number of kernel values, in whole tiles."""
-    return min(max(_ENTRIES // centres, _TASK_ROWS[0]), _TASK_ROWS[1]) // TILE_ROWS * TILE_ROWS
+def task_rows(centres: int, rows: int) -> int:
+    """Rows of a task: a number of kernel values, in whole tiles; more if the scheduler would have too many tasks."""
+    few = min(max(_ENTRIES // centres, _TASK_ROWS[0]), _TASK_ROWS[1])
+    return max(few, -(-rows // _MOST_TASKS)) // TILE_ROWS * TILE_ROWS
 
 
 def prepare(problem: Problem) -> Falkon:
@@ -337,7 +339,7 @@ class _Work:
         rows, most = self.problem.rows, min(_HELD_OUT[0], int(_HELD_OUT[1] * self.problem.rows.count))
         self.held = rows.draw(most, self.problem.seed) if most >= _FEWEST_HELD_OUT else None
         self.columns = rows.n_classes * len(lams)
-        self.spans = rows.blocks(task_rows(len(self.points)))
+        self.spans = rows.blocks(task_rows(len(self.points), rows.count))
 
     def _blocks(self, count: int) -> list[Span]:
         size = self.problem.tile_rows or _TILE
