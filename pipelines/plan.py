@@ -83,7 +83,7 @@ def run(config: Config, scenario: Scenario | None = None, *, calibrate: bool = T
     if not calibrate:
         return facts
     # With given constants the plan is the same everywhere: a batch is counted, not measured.
-    found = scaling.stages(config, data, rows, limit, _calibrated if scenario.machine is None else None)
+    found = scaling.stages(config, data, rows, limit, batch_seconds if scenario.machine is None else None)
     return facts | {"stages": scaling.estimates(found, scenario.constants(), count, limit)}
 
 
@@ -125,7 +125,7 @@ def _learning(config: Config, calibrate: bool) -> dict[str, Any]:
     }
     if calibrate and steps:
         batch_s = float(
-            np.mean([_calibrated(*plan.work(objective), recipe.regularization) for objective in objectives])
+            np.mean([batch_seconds(*plan.work(objective), recipe.regularization) for objective in objectives])
         )
         turns = -(-per_step // workers)  # batches per worker and step
         round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
@@ -215,7 +215,7 @@ def _two_digits(seconds: float) -> float:
     return float(f"{seconds:.2g}")
 
 
-def _calibrated(learner: KernelLearner, batches: Batches, regularization: float) -> float:
+def batch_seconds(learner: KernelLearner, batches: Batches, regularization: float) -> float:
     """Seconds of one batch, read and computed: the median of a few, after one to warm up."""
     parameters, times = kernel_start(learner.kernel, regularization, learner.settings.objective), []
     for number in range(1 + CALIBRATION_BATCHES):
