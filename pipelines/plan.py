@@ -1,7 +1,9 @@
-"""`kme-dist plan CONFIG`: what `kme-dist learn` would do.
+"""`kme-dist plan CONFIG`: what `kme-dist learn` would do, and what learn, fit and predict cost.
 
 Prints batches and steps, the memory of one worker, and the time, estimated from a few batches that are read and
-computed here. An error if a batch does not fit the memory of a worker.
+computed here; then seconds, bytes, tasks and the bottleneck of every stage, also for other numbers of rows and workers
+(`--rows 1e9 --workers 1000`; see `kme_dist.pipelines.scaling`). An error if a stage does not fit the memory of a
+worker.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from kme_dist.data.dataset import CACHE_BYTES, Dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.ops.cluster import worker_count
-from kme_dist.pipelines import recipes, tables
+from kme_dist.pipelines import recipes, scaling, tables
+from kme_dist.pipelines.scaling import MATRICES, PROCESS_BYTES, Scenario, batch_bytes
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
 from kme_dist.run.learners import KernelLearner, Learner, kernel_start
@@ -28,10 +31,7 @@ from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import Recipe
 
-PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
 ROUND_S = 0.02  # overhead of a round, on a local cluster
-# n x n matrices held at a time, by objective
-MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4, "calibrated": 4}
 CALIBRATION_BATCHES = 3
 
 
@@ -67,10 +67,30 @@ class LearnPlan:
         return learner, kernel_batches(self.data, settings, **form)
 
 
-def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
-    """The plan as plain data. ConfigError if one batch does not fit a worker."""
-    if config.model.kind != "mce":
-        raise ConfigError(f"model.kind is {config.model.kind!r}; `kme-dist plan` supports only mce")
+def run(config: Config, scenario: Scenario | None = None, *, calibrate: bool = True) -> dict[str, Any]:
+    """The plan as plain data. ConfigError if a stage does not fit a worker.
+
+    Without a scenario: what `learn` of a kernel would do with the data set, in detail, and the cost of all stages.
+    """
+    scenario = scenario or Scenario()
+    data: Any = _found(config.data.source)
+    if data is None:
+        data = _opened(config.data.source) if scenario.rows is None else scaling.made_up(scenario)
+    workers, limit = _workers(config.cluster)
+    rows, count = scenario.rows or data.split_rows(data.training_split()), scenario.workers or workers
+    limit = limit if scenario.workers is None or config.cluster.memory is not None else None
+    facts: dict[str, Any] = {}
+    if config.model.kind == "mce" and scenario == Scenario(machine=scenario.machine):
+        facts = _learning(config, calibrate)
+    facts |= {"rows": rows, "workers": count}
+    if not calibrate:
+        return facts
+    # With given constants the plan is the same everywhere: a batch is counted, not measured.
+    found = scaling.stages(config, data, rows, limit, batch_seconds if scenario.machine is None else None)
+    return facts | {"stages": scaling.estimates(found, scenario.constants(), count, limit)}
+
+
+def _learning(config: Config, calibrate: bool) -> dict[str, Any]:
     plan = LearnPlan.of(config)
     workers, limit = _workers(config.cluster)
     if plan.features is not None:
@@ -110,7 +130,7 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     }
     if calibrate and steps:
         batch_s = float(
-            np.mean([_calibrated(*plan.work(objective), recipe.regularization) for objective in objectives])
+            np.mean([batch_seconds(*plan.work(objective), recipe.regularization) for objective in objectives])
         )
         turns = -(-per_step // workers)  # batches per worker and step
         round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
@@ -119,38 +139,34 @@ def run(config: Config, *, calibrate: bool = True) -> dict[str, Any]:
     return facts
 
 
-def _opened(source: str) -> Dataset:
+def _found(source: str) -> Dataset | None:
     try:
-        data = tables.dataset_at(source)
+        return tables.dataset_at(source)
     except (DataError, NotADirectoryError, FileNotFoundError):
-        data = None
+        return None
+
+
+def _opened(source: str) -> Dataset:
+    data = _found(source)
     if data is None:
         raise ConfigError(
             f"data.source {source} is not a data set; create one first: "
-            f"kme-dist ingest {source} DEST.zarr --label COLUMN --shuffle 0 --split train=0.8,test=0.2"
+            f"kme-dist ingest {source} DEST.zarr --label COLUMN --shuffle 0 --split train=0.8,test=0.2, or set --rows "
+            "(with --features and --classes) to plan without one"
         )
     return data
 
 
 def worker_bytes(batches: Batches, objective: str) -> int:
-    """Peak memory of one worker: the process, its chunk caches, and one batch with its Gram matrices.
-
-    A batch that fails in single precision is repeated in double, which is the worst case counted here.
-    """
-    return PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(batches.plan.rows_per_batch, batches, objective)
-
-
-def _batch_bytes(rows: int, batches: Batches, objective: str) -> int:
-    size, features = np.dtype(batches.rows.dtype).itemsize, batches.rows.source.features
-    square = size * MATRICES[objective] + (8 if size < 8 else 0)
-    return int(rows * rows * square + rows * features * 4 * 8 + rows * batches.rows.n_classes * 8 * 8)
+    """Peak memory of one worker: the process, its chunk caches, and one batch with its Gram matrices."""
+    return PROCESS_BYTES + 2 * CACHE_BYTES + batch_bytes(batches.plan.rows_per_batch, batches, objective)
 
 
 def _largest_batch(limit: int, batches: Batches, objective: str) -> int:
     low, high = 1, batches.plan.rows_per_batch
     while low < high:
         middle = (low + high + 1) // 2
-        fits = PROCESS_BYTES + 2 * CACHE_BYTES + _batch_bytes(middle, batches, objective) <= limit
+        fits = PROCESS_BYTES + 2 * CACHE_BYTES + batch_bytes(middle, batches, objective) <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
@@ -239,7 +255,7 @@ def _two_digits(seconds: float) -> float:
     return float(f"{seconds:.2g}")
 
 
-def _calibrated(learner: KernelLearner, batches: Batches, regularization: float) -> float:
+def batch_seconds(learner: KernelLearner, batches: Batches, regularization: float) -> float:
     """Seconds of one batch, read and computed."""
     return _median_seconds(learner, batches, kernel_start(learner.kernel, regularization, learner.settings.objective))
 

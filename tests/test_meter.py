@@ -50,7 +50,7 @@ def test_calls_are_counted_where_somebody_counts(counting):
 
 def test_every_task_of_an_executor_is_counted(counting):
     assert executors.run_call(halved, (), 2) == 0.5, "also with what it is fed"
-    executors._combine_task(max, {"rows": 1}["rows"], 2)
+    executors._combine_task(max, [1, 2])
     assert counting.calls == [("halved", 0.5, False), ("reduced", None, False)], "rows that are joined are not new"
     assert [name for name, _ in counting.stages] == ["reduce", "reduce"]
 

@@ -36,7 +36,6 @@ from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
 from kme_dist.cli.options import (
     ConfigOptions,
-    DatasetConfig,
     Fresh,
     Insecure,
     Output,
@@ -51,7 +50,7 @@ from kme_dist.cli.options import (
     split_names,
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
-from kme_dist.errors import KMEError
+from kme_dist.errors import ConfigError, KMEError
 from kme_dist.ops.words import plural
 
 app = typer.Typer(
@@ -194,11 +193,55 @@ def _run_stage(stage: str, config: Path, options: StageOptions, output: Output, 
     return result
 
 
+@dataclass(frozen=True)
+class ScenarioOptions:
+    """Rows and workers to plan for, which need not exist."""
+
+    workers: Annotated[int | None, typer.Option(help="Number of workers; default: that of the config.")] = None
+    rows: Annotated[str | None, typer.Option(help="Number of rows, e.g. 1e9; default: those of the data set.")] = None
+    features: Annotated[int, typer.Option(help="Features of a row, if there is no data set.")] = 50
+    classes: Annotated[int, typer.Option(help="Number of classes, if there is no data set.")] = 10
+    machine: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON file of speeds; default: measured here.")
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {**asdict(self), "rows": None if self.rows is None else _count("--rows", self.rows)}
+
+
+def _count(option: str, text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 2**63 or value != int(value):
+        raise ConfigError(f"{option} {text}: must be an integer >= 1, such as 1000000 or 1e9")
+    return int(value)
+
+
 @app.command()
 @expand_options
-def plan(config: DatasetConfig, options: ConfigOptions, output: Output) -> None:
-    """Show what `learn` would do: batches, memory per worker, time; refuse what cannot fit."""
-    _print_facts(load("pipelines.plan").run(options.load(config)), output)
+def plan(
+    scenario: ScenarioOptions,
+    options: ConfigOptions,
+    output: Output,
+    config: Annotated[Path | None, typer.Argument(help="YAML file; not needed with --measure.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Print the speeds of this machine as JSON.")] = False,
+) -> None:
+    """Show what `learn` would do, and what learn, fit and predict cost on any number of workers and rows."""
+    if measure:
+        print_json(asdict(load("ops.machine").measured_machine(cluster=True)))
+        return
+    if config is None:
+        raise ConfigError("a config is needed, or --measure: kme-dist plan CONFIG [--workers 100] [--rows 1e9]")
+    given = load("pipelines.scaling").Scenario(**scenario.settings())
+    facts = load("pipelines.plan").run(options.load(config), given)
+    if output.as_json:
+        print_json(facts)
+        return
+    print_tree({key: value for key, value in facts.items() if key != "stages"})
+    for line in load("pipelines.scaling").table(facts["stages"]):
+        print(line)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures as local
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -36,6 +35,7 @@ from kme_dist.backend import blas_threads
 from kme_dist.errors import RetryError
 from kme_dist.meter import metered, observed
 from kme_dist.run.lanes import Lanes
+from kme_dist.run.streams import Done, Stream
 
 T = TypeVar("T")
 Function = Callable[..., T]
@@ -43,11 +43,10 @@ _GRACE_S = 5.0  # for fetching finished results after a round has failed
 _COUNT_EVERY_S = 5.0
 _QUICK_S = 0.25  # rounds shorter than this bypass the scheduler, whose 10 to 20 ms would be a tenth of them
 _SHOWN_EVERY_S = 1.0  # and still use it about this often, to show on the dashboard
+FAN_IN = 4  # results that a task of a reduction combines: a power of 2, so that the tree is the same as in pairs
 GPU = "GPU"  # the resource of workers with a device: `dask worker --resources GPU=1`
 # Calls whose results become the last argument of each call: function, calls, calls of the next round, name.
 Feed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], str]
-_CHECK_EVERY_S = 2.0  # how often a stream checks for overdue calls
-_PENDING = object()
 
 
 class Executor(Protocol):
@@ -155,16 +154,6 @@ class SerialExecutor:
                     return
                 for future in local.wait(in_flight, return_when=local.FIRST_COMPLETED).done:
                     yield in_flight.pop(future), future.result()
-
-
-@dataclass
-class _Flight:
-    """A call of a stream that is in flight."""
-
-    index: int
-    call: tuple[Any, ...]
-    attempt: int
-    began: float
 
 
 class DaskExecutor:
@@ -300,93 +289,55 @@ class DaskExecutor:
         """One result, combined by a fixed tree. `sticky` calls prefer the worker that ran the same index before."""
 
         def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
-            def join(left: Any, right: Any) -> Any:
-                key = f"reduce-{name}-{self._label(0)}"
-                return self.client.submit(_combine_task, combine, left, right, key=key, pure=False, **where)
-
             if sticky and not where:
                 futures = self._submit_near(function, list(calls), name)
             else:
                 futures = self._submit_all(function, list(calls), name, where)
-            return {0: tree_combine(futures, join)}
+            return {0: self._submit_tree(combine, futures, name, where)}
 
         result: T = aligned(self._collect(submit, 1)[0])
         return result
+
+    def _submit_tree(self, combine: Callable[[T, T], T], futures: list[Any], name: str, where: dict[str, Any]) -> Any:
+        """The future of `tree_combine`: tasks of `FAN_IN` neighbours, which are whole branches of that tree."""
+        level = futures
+        while len(level) > 1:
+            groups = [level[i : i + FAN_IN] for i in range(0, len(level), FAN_IN)]
+            columns = ([combine] * len(groups), groups)
+            level = self._submit_tasks(_combine_task, columns, f"reduce-{name}", where)
+        return level[0]
 
     def stream(
         self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
         """Results as calls finish, each with the index of its call; an error of a call is returned, not raised.
 
-        At most `ahead` calls are in flight (default: two per worker), so that memory, here and on the scheduler, does
-        not grow with the number of calls.
+        At most `ahead` calls are in flight (default: two tasks per worker; see `streams`), so that memory, here and on
+        the scheduler, does not grow with the number of calls.
         """
-        waiting = enumerate(calls)
-        in_flight: dict[Any, _Flight] = {}
-        again: list[_Flight] = []
-        slowest: float | None = None
         self._round += 1
-        try:
-            while True:
-                room = max(0, (ahead or 2 * self.workers) - len(in_flight) - len(again))
-                fresh = [_Flight(index, call, 0, 0.0) for index, call in itertools.islice(waiting, room)]
-                in_flight |= self._launch(function, again + fresh, name)
-                again = []
-                if not in_flight:
-                    return
-                self._wait_for_one(list(in_flight))
-                for future in [future for future in in_flight if future.status != "pending"]:
-                    result = self._outcome(future)
-                    flight = in_flight[future]
-                    if result is not _PENDING:
-                        slowest = max(slowest or 0.0, time.monotonic() - flight.began)
-                        del in_flight[future]
-                        future.release()
-                        yield flight.index, aligned(result)
-                    elif future.status in ("cancelled", "lost"):
-                        again.append(in_flight.pop(future))
-                limit = 10 * self.patience_s if slowest is None else max(self.patience_s, 10 * slowest)
-                overdue = [future for future, flight in in_flight.items() if time.monotonic() - flight.began > limit]
-                if overdue:
-                    self._replace_hung()
-                    again += [in_flight.pop(future) for future in overdue]
-                    for future in overdue:
-                        future.release()
-                self.retried += len(again)
-                if any(flight.attempt >= self.attempts for flight in again):
-                    raise self._gave_up(f"a task named {name}")
-        finally:
-            for future in in_flight:
-                future.release()
+        for index, result in Stream(self, function, name, ahead).run(calls):
+            yield index, aligned(result)
 
-    def _launch(self, function: Function[T], flights: list[_Flight], name: str) -> dict[Any, _Flight]:
-        if not flights:
-            return {}
-        now = time.monotonic()
-        for flight in flights:
-            flight.attempt, flight.began = flight.attempt + 1, now
-        futures = self._submit_all(function, [flight.call for flight in flights], name, self._away_from_suspects())
-        return dict(zip(futures, flights, strict=True))
+    def submit_calls(self, function: Function[T], groups: Sequence[Sequence[tuple[Any, ...]]], name: str) -> list[Any]:
+        """A future for each group of calls: a task that makes them."""
+        return self._submit_tasks(make_calls, ([function] * len(groups), groups), name, self._away_from_suspects())
 
-    def _wait_for_one(self, futures: list[Any]) -> None:
-        from distributed import wait
+    def fetch(self, futures: list[Any]) -> list[Any]:
+        """Results of finished tasks, by one message."""
+        found: list[Any] = self.client.sync(_gather, self.client, futures, self._direct, callback_timeout=_GRACE_S)
+        return found
 
-        try:
-            with self.client.as_current():  # `wait` uses the current client, which may be another one
-                wait(futures, timeout=_CHECK_EVERY_S, return_when="FIRST_COMPLETED")
-        except _cluster_errors() as error:  # none has finished yet, or a future was lost: see its status
-            self._check_alive(error)
-
-    def _outcome(self, future: Any) -> Any:
-        """The result or error of a finished call; _PENDING if it cannot be fetched."""
+    def outcome(self, future: Any, otherwise: Any) -> Any:
+        """The result or error of a task that is no longer pending; `otherwise` if it cannot be fetched."""
         try:
             if future.status == "error":
                 return future.exception(timeout=_GRACE_S)
             if future.status == "finished":
                 return future.result(timeout=_GRACE_S)
         except _cluster_errors() as error:  # its worker died before it was fetched; Dask recomputes it
-            self._check_alive(error)
-        return _PENDING
+            self.check_alive(error)
+        return otherwise
 
     # --- one round, until complete -------------------------------------------------------------------
 
@@ -407,11 +358,11 @@ class DaskExecutor:
             except cluster_errors as error:
                 last = error
                 _raise_own(futures.values())
-                self._check_alive(error)
+                self.check_alive(error)
                 found |= self._finished(futures)
                 self.retried += count - len(found)
                 if isinstance(error, TimeoutError):
-                    self._replace_hung()
+                    self.replace_hung()
             finally:
                 for future in futures.values():
                     future.release()
@@ -419,9 +370,9 @@ class DaskExecutor:
                 if attempt == 0:
                     self._slowest = max(self._slowest or 0.0, time.monotonic() - began)
                 return found
-        raise self._gave_up(f"a round of {count} tasks") from last
+        raise self.gave_up(f"a round of {count} tasks") from last
 
-    def _gave_up(self, what: str) -> RetryError:
+    def gave_up(self, what: str) -> RetryError:
         return RetryError(
             f"the cluster at {_address(self.client)} did not finish {what} in {self.attempts} "
             f"attempts (workers now: {self.workers}); check its logs, then run the same command again"
@@ -429,7 +380,11 @@ class DaskExecutor:
 
     @property
     def _deadline(self) -> float:
-        return 10 * self.patience_s if self._slowest is None else max(self.patience_s, 10 * self._slowest)
+        return self.limit(self._slowest)
+
+    def limit(self, slowest: float | None) -> float:
+        """Seconds after which a call or a round has a hung worker."""
+        return 10 * self.patience_s if slowest is None else max(self.patience_s, 10 * slowest)
 
     def _label(self, index: int) -> str:
         # Digits first: the dashboard groups tasks by the words before the first number.
@@ -446,12 +401,16 @@ class DaskExecutor:
     ) -> list[Any]:
         if not calls:
             return []
+        columns = ([function] * len(calls), calls, *([] if fed is None else [fed]))
+        return self._submit_tasks(run_call, columns, name, where, first)
+
+    def _submit_tasks(
+        self, body: Callable[..., Any], columns: tuple[Any, ...], name: str, where: dict[str, Any], first: int = 0
+    ) -> list[Any]:
         # One message for all of them: with eight calls a third faster than eight submits.
-        keys = [f"{name}-{self._label(first + i)}" for i in range(len(calls))]
-        more = [] if fed is None else [fed]
-        futures: list[Any] = self.client.map(
-            run_call, [function] * len(calls), calls, *more, key=keys, pure=False, batch_size=len(calls), **where
-        )
+        count = len(columns[0])
+        keys = [f"{name}-{self._label(first + i)}" for i in range(count)]
+        futures: list[Any] = self.client.map(body, *columns, key=keys, pure=False, batch_size=count, **where)
         return futures
 
     def _submit_near(self, function: Function[T], calls: list[tuple[Any, ...]], name: str) -> list[Any]:
@@ -485,7 +444,7 @@ class DaskExecutor:
         # Only a preference: a task bound to a worker that dies would wait forever.
         return {"workers": good, "allow_other_workers": True} if self._suspects and good else {}
 
-    def _replace_hung(self) -> None:
+    def replace_hung(self) -> None:
         """Restart the workers that still hold a task of ours, if they have a nanny; avoid them in any case."""
         holding = [
             worker
@@ -497,7 +456,7 @@ class DaskExecutor:
             with contextlib.suppress(OSError, ValueError, RuntimeError, TimeoutError):  # no nanny: only avoid it
                 self.client.restart_workers(holding, timeout=30, raise_for_error=False)
 
-    def _check_alive(self, error: BaseException) -> None:
+    def check_alive(self, error: BaseException) -> None:
         if self.client.status != "running" or self.client.scheduler is None:
             raise RetryError(
                 f"the Dask scheduler at {_address(self.client)} was lost; restart it and run the same command"
@@ -543,6 +502,13 @@ def run_call(function: Function[T], call: tuple[Any, ...], *fed: Any) -> T:
         return observed(function, aligned((*call, *fed)))
 
 
+def make_calls(function: Function[T], calls: list[tuple[Any, ...]]) -> Done:
+    """The body of a task of a stream: several calls, one after the other."""
+    began = time.perf_counter()
+    results = tuple(run_call(function, call) for call in calls)
+    return Done(results, time.perf_counter() - began)
+
+
 def aligned(value: Any) -> Any:
     """The same value with aligned arrays: those received over the network may be unaligned.
 
@@ -564,12 +530,12 @@ def aligned(value: Any) -> Any:
     return value
 
 
-def _combine_task(combine: Callable[[T, T], T], left: T, right: T) -> T:
+def _combine_task(combine: Callable[[T, T], T], parts: list[T]) -> T:
     with blas_threads(1):
-        joined: T = observed(reduced, (combine, left, right), new=False)  # their rows are counted already
+        joined: T = observed(reduced, (combine, parts), new=False)  # their rows are counted already
     return joined
 
 
-def reduced(combine: Callable[[T, T], T], left: T, right: T) -> T:
+def reduced(combine: Callable[[T, T], T], parts: list[T]) -> T:
     with metered("reduce"):
-        return combine(left, right)
+        return tree_combine(parts, combine)

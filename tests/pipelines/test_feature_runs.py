@@ -11,7 +11,7 @@ import pytest
 import kme_dist
 from kme_dist.config import load_config, parse_config
 from kme_dist.errors import ConfigError
-from kme_dist.pipelines import fit, learn, plan, recipes
+from kme_dist.pipelines import fit, learn, recipes
 from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.run import run
 
@@ -136,8 +136,6 @@ def test_a_network_is_fitted_after_it_was_learned(tmp_path):
     assert learn.run(config, name="iris")["steps"] == 5
     assert fit.run(config, name="iris")["solver"] == "features"
     assert kme_dist.load(tmp_path / "run" / "model.zarr").feature_names_in_[0] == "sepal length (cm)"
-    with pytest.raises(ConfigError, match="supports only mce"):
-        plan.run(config)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_info
 
 from kme_dist.backend import available_cores, thread_count
 from kme_dist.errors import DataError, RetryError
-from kme_dist.run.executors import DaskExecutor, SerialExecutor, aligned, tree_combine
+from kme_dist.run.executors import FAN_IN, DaskExecutor, SerialExecutor, aligned, tree_combine
 
 
 def square(x):
@@ -271,3 +271,21 @@ def test_a_lost_scheduler_is_named():
         cluster.close()
         with pytest.raises(RetryError, match=r"scheduler at .* was lost"):
             executor.map(square, [(1,)], name="square")
+
+
+@pytest.mark.parametrize("count", range(1, 70))
+def test_tasks_of_several_neighbours_build_the_tree_of_pairs(count):
+    def join(left, right):
+        return f"({left} {right})"
+
+    level = [str(i) for i in range(count)]
+    expected = tree_combine(level, join)
+    while len(level) > 1:
+        level = [tree_combine(level[i : i + FAN_IN], join) for i in range(0, len(level), FAN_IN)]
+    assert level == [expected]
+
+
+def test_a_reduction_on_workers_has_the_bits_of_the_tree(client):
+    numbers = np.random.default_rng(1).normal(size=37) * 10.0 ** np.random.default_rng(2).integers(-8, 8, 37)
+    calls = [(x,) for x in numbers]
+    assert DaskExecutor(client).map_reduce(square, calls, np.add, name="sum") == tree_combine(numbers**2, np.add)

@@ -412,10 +412,15 @@ def _sum(
     return Part(total, ledger), sample
 
 
+def sum_tasks(rows: int) -> int:
+    """Tasks of a sum over rows, if there are as many chunks."""
+    return TASKS * -(-rows // (TASKS * _TASK_ROWS))
+
+
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
     """Neighbouring spans in groups with about equal numbers of rows; the same for any number of workers."""
     ends = np.cumsum([stop - start for start, stop in spans])
-    count = min(TASKS * -(-int(ends[-1]) // (TASKS * _TASK_ROWS)), len(spans))
+    count = min(sum_tasks(int(ends[-1])), len(spans))
     middles = ends - np.diff(ends, prepend=0) / 2
     group = (middles * count / ends[-1]).astype(int)
     cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(spans)]

@@ -15,6 +15,7 @@ from kme_dist.run.fit.additive import gather
 from kme_dist.run.fit.cholesky import Cholesky
 from kme_dist.run.fit.exact import sampled
 from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
+from kme_dist.run.scaling_model import Pass
 
 MOST_PIVOTS = 4_000  # above that, pivoted Cholesky costs more than the fit
 _SAMPLE = (10_000, 3)  # rows to choose centres from: at least the first, or the second times the number of centres
@@ -22,6 +23,10 @@ _SAMPLE = (10_000, 3)  # rows to choose centres from: at least the first, or the
 
 def cost(size: Size) -> Cost:
     return equations.cost(size)
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    return equations.passes(size, sample=min(size.rows, max(_SAMPLE[0], _SAMPLE[1] * size.basis)))
 
 
 def prepare(problem: Problem) -> Prepared:

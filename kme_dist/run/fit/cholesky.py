@@ -13,11 +13,18 @@ from kme_dist.core.risk import positive_rows
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.exact import Exact, solution_and_left_out
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, with_weight
+from kme_dist.run.scaling_model import Pass
 
 
 def cost(size: Size) -> Cost:
     """The matrix, and a copy in case single precision fails."""
     return Cost(memory=2 * size.rows**2 * size.item, scratch=0, flops=size.rows**3 / 3)
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    """Everything in one task."""
+    n = float(size.rows)
+    return (Pass(1, n * size.width * size.item, 2 * n**2 * size.width, n**3 / 3, exps=n**2),)
 
 
 def prepare(problem: Problem) -> Cholesky:

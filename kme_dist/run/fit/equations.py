@@ -15,11 +15,13 @@ from kme_dist.core.nystrom import System, evaluated_rows
 from kme_dist.core.objective import one_hot
 from kme_dist.core.sums import TILE_ROWS, Centres, FeatureBasis
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit.additive import TASKS, FitStatistics
+from kme_dist.run.fit.additive import TASKS, FitStatistics, sum_tasks
 from kme_dist.run.fit.problem import Cost, LeftOut, Size, Solved
+from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
 LEFT_OUT_ROWS = 2_000
+TRIALS = 8  # values of λ that a search typically tries
 
 
 def cost(size: Size) -> Cost:
@@ -27,6 +29,27 @@ def cost(size: Size) -> Cost:
     p = size.basis
     memory = p * p * (8 + size.item) + TILE_ROWS * p * (8 + size.item)
     return Cost(memory, scratch=TASKS * 4 * p * p, flops=float(size.rows) * p**2 + p**3 / 3)
+
+
+def passes(size: Size, sample: int = 0) -> tuple[Pass, ...]:
+    """Centres chosen from a sample (none for features), sums over all rows, values of λ, and the solve."""
+    n, p, row = size.rows, size.basis, size.width * size.item
+    tasks = sum_tasks(n)
+    chosen = Pass(1, sample * row, float(sample) * p * (p + 2 * size.width), exps=float(sample) * p)
+    factor = p**3 / 3 + float(evaluated_rows(p)) * p**2
+    return (
+        *((chosen,) if sample else ()),
+        Pass(
+            tasks,
+            n * row,
+            float(n) * p * (p + 2 * size.width + 2 * size.columns),
+            exps=float(n) * p if sample else 0.0,
+            driver_bytes=tasks * 4.0 * p * p,
+            streamed=True,
+        ),
+        Pass(TRIALS, factor_flops=TRIALS * factor),
+        Pass(1, factor_flops=p**3 / 3),
+    )
 
 
 @dataclass(frozen=True)

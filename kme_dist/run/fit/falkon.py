@@ -41,11 +41,13 @@ from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, fingerprint
+from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
 _TILE = 2_048  # rows and columns of a tile of the factors
 _ENTRIES = 2**27  # kernel values that a task computes
 _TASK_ROWS = (1_024, 65_536)
+_MOST_TASKS = 16_384  # of a pass: a thousand workers have about 16 each, and the scheduler less than a minute of work
 _HELD_OUT = (4_000, 0.05)  # rows: at most the first, and at most this share of all
 _FEWEST_HELD_OUT = 100
 _FRACTIONS = (1.0, 0.1)  # of the given λ, which was tuned for all rows as centres: with fewer of them less is needed
@@ -65,6 +67,32 @@ def cost(size: Size) -> Cost:
         flops=_TYPICAL_STEPS * float(size.rows) * p * (2 * size.width + 4 * columns + _EXPONENTIAL)
         + (2 + len(_FRACTIONS)) * p**3 / 3,
     )
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    """The factors, column by column of their tiles, then one pass over the rows for each step and the right side."""
+    n, p, columns = size.rows, size.basis, size.columns * len(_FRACTIONS)
+    tiles, factors = -(-p // _TILE), 1 + len(_FRACTIONS)
+    tasks = -(-n // task_rows(p, n))
+    return (
+        Pass(factors * -(-tiles // 2), flops=factors * p**3 / 3 / tiles, repeats=tiles),
+        Pass(tiles * (tiles + 1) // 2, flops=p**3 / 3, exps=0.5 * p * p),
+        Pass(
+            tasks,
+            float(n) * size.width * size.item,
+            float(n) * p * (2 * size.width + 4 * columns),
+            exps=float(n) * p,
+            result_bytes=8.0 * p * columns,
+            repeats=_TYPICAL_STEPS + 1,
+        ),
+        Pass(len(_FRACTIONS), flops=8.0 * p * p * columns, repeats=_TYPICAL_STEPS),
+    )
+
+
+def task_rows(centres: int, rows: int) -> int:
+    """Rows of a task: a number of kernel values, in whole tiles; more if the scheduler would have too many tasks."""
+    few = min(max(_ENTRIES // centres, _TASK_ROWS[0]), _TASK_ROWS[1])
+    return max(few, -(-rows // _MOST_TASKS)) // TILE_ROWS * TILE_ROWS
 
 
 def prepare(problem: Problem) -> Falkon:
@@ -310,8 +338,7 @@ class _Work:
         if self.problem.sampled:
             self.held = BatchRef(0, self.problem.sampled)
         self.columns = rows.n_classes * len(lams)
-        share = min(max(_ENTRIES // len(self.points), _TASK_ROWS[0]), _TASK_ROWS[1])
-        self.spans = rows.blocks(share // TILE_ROWS * TILE_ROWS)
+        self.spans = rows.blocks(task_rows(len(self.points), rows.count))
 
     def _blocks(self, count: int) -> list[Span]:
         size = self.problem.tile_rows or _TILE

@@ -6,10 +6,15 @@ from kme_dist.core.sums import FeatureBasis
 from kme_dist.run.fit import equations
 from kme_dist.run.fit.additive import gather
 from kme_dist.run.fit.problem import Cost, Problem, Size
+from kme_dist.run.scaling_model import Pass
 
 
 def cost(size: Size) -> Cost:
     return equations.cost(size)
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    return equations.passes(size)
 
 
 def prepare(problem: Problem) -> equations.Equations:

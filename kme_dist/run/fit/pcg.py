@@ -26,6 +26,7 @@ from kme_dist.errors import NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for
 from kme_dist.run.fit.panels import Panels, all_roots, labels, make_panels, multiply_panel, panel_rows
 from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, scaled, with_weight
+from kme_dist.run.scaling_model import Pass
 
 _TYPICAL_STEPS = 50
 
@@ -80,6 +81,22 @@ def cost(size: Size) -> Cost:
         memory=(rows**2 + rows * rank) * size.item + 2 * n * size.columns * 8,
         scratch=((n * n + n * rows) // 2 + 2 * n * rank) * size.item,
         flops=float(n) * rank**2 + _TYPICAL_STEPS * 2.0 * n**2 * size.columns,
+    )
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    """The preconditioner, then a product with the Gram matrix in every step."""
+    n, panels = float(size.rows), -(-size.rows // (size.tile_rows or panel_rows(size.rows)))
+    rank = default_rank(size.rows)
+    return (
+        Pass(panels, n * size.width * size.item, n * rank**2, exps=n * rank),
+        Pass(
+            panels,
+            0.5 * n**2 * size.item,
+            2 * n**2 * size.columns,
+            result_bytes=8 * n * size.columns,
+            repeats=_TYPICAL_STEPS,
+        ),
     )
 
 

@@ -1,8 +1,8 @@
 """The interface of all solvers: problem, cost, solution, fit.
 
-A solver is a module with two functions, `cost(size)` and `prepare(problem)`. `prepare` returns an object that depends
-on the rows and the kernel but not on λ: it evaluates values of λ by leave-one-out, solves for one of them, and measures
-the residual. The driver (`kme_dist.run.fit.driver`) does all five in this order, for any solver.
+A solver is a module with three functions, `cost(size)`, `passes(size)` and `prepare(problem)`. `prepare` returns an
+object that depends on the rows and the kernel but not on λ: it evaluates values of λ by leave-one-out, solves for one
+of them, and measures the residual. The driver (`kme_dist.run.fit.driver`) does all five in this order, for any solver.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit.additive import FitStatistics
+from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
 CENTRES = 2_000  # default number of centres
@@ -128,6 +129,7 @@ class Solver(Protocol):
     """A module of this package."""
 
     def cost(self, size: Size) -> Cost: ...
+    def passes(self, size: Size) -> tuple[Pass, ...]: ...  # the same work in tasks, for estimates of time
     def prepare(self, problem: Problem) -> Prepared: ...
 
 

@@ -30,6 +30,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for
 from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, fingerprint, roots, scaled, with_weight
+from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
 _SMALLEST, _LARGEST = 512, 4_096
@@ -61,6 +62,15 @@ def cost(size: Size) -> Cost:
     """A few tiles per task; half of an n x n matrix in the scratch folder."""
     n, rows = size.rows, size.tile_rows or default_tile_rows(size.rows)
     return Cost(memory=5 * rows**2 * size.item, scratch=(n * n + n * rows) // 2 * size.item, flops=n**3 / 3)
+
+
+def passes(size: Size) -> tuple[Pass, ...]:
+    """The factor, column by column of its tiles."""
+    n, rows = size.rows, size.tile_rows or default_tile_rows(size.rows)
+    tiles = -(-n // rows)
+    products = n**3 / 3 + float(n) ** 2 * size.width
+    read = float(n) * n * size.item * tiles / 3  # finished tiles to the left, from the scratch folder
+    return (Pass(-(-tiles // 2), read / tiles, products / tiles, exps=0.5 * n * n / tiles, repeats=tiles),)
 
 
 def prepare(problem: Problem) -> TiledCholesky:

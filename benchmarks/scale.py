@@ -1,0 +1,186 @@
+"""Many workers: the scheduler under load, and the model of `kme-dist plan --workers` against measured runs.
+
+    python -m benchmarks.scale simulate [--workers 50] [--chunks 2000] [--seconds 0.5] [--processes 2]
+    python -m benchmarks.scale check [--rows 200000] [--workers 1 2]
+
+    simulate   one real scheduler, workers whose tasks sleep, and the executor that predict (`stream`) and fit
+               (`map_reduce`) use: tasks per second, share of the time that workers are busy, processor time per task of
+               scheduler and driver, memory of the scheduler, beside what the model says
+    check      learn, fit and predict on made-up rows: measured seconds beside those of the model
+
+Every line prints the load of the machine: on a busy one, scheduler and workers have to wait for a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.machine import load_average
+from benchmarks.rounds import made_up
+from benchmarks.simulation import add, simulated_cluster, sleep
+from kme_dist import MCEClassifier, predict
+from kme_dist.config import ClusterConfig, parse_config
+from kme_dist.core.kernels import Gaussian
+from kme_dist.ops.cluster import open_executor
+from kme_dist.ops.machine import measured_machine
+from kme_dist.pipelines import scaling
+from kme_dist.pipelines.plan import batch_seconds
+from kme_dist.run.executors import DaskExecutor
+from kme_dist.run.fit import fit_on_dataset
+from kme_dist.run.learn import learn_on_dataset
+from kme_dist.run.learners import LearnSettings
+from kme_dist.run.scaling_model import estimate
+
+STEPS = 20
+
+
+class Watched:
+    """Processor time and memory of a process since the start of a measurement."""
+
+    def __init__(self, process):
+        self.process = process
+        self.cpu_before, self.bytes_before = self._cpu(), self.bytes
+
+    def _cpu(self):
+        used = self.process.cpu_times()
+        return used.user + used.system
+
+    @property
+    def bytes(self):
+        return self.process.memory_info().rss
+
+    @property
+    def cpu_s(self):
+        return self._cpu() - self.cpu_before
+
+
+def simulate(given):
+    with simulated_cluster(given.workers, given.processes) as (client, scheduler):
+        executor = DaskExecutor(client)
+        list(executor.stream(sleep, [(0.01,)] * given.workers, name="warm-up"))
+        print(f"{given.workers} workers, {given.chunks} tasks of {given.seconds} s, load {load_average()}")
+        _streamed(executor, scheduler, given)
+        _reduced(executor, scheduler, given)
+
+
+def _streamed(executor, scheduler, given):
+    server, driver = Watched(scheduler), Watched(psutil.Process(os.getpid()))
+    began, marks, when = time.perf_counter(), [], []
+    for done, _ in enumerate(executor.stream(sleep, [(given.seconds,)] * given.chunks, name="predict-chunk"), 1):
+        when.append(time.perf_counter())
+        if done % max(1, given.chunks // 5) == 0:
+            marks.append(server.bytes / 2**20)
+    _report("stream", given.chunks, time.perf_counter() - began, server, driver, given)
+    first, last = when[given.chunks // 5], when[given.chunks * 4 // 5]  # without start and end, which long runs forget
+    middle = given.chunks * 3 // 5 * given.seconds / ((last - first) * given.workers)
+    print(f"  busy in the middle three fifths {middle:.1%}; scheduler MiB at each fifth:", *(f"{m:.0f}" for m in marks))
+
+
+def _reduced(executor, scheduler, given):
+    server, driver = Watched(scheduler), Watched(psutil.Process(os.getpid()))
+    calls = [(given.seconds, given.result_bytes)] * min(given.chunks, 4 * given.workers)
+    began = time.perf_counter()
+    executor.map_reduce(sleep, calls, add, name="sums")
+    _report("map_reduce", len(calls), time.perf_counter() - began, server, driver, given)
+
+
+def _report(name, tasks, took, server, driver, given):
+    busy = tasks * given.seconds / (took * given.workers)
+    print(
+        f"  {name:10} {took:7.1f} s  {tasks / took:6.0f} tasks/s  busy {busy:6.1%}  CPU per task: scheduler "
+        f"{server.cpu_s / tasks * 1e3:.2f} ms, driver {driver.cpu_s / tasks * 1e3:.2f} ms; load {load_average()}",
+        flush=True,
+    )
+
+
+# --- the model against measured runs -----------------------------------------------------------------------
+
+
+def check(given):
+    config = parse_config(
+        {
+            "data": {"source": "none"},
+            "model": {"objective": "rcb", "dtype": "float32", "kernel": {"name": "gaussian", "ard": True}},
+            "learn": {"steps": STEPS, "batch_size": 1000, "batches_per_step": 2},
+            "fit": {"solver": "nystrom", "centres": given.centres},
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        data = made_up(folder, given.rows)
+        machine = measured_machine(cluster=True)
+        stages = scaling.stages(config, data, data.rows, None, batch_seconds)
+        for count in given.workers:
+            with open_executor(ClusterConfig(workers=count, dashboard=False)) as executor:
+                measured = _measured(data, given.centres, executor, Path(folder) / str(count))
+            for stage in stages:
+                expected, alone = estimate(stage, machine, count), estimate(stage, machine, 1)
+                work = alone.terms["reading"] + alone.terms["compute"]
+                took, used = measured[stage.name]
+                print(
+                    f"{count} workers, {stage.name:8} predicted / measured: {expected.seconds:6.2f} / {took:6.2f} s "
+                    f"({expected.seconds / took:.2f}); processor time of the workers {work:6.2f} / {used:6.2f} s "
+                    f"({work / used:.2f}); {expected.bottleneck}; load {load_average()}",
+                    flush=True,
+                )
+
+
+def _measured(data, centres, executor, folder):
+    """Seconds and processor seconds of learn, fit and predict; a first round of each warms the workers up."""
+    kernel = Gaussian(length_scale=np.full(data.features, 1.0))
+    model = MCEClassifier(kernel=kernel, objective="rcb", steps=0, solver="nystrom", centres=centres, n_jobs=1)
+    X, y = data.read_rows(0, 5_000)
+    model.fit(X, y)
+
+    def learned(steps):
+        settings = LearnSettings(steps=steps, batch_size=1000)
+        return learn_on_dataset(data, kernel, 1e-3, settings, executor=executor, batches_per_step=2)
+
+    def fitted(count):
+        fit_on_dataset(data, kernel, 1e-3, executor=executor, scratch=folder, solver="nystrom", centres=count)
+
+    def predicted(out):
+        predict(model, data, folder / out, executor=executor)
+
+    runs = {"learn": (learned, 3, STEPS), "fit": (fitted, 100, centres), "predict": (predicted, "warm", "out")}
+    found = {}
+    for name, (run, warm, real) in runs.items():
+        run(warm)
+        used, began = _used(executor), time.perf_counter()
+        run(real)
+        found[name] = time.perf_counter() - began, _used(executor) - used
+    return found
+
+
+def _used(executor):
+    """Processor seconds of all workers, which on a busy machine say more than the clock."""
+    return sum(executor.client.run(time.process_time).values())
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    simulated = commands.add_parser("simulate")
+    simulated.add_argument("--workers", type=int, default=50)
+    simulated.add_argument("--chunks", type=int, default=2_000)
+    simulated.add_argument("--seconds", type=float, default=0.5)
+    simulated.add_argument("--processes", type=int, default=2)
+    simulated.add_argument("--result-bytes", type=int, default=0)
+    simulated.set_defaults(run=simulate)
+    checked = commands.add_parser("check")
+    checked.add_argument("--rows", type=int, default=200_000)
+    checked.add_argument("--centres", type=int, default=1_000)
+    checked.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    checked.set_defaults(run=check)
+    given = parser.parse_args(arguments)
+    given.run(given)
+
+
+if __name__ == "__main__":
+    main()

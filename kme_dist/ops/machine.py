@@ -1,0 +1,133 @@
+"""The constants of `kme_dist.run.scaling_model`, measured here within a few seconds.
+
+measured_machine()                   # products, factorisation, exp, reading; the rest as by default
+measured_machine(cluster=True)       # also tasks, messages and reductions, on a small cluster in this process
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import blas_threads
+from kme_dist.data.dataset import open_dataset
+from kme_dist.data.ingest import ingest
+from kme_dist.run.executors import FAN_IN, DaskExecutor
+from kme_dist.run.fit.choose import measured_speed
+from kme_dist.run.scaling_model import Machine, reduction_tasks
+
+_TILE, _WIDTH = 1_024, 64
+_STORED = (100_000, 54)  # rows and features of the data set that is read
+_TASKS, _ROUNDS, _RESULT = 200, 100, 1 << 20
+
+
+def measured_machine(*, cluster: bool = False) -> Machine:
+    """The constants of this machine, for workers of one thread."""
+    with blas_threads(1):
+        found = Machine(
+            read_bytes_per_s=_reading(),
+            product_flops_per_s=_products(),
+            factor_flops_per_s=measured_speed(),
+            exp_s=_exponentials(),
+            scratch_bytes_per_s=_additions(),
+        )
+    return _with_cluster(found) if cluster else found
+
+
+def _best(function: Callable[[], Any], repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> float:
+    times = []
+    for _ in range(repeats):
+        began = clock()
+        function()
+        times.append(clock() - began)
+    return max(min(times), 1e-9)
+
+
+def _products() -> float:
+    A = np.ones((_TILE, _TILE), np.float32)
+    return 2 * _TILE**3 / _best(lambda: A @ A, clock=time.process_time)
+
+
+def _exponentials() -> float:
+    """Of one kernel value: the clamp, the exponential and the passes through memory that they are."""
+    A = np.full((_TILE, 4 * _TILE), -0.5, np.float32)
+
+    def values() -> None:
+        np.minimum(A, 0.0, out=A)
+        np.exp(A, out=A)
+        np.subtract(A, 1.0, out=A)
+
+    return _best(values, clock=time.process_time) / A.size
+
+
+def _additions() -> float:
+    """Arrays from the scratch folder, loaded and added."""
+    total = np.zeros(2**20)
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "part.npy", total)
+        return total.nbytes / _best(
+            lambda: np.add(total, np.load(Path(folder) / "part.npy", allow_pickle=False), out=total)
+        )
+
+
+def _reading() -> float:
+    rng = np.random.default_rng(0)
+    X, y = rng.random(_STORED, dtype=np.float32), rng.integers(0, 2, _STORED[0])
+    with tempfile.TemporaryDirectory() as folder:
+        ingest((X, y), Path(folder) / "rows.zarr")
+
+        def read() -> None:
+            data = open_dataset(Path(folder) / "rows.zarr")
+            for start in range(0, data.rows, data.chunk_rows):
+                data.read_rows(start, min(data.rows, start + data.chunk_rows))
+
+        return X.nbytes / _best(read, repeats=2)
+
+
+# --- a cluster ------------------------------------------------------------------------------------------
+
+
+def _nothing(number: int) -> int:
+    return number
+
+
+def _numbers(number: int) -> np.ndarray:
+    return np.ones(_RESULT // 8)
+
+
+def _with_cluster(machine: Machine) -> Machine:
+    """Two workers with the scheduler in this process: its processor time is that of all three, in equal parts."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        executor = DaskExecutor(client)
+        calls = [(i,) for i in range(_TASKS)]
+        executor.map(_nothing, calls[:4], name="nothing")
+        began = time.process_time()
+        executor.map(_nothing, calls, name="nothing")
+        task_s = (time.process_time() - began) / _TASKS
+        round_s = _best(lambda: executor.map(_nothing, calls[:1], name="nothing", quick=True), _ROUNDS)
+        both_s = _best(lambda: executor.map(_nothing, calls[:2], name="nothing", quick=True), _ROUNDS)
+        few = calls[: 4 * FAN_IN]
+        added_s = _best(lambda: executor.map_reduce(_numbers, few, np.add, name="numbers"))
+        without_s = _best(lambda: executor.map_reduce(_nothing, few, max, name="nothing"))
+    moved = (len(few) + reduction_tasks(len(few))) * _RESULT
+    message_s = max(both_s - round_s, 0.05 * both_s)
+    return replace(
+        machine,
+        scheduler_task_s=task_s / 2,
+        driver_task_s=task_s / 4,
+        task_s=task_s / 4,
+        round_s=max(round_s - message_s, 1e-5),
+        message_s=message_s,
+        reduce_bytes_per_s=moved / max(added_s - without_s, 1e-4),
+    )
