@@ -24,6 +24,7 @@ from kme_dist.run.fit import SOLVERS, Choice, Size, choose
 from kme_dist.run.learn import Batches, kernel_batches
 from kme_dist.run.learners import KernelLearner
 from kme_dist.run.scaling_model import Estimate, Machine, Pass, Stage, estimate
+from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import Recipe
 
 PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
@@ -79,6 +80,8 @@ def stages(
     settings = recipes.starts_of(config, data.features)[0].settings
     if config.model.kind == "mce":
         recipe = recipes.recipe_of(config, settings, data)
+        if recipe.learns_features:
+            return _spectral(recipe, data, rows)
         learned = _learn_features(config, data, rows) if config.model.features else _learn_kernel
         learn = learned if isinstance(learned, Stage) else learned(recipe, data, rows, batch_s)
         features, dtype = recipes.feature_map_of(config, data.features), recipe.dtype
@@ -92,7 +95,16 @@ def stages(
     width = _width(features, data)
     size = replace(size, basis=width if features is not None else min(chosen.centres or rows, rows))
     fit = _fit(chosen, size) if config.model.kind != "askl" else Stage("fit", rows, (), PROCESS_BYTES, "none needed")
+    if config.model.kind == "mce" and recipe.compares_features(rows):
+        learned, solved, _ = _spectral(recipe, data, rows)
+        learn, fit = _together(learn, learned), _together(fit, solved)
     return [learn, fit, _predict(size, getattr(data, "output_rows", PREDICTED_ROWS), features)]
+
+
+def _together(one: Stage, other: Stage) -> Stage:
+    """One after the other, in the same stage."""
+    held, note = max(one.worker_bytes, other.worker_bytes), f"{one.note}; compared with {other.note}"
+    return Stage(one.name, one.rows, (*one.passes, *other.passes), held, note)
 
 
 def estimates(found: list[Stage], machine: Machine, workers: int, room: int | None) -> list[dict[str, Any]]:
@@ -240,6 +252,38 @@ def _learn_network(model: Any, data: RowSource, rows: int) -> Stage:
     )
     held = 8 * (4 * numbers + size * (4 * width + 2 * data.features) + 4 * width * width)
     return Stage("learn", rows, (work,), PROCESS_BYTES + held, f"{steps} steps of {together} x {size} rows")
+
+
+def _spectral(recipe: Recipe, data: RowSource, rows: int) -> list[Stage]:
+    """Networks learned on all rows, then sums over their outputs; prediction evaluates them too."""
+    settings = recipe.spectral(rows)
+    start = SpectralWork.of(data, settings, data.training_split()).starts[0]
+    numbers = sum(int(np.size(value)) for value in start.values())
+    steps, local, networks = settings.learning(rows).steps, settings.local_steps, settings.networks
+    drawn = float(networks * local * settings.batch_size)
+    work = Pass(
+        networks,
+        drawn * data.features * _item(data),
+        _BACKWARD * 2 * drawn * numbers,
+        exps=drawn * settings.frequencies,
+        driver_s=networks * 4e-9 * numbers,
+        repeats=steps // local,
+        messages=True,
+    )
+    held = PROCESS_BYTES + 8 * (4 * numbers + settings.batch_size * (4 * settings.frequencies + 2 * data.features))
+    learn = Stage(
+        "learn", rows, (work,), held, f"{steps} steps of {networks} networks, {settings.batch_size} rows each"
+    )
+    size = replace(_size(data, rows, recipe.dtype), basis=networks * data.n_classes)
+    fit = _fit(Choice("features", "learned features"), size)
+    predict = _predict(size, getattr(data, "output_rows", PREDICTED_ROWS), settings)
+    return [learn, *(_evaluating(stage, networks * numbers) for stage in (fit, predict))]
+
+
+def _evaluating(stage: Stage, numbers: int) -> Stage:
+    """The stage, in whose first pass every row goes through networks with so many parameters."""
+    first, *rest = stage.passes
+    return replace(stage, passes=(replace(first, flops=first.flops + 2.0 * stage.rows * numbers), *rest))
 
 
 # --- fitting and predicting ---------------------------------------------------------------------------

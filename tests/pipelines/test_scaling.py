@@ -66,6 +66,18 @@ def test_every_kind_of_model_is_counted(kind, options, learn, machine):
         assert "features" in found[1]["note"]
 
 
+def test_features_learned_on_all_rows_are_counted(machine):
+    scenario = {"workers": 2, "features": 20, "classes": 3, "machine": machine}
+    small, large = (planned(config(model={"features": "spectral"}), rows=rows, **scenario) for rows in (10**5, 10**6))
+    assert "networks" in small[0]["note"]
+    for one, ten in zip(small, large, strict=True):
+        assert 2.5 < ten["seconds"] / one["seconds"] < 11, "epochs fall with the root of the rows"
+    auto, few = (planned(config(), rows=rows, **scenario) for rows in (10**5, 30_000))
+    assert "networks" in auto[0]["note"], "auto compares them with centres"
+    assert "networks" not in few[0]["note"]
+    assert auto[0]["seconds"] > small[0]["seconds"]
+
+
 def test_explicit_features_of_exact_gradients_are_counted(machine):
     given = config(model={"features": {"name": "random_fourier", "features": 64}}, learn={"mode": "full", "steps": 5})
     learn, fit, _ = planned(given, rows=10**6, workers=10, features=20, classes=3, machine=machine)

@@ -102,7 +102,7 @@ def _affordable(size: Size, centres: int | None, room: int, seconds: float | Non
     if exact <= work:
         why = f"a factorisation needs {_size(held)}, more than a worker has"
     elif seconds is None:
-        why = f"an exact factorisation of {size.rows} rows is {exact / WORK:.1f} times the work that is affordable"
+        why = f"an exact factorisation of {size.rows} rows is {exact / WORK:.2g} times the work that is affordable"
     else:
         why = f"an exact factorisation of {size.rows} rows takes {exact / measured_speed():.2g} s of {seconds:g} s"
     return Choice(
