@@ -29,13 +29,13 @@ from kme_dist import MCEClassifier, predict
 from kme_dist.config import ClusterConfig, parse_config
 from kme_dist.core.kernels import Gaussian
 from kme_dist.ops.cluster import open_executor
-from kme_dist.ops.machine import measured_machine
 from kme_dist.pipelines import scaling
 from kme_dist.pipelines.plan import batch_seconds
 from kme_dist.run.executors import DaskExecutor
 from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.learners import LearnSettings
+from kme_dist.run.machine import measured_machine
 from kme_dist.run.scaling_model import estimate
 
 STEPS = 20
