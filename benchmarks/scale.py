@@ -29,73 +29,76 @@ from kme_dist import MCEClassifier, predict
 from kme_dist.config import ClusterConfig, parse_config
 from kme_dist.core.kernels import Gaussian
 from kme_dist.ops.cluster import open_executor
-from kme_dist.ops.machine import measured_machine
 from kme_dist.pipelines import scaling
 from kme_dist.pipelines.plan import batch_seconds
 from kme_dist.run.executors import DaskExecutor
 from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.learners import LearnSettings
+from kme_dist.run.machine import measured_machine
 from kme_dist.run.scaling_model import estimate
 
 STEPS = 20
 
 
-class Watched:
-    """Processor time and memory of a process since the start of a measurement."""
+class Watch:
+    """Processor time of scheduler, simulated workers and driver, and memory of the scheduler."""
 
-    def __init__(self, process):
-        self.process = process
-        self.cpu_before, self.bytes_before = self._cpu(), self.bytes
+    def __init__(self, scheduler, workers):
+        self._scheduler = scheduler
+        self._groups = {"scheduler": [scheduler], "workers": workers, "driver": [psutil.Process(os.getpid())]}
+        self.start()
 
-    def _cpu(self):
-        used = self.process.cpu_times()
-        return used.user + used.system
+    def start(self):
+        self._before = {name: self._cpu_s(name) for name in self._groups}
+
+    def _cpu_s(self, name):
+        return sum(sum(process.cpu_times()[:2]) for process in self._groups[name])
 
     @property
-    def bytes(self):
-        return self.process.memory_info().rss
+    def scheduler_mib(self):
+        return self._scheduler.memory_info().rss / 2**20
 
-    @property
-    def cpu_s(self):
-        return self._cpu() - self.cpu_before
+    def per_task(self, tasks):
+        used = {name: (self._cpu_s(name) - before) / tasks * 1e3 for name, before in self._before.items()}
+        return ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in used.items())
 
 
 def simulate(given):
-    with simulated_cluster(given.workers, given.processes) as (client, scheduler):
+    with simulated_cluster(given.workers, given.processes) as (client, *processes):
         executor = DaskExecutor(client)
         list(executor.stream(sleep, [(0.01,)] * given.workers, name="warm-up"))
         print(f"{given.workers} workers, {given.chunks} tasks of {given.seconds} s, load {load_average()}")
-        _streamed(executor, scheduler, given)
-        _reduced(executor, scheduler, given)
+        _streamed(executor, Watch(*processes), given)
+        _reduced(executor, Watch(*processes), given)
 
 
-def _streamed(executor, scheduler, given):
-    server, driver = Watched(scheduler), Watched(psutil.Process(os.getpid()))
+def _streamed(executor, watch, given):
+    watch.start()
     began, marks, when = time.perf_counter(), [], []
     for done, _ in enumerate(executor.stream(sleep, [(given.seconds,)] * given.chunks, name="predict-chunk"), 1):
         when.append(time.perf_counter())
         if done % max(1, given.chunks // 5) == 0:
-            marks.append(server.bytes / 2**20)
-    _report("stream", given.chunks, time.perf_counter() - began, server, driver, given)
+            marks.append(watch.scheduler_mib)
+    _report("stream", given.chunks, time.perf_counter() - began, watch, given)
     first, last = when[given.chunks // 5], when[given.chunks * 4 // 5]  # without start and end, which long runs forget
     middle = given.chunks * 3 // 5 * given.seconds / ((last - first) * given.workers)
     print(f"  busy in the middle three fifths {middle:.1%}; scheduler MiB at each fifth:", *(f"{m:.0f}" for m in marks))
 
 
-def _reduced(executor, scheduler, given):
-    server, driver = Watched(scheduler), Watched(psutil.Process(os.getpid()))
+def _reduced(executor, watch, given):
+    watch.start()
     calls = [(given.seconds, given.result_bytes)] * min(given.chunks, 4 * given.workers)
     began = time.perf_counter()
     executor.map_reduce(sleep, calls, add, name="sums")
-    _report("map_reduce", len(calls), time.perf_counter() - began, server, driver, given)
+    _report("map_reduce", len(calls), time.perf_counter() - began, watch, given)
 
 
-def _report(name, tasks, took, server, driver, given):
+def _report(name, tasks, took, watch, given):
     busy = tasks * given.seconds / (took * given.workers)
     print(
-        f"  {name:10} {took:7.1f} s  {tasks / took:6.0f} tasks/s  busy {busy:6.1%}  CPU per task: scheduler "
-        f"{server.cpu_s / tasks * 1e3:.2f} ms, driver {driver.cpu_s / tasks * 1e3:.2f} ms; load {load_average()}",
+        f"  {name:10} {took:7.1f} s  {tasks / took:6.0f} tasks/s  busy {busy:6.1%}  processor time per task: "
+        f"{watch.per_task(tasks)}; load {load_average()}",
         flush=True,
     )
 

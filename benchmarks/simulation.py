@@ -45,7 +45,7 @@ def add(left, right):
 
 @contextlib.contextmanager
 def simulated_cluster(workers, processes=2):
-    """A client of `workers` sleeping workers; and the process of the scheduler."""
+    """A client of `workers` sleeping workers; the process of the scheduler, and those of the workers."""
     from distributed import Client
 
     with contextlib.ExitStack() as stack, dask.config.set(QUIET):
@@ -54,12 +54,11 @@ def simulated_cluster(workers, processes=2):
         scheduler = stack.enter_context(_started("scheduler", file))
         while not Path(file).exists():
             time.sleep(0.1)
-        for i in range(processes):
-            share = workers * (i + 1) // processes - workers * i // processes
-            stack.enter_context(_started("workers", file, str(share)))
+        shares = [workers * (i + 1) // processes - workers * i // processes for i in range(processes)]
+        started = [stack.enter_context(_started("workers", file, str(share))) for share in shares]
         client = stack.enter_context(Client(scheduler_file=file, set_as_default=False, timeout=120))
         client.wait_for_workers(workers, timeout=600)
-        yield client, psutil.Process(scheduler.pid)
+        yield client, psutil.Process(scheduler.pid), [psutil.Process(process.pid) for process in started]
 
 
 @contextlib.contextmanager

@@ -18,11 +18,11 @@ from kme_dist.config import Config
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import CACHE_BYTES, RowSource
 from kme_dist.errors import ConfigError
-from kme_dist.ops.machine import measured_machine
 from kme_dist.pipelines import recipes
 from kme_dist.run.fit import SOLVERS, Choice, Size, choose
 from kme_dist.run.learn import Batches, kernel_batches
 from kme_dist.run.learners import KernelLearner
+from kme_dist.run.machine import measured_machine
 from kme_dist.run.scaling_model import Estimate, Machine, Pass, Stage, estimate
 from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import Recipe

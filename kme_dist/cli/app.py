@@ -230,7 +230,7 @@ def plan(
 ) -> None:
     """Show what `learn` would do, and what learn, fit and predict cost on any number of workers and rows."""
     if measure:
-        print_json(asdict(load("ops.machine").measured_machine(cluster=True)))
+        print_json(asdict(load("pipelines.scaling").measured_machine(cluster=True)))
         return
     if config is None:
         raise ConfigError("a config is needed, or --measure: kme-dist plan CONFIG [--workers 100] [--rows 1e9]")

@@ -1,6 +1,6 @@
 """What learning, fitting and predicting cost on any number of workers: arithmetic on counts and measured constants.
 
-    machine = Machine()                                        # or as measured: `kme_dist.ops.machine`
+    machine = Machine()                                        # or as measured: `kme_dist.run.machine`
     stage = Stage("predict", rows, (Pass(tasks=4000, read_bytes=2e11, flops=1e15, exps=1e12),), worker_bytes=2e9)
     estimate(stage, machine, workers=100).bottleneck           # "compute"
 
@@ -37,6 +37,8 @@ class Machine:
     product_flops_per_s: float = 6e10  # matrix products in single precision
     factor_flops_per_s: float = 2e10  # Cholesky factorisation in double precision
     exp_s: float = 2e-9  # one kernel value from its exponent
+    sum_value_s: float = 1e-8  # one kernel value of a sum over rows, in double precision
+    sum_flops_per_s: float = 5e10  # products of kernel values in a sum over rows
     scheduler_task_s: float = 1.3e-3  # of the scheduler's core, for one task
     driver_task_s: float = 0.5e-3
     task_s: float = 1e-3  # of the worker's core, for one task
@@ -66,6 +68,8 @@ class Pass:
     flops: float = 0.0  # of matrix products
     factor_flops: float = 0.0
     exps: float = 0.0
+    sum_values: float = 0.0  # kernel values of sums over rows
+    sum_flops: float = 0.0
     compute_s: float = 0.0  # measured instead of counted
     result_bytes: float = 0.0  # of one task, reduced by the tree
     driver_bytes: float = 0.0  # fetched by the driver from the scratch folder
@@ -147,6 +151,8 @@ def pass_terms(work: Pass, machine: Machine, workers: int) -> dict[str, float]:
         work.flops / machine.product_flops_per_s
         + work.factor_flops / machine.factor_flops_per_s
         + work.exps * machine.exp_s
+        + work.sum_values * machine.sum_value_s
+        + work.sum_flops / machine.sum_flops_per_s
         + work.compute_s
         + work.tasks * machine.task_s * (not work.messages)
     )

@@ -99,11 +99,14 @@ class Stream:
         check_at = began + CHECK_EVERY_S
         try:
             while True:
-                self._launch(again + self._fresh(waiting, len(again), time.monotonic() - began))
+                self._launch(again + self._fresh(waiting, -len(again), time.monotonic() - began))
                 again = []
                 if not self._flights:
                     return
-                for future, outcome in self._outcomes(self._next_batch()).items():
+                batch = self._next_batch()
+                if self.ahead is None:  # before results are fetched, which takes as long as some calls
+                    self._launch(self._fresh(waiting, len(batch), time.monotonic() - began))
+                for future, outcome in self._outcomes(batch).items():
                     if isinstance(outcome, Done):
                         yield from self._landed(future, outcome)
                     elif outcome is not _PENDING and len(self._flights[future].calls) > 1:
@@ -121,9 +124,9 @@ class Stream:
             for future in self._flights:
                 future.release()
 
-    def _fresh(self, waiting: Iterator[tuple[int, Call]], again: int, elapsed_s: float) -> list[Flight]:
-        """New tasks, as many as there is room for."""
-        room = max(0, (self.ahead or 2 * self.tasks.workers) - len(self._flights) - again)
+    def _fresh(self, waiting: Iterator[tuple[int, Call]], ended: int, elapsed_s: float) -> list[Flight]:
+        """New tasks, as many as there is room for if `ended` of those in flight are as good as gone."""
+        room = max(0, (self.ahead or 2 * self.tasks.workers) - len(self._flights) + ended)
         if self.ahead is None and room:
             self._per_task = calls_per_task(self.tasks.workers, self._call_s, elapsed_s, self._per_task)
         groups = (list(itertools.islice(waiting, self._per_task)) for _ in range(room))

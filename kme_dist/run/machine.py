@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import blas_threads
+from kme_dist.core.kernels import Gaussian
+from kme_dist.core.sums import Accumulator, Centres, OneHot
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.run.executors import FAN_IN, DaskExecutor
@@ -23,6 +25,7 @@ from kme_dist.run.fit.choose import measured_speed
 from kme_dist.run.scaling_model import Machine, reduction_tasks
 
 _TILE, _WIDTH = 1_024, 64
+_CENTRES = (250, 1_000)
 _STORED = (100_000, 54)  # rows and features of the data set that is read
 _TASKS, _ROUNDS, _RESULT = 200, 100, 1 << 20
 
@@ -30,11 +33,14 @@ _TASKS, _ROUNDS, _RESULT = 200, 100, 1 << 20
 def measured_machine(*, cluster: bool = False) -> Machine:
     """The constants of this machine, for workers of one thread."""
     with blas_threads(1):
+        value_s, flops = _sums()
         found = Machine(
             read_bytes_per_s=_reading(),
             product_flops_per_s=_products(),
             factor_flops_per_s=measured_speed(),
             exp_s=_exponentials(),
+            sum_value_s=value_s,
+            sum_flops_per_s=flops,
             scratch_bytes_per_s=_additions(),
         )
     return _with_cluster(found) if cluster else found
@@ -64,6 +70,27 @@ def _exponentials() -> float:
         np.subtract(A, 1.0, out=A)
 
     return _best(values, clock=time.process_time) / A.size
+
+
+def _sums() -> tuple[float, float]:
+    """Sums over rows as the fit computes them: seconds per kernel value, and flops per second of their squares.
+
+    Two numbers of centres tell the two apart: t = n p value_s + n p² / flops_per_s.
+    """
+    (few, first), (many, second) = ((count, _summed_s(count)) for count in _CENTRES)
+    square_s = (second / many - first / few) / (many - few)
+    value_s = max(first / few - few * square_s, 1e-9 * _TILE) / _TILE
+    return value_s, _TILE / max(square_s, 1e-15)
+
+
+def _summed_s(centres: int) -> float:
+    rng = np.random.default_rng(0)
+    X = rng.random((_TILE, _WIDTH), dtype=np.float32)
+    kernel, y = Gaussian(length_scale=np.ones(_WIDTH)), np.arange(_TILE) % 2
+    basis = Centres(kernel, rng.random((centres, _WIDTH), dtype=np.float32))
+    accumulator = Accumulator(basis, OneHot(2), np.zeros(0, np.float32))
+    accumulator.add(X, y)
+    return _best(lambda: accumulator.add(X, y), clock=time.process_time)
 
 
 def _additions() -> float:
