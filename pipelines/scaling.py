@@ -281,7 +281,7 @@ def _spectral(recipe: Recipe, data: RowSource, rows: int) -> list[Stage]:
 
 
 def _evaluating(stage: Stage, numbers: int) -> Stage:
-    """The stage, in whose first pass every row goes through networks with so many parameters."""
+    """The stage, with networks of this many parameters evaluated for every row in its first pass."""
     first, *rest = stage.passes
     return replace(stage, passes=(replace(first, flops=first.flops + 2.0 * stage.rows * numbers), *rest))
 

@@ -161,7 +161,7 @@ class Recipe:
         return SpectralSettings.of(rows, dtype=self.dtype, backend=self.backend, seed=self.seed)
 
     def compares_features(self, rows: int) -> bool:
-        """Whether spectral features are a candidate besides kernels: under "auto", with so many rows that learning them
+        """Whether spectral features are a candidate besides kernels: under "auto", with enough rows that learning them
         does not take longer than the rest."""
         free = self.features is None and self.centres is None and self.solver == "auto" and self.profiles
         if not free or self.objective != "auto" or self.warm or not self.refit_regularization or rows < _FEATURE_ROWS:
