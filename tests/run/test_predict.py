@@ -26,6 +26,7 @@ from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
 from kme_dist.models import predict as inference
 from kme_dist.run import predict as predicting
+from kme_dist.run.executors import SerialExecutor
 
 N, D, M = 5_000, 3, 3
 CHUNK = 1024
@@ -64,6 +65,12 @@ def counted(monkeypatch):
     return chunks
 
 
+@pytest.fixture(autouse=True)
+def one_after_the_other(monkeypatch):
+    """Without a cluster: what is tested here is which chunks are computed, and in which order."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def close(found, wanted):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-4)
 
@@ -93,6 +100,14 @@ def test_every_output_is_what_the_estimator_says(model, data, tmp_path, format):
     assert (found.read("top_label")[:, 0] == p.argmax(axis=1)).mean() > 0.999
     close(found.read("probability", 1000, 2100), p[1000:2100])
     found.verify()
+
+
+def test_threads_of_this_process_give_the_same_bits(model, data, tmp_path):
+    found = []
+    for threads in (1, 3):
+        kme.predict(model.path, data, tmp_path / str(threads), executor=SerialExecutor(threads))
+        found.append(kme.open_predictions(tmp_path / str(threads)).read("probability"))
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("calibration", ["none", "temperature", "isotonic", "softmax"])
