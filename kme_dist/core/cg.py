@@ -42,6 +42,7 @@ _PATIENCE = 200  # steps without progress before a run gives up
 _MIN_GAIN = 0.01  # a step or run counts as progress when it adds this fraction of the total gain so far
 
 Product = Callable[[np.ndarray], np.ndarray]
+Start = tuple[np.ndarray, np.ndarray]  # X and A X
 
 
 class CGResult(NamedTuple):
@@ -57,20 +58,20 @@ def block_cg(
     B: np.ndarray,
     tolerance: float,
     precondition: Product | None = None,
-    start: np.ndarray | None = None,
+    start: Start | None = None,
     max_steps: int = MAX_STEPS,
 ) -> CGResult:
     """Solve A X = B, A symmetric and positive definite, to a relative residual of `tolerance` in every column.
 
-    Columns may be linearly dependent, zero, or of very different norms. `start` is a first guess; columns for which it
-    is worse than 0 start at 0. If the tolerance cannot be reached, the best solution found is returned.
+    Columns may be linearly dependent, zero, or of very different norms. `start` is a first guess X and A X; columns for
+    which it is worse than 0 start at 0. If the tolerance cannot be reached, the best solution found is returned.
     """
     size = np.linalg.norm(B, axis=0)
     X, R = np.zeros_like(B), B.copy()
     if start is not None:
-        guessed = B - product(start)
+        guessed = B - start[1]
         better = np.linalg.norm(guessed, axis=0) < size
-        X[:, better], R[:, better] = start[:, better], guessed[:, better]
+        X[:, better], R[:, better] = start[0][:, better], guessed[:, better]
     left, steps, energy = np.linalg.norm(R, axis=0), 0, np.zeros(B.shape[1])
     nearest, least = X.copy(), left.copy()
     while steps < max_steps:

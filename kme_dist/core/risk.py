@@ -89,6 +89,15 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
     return Merged(select(X, first), y[first], np.bincount(index, own, minlength=len(first)), index)
 
 
+def with_copies(X: Any, y: np.ndarray, weights: np.ndarray | None, count: int, seed: int) -> np.ndarray:
+    """Which rows to hold out: `count` random ones of positive weight, at most a tenth, and all rows equal to them."""
+    place = merge_equal_rows(X, y, weights).place
+    place = np.arange(len(y)) if place is None else place
+    groups = np.unique(place if weights is None else place[weights > 0])
+    chosen = np.random.default_rng([seed, 6]).permutation(groups)[: min(count, len(groups) // 10)]
+    return np.asarray(np.isin(place, chosen))
+
+
 def total_weight(weights: np.ndarray | None, rows: int) -> float:
     """W; the number of rows without weights."""
     return rows if weights is None else float(np.sum(weights))

@@ -76,7 +76,7 @@ from kme_dist.errors import ConfigError, DataError, NumericalError
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Problem
 from kme_dist.run.fit.panels import Panels, make_panels
-from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
+from kme_dist.run.fit.pcg import GramSystem, Preconditioner, default_rank
 from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import LearnSettings, Record, assemble, log_parameters
@@ -394,10 +394,11 @@ class Inverse:
         size = np.linalg.norm(B, axis=0)
         U, s, Vt = np.linalg.svd(B / np.where(size > 0, size, 1.0), full_matrices=False)
         kept = int(np.sum(s > 1e-13 * max(s.max(initial=0.0), 1e-300)))
-        everything, parts, worst = tuple(range(len(panels.blocks))), [np.zeros((len(B), 0))], 0.0
+        parts, worst = [np.zeros((len(B), 0))], 0.0
+        system = GramSystem(panels, self._problem, F, lam)
         for columns in row_blocks(kept, _WIDE):
             rights = np.ascontiguousarray(U[:, columns])
-            found, _, residual = solve_blocks(panels, self._problem, everything, rights, lam, tolerance, F)
+            found, _, residual = system.solve(rights, tolerance)
             parts.append(found)
             worst = max(worst, residual)
         return (np.concatenate(parts, axis=1) * s[:kept]) @ Vt[:kept] * size, worst

@@ -46,9 +46,10 @@ class Scratch:
     def child(self, name: str) -> Scratch:
         return Scratch() if self._place is None else Scratch(self._place.child(name))
 
-    def save(self, name: str, array: np.ndarray) -> None:
+    def save(self, name: str, array: np.ndarray, *, copy: bool = True) -> None:
+        """Without `copy` the caller gives the array away and must not change it afterwards."""
         if self._place is None:
-            self._held[name] = np.array(array)  # a copy, as a file would be
+            self._held[name] = np.array(array) if copy else array
             return
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             array = np.ascontiguousarray(array)

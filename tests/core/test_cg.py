@@ -150,13 +150,17 @@ def test_without_memory_for_earlier_directions_only_steps_are_lost(kind, rng, mo
 def test_a_first_guess_saves_steps_and_a_bad_one_costs_none(rng):
     A, B = with_spectrum(200, 1e4, rng), rng.normal(size=(200, 4))
     X = np.linalg.solve(A, B)
+
+    def guess(start):
+        return start, A @ start
+
     cold = block_cg(lambda S: A @ S, B, 1e-8)
-    near = block_cg(lambda S: A @ S, B, 1e-8, start=X + 1e-6 * rng.normal(size=X.shape))
+    near = block_cg(lambda S: A @ S, B, 1e-8, start=guess(X + 1e-6 * rng.normal(size=X.shape)))
     assert near.steps < cold.steps
     assert near.residual <= 1e-8
-    there = block_cg(lambda S: A @ S, B, 1e-8, start=X)
+    there = block_cg(lambda S: A @ S, B, 1e-8, start=guess(X))
     assert (there.steps, there.residual <= 1e-8) == (0, True)
-    mixed = block_cg(lambda S: A @ S, B, 1e-8, start=np.column_stack([X[:, :2], 1e9 * X[:, 2:]]))
+    mixed = block_cg(lambda S: A @ S, B, 1e-8, start=guess(np.column_stack([X[:, :2], 1e9 * X[:, 2:]])))
     assert mixed.residual <= 1e-8
     assert mixed.steps == block_cg(lambda S: A @ S, B[:, 2:], 1e-8).steps
 

@@ -17,6 +17,7 @@ from kme_dist.core.features import from_config
 from kme_dist.core.kernels import Gaussian, Matern
 from kme_dist.core.nystrom import System
 from kme_dist.core.regularization import retune_regularization
+from kme_dist.core.risk import with_copies
 from kme_dist.core.sums import Centres, OneHot, sum_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
@@ -26,7 +27,7 @@ from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
 from kme_dist.run.fit.choose import MANY_WORK, WORK
 from kme_dist.run.fit.panels import labels, make_panels, measured_spans
-from kme_dist.run.fit.pcg import Preconditioner, solve_blocks
+from kme_dist.run.fit.pcg import GramSystem, Preconditioner
 from kme_dist.run.fit.problem import CENTRES
 from kme_dist.run.scratch import Scratch
 
@@ -187,13 +188,62 @@ def test_the_preconditioner_saves_two_thirds_of_the_steps(data, tmp_path, monkey
     rows = RowsRef.of(data, split="train", scaling="unit", dtype="float64", classes=True)
     problem = Problem(rows, KERNEL, SerialExecutor(), Scratch.at(tmp_path), 10**9)
     panels = make_panels(problem, "float64")
-    blocks = tuple(range(len(panels.blocks)))
-    Y = labels(panels, blocks)
+    Y = labels(panels)
     F = Preconditioner.build(panels, problem, rank=100)
     assert F.rank == 100
-    plain = solve_blocks(panels, problem, blocks, Y, 1e-6, 1e-6, None).steps
-    steps = solve_blocks(panels, problem, blocks, Y, 1e-6, 1e-6, F).steps
+    plain = GramSystem(panels, problem, None, 1e-6).solve(Y, 1e-6).steps
+    steps = GramSystem(panels, problem, F, 1e-6).solve(Y, 1e-6).steps
     assert steps <= plain / 3
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["rows", "weighted rows"])
+def test_conjugate_gradients_hold_rows_out_and_decide_them_as_a_fit_without_them(weighted, monkeypatch, rng):
+    monkeypatch.setattr(pcg, "LOO_ROWS", 100)
+    monkeypatch.setattr(pcg, "_HELD_OUT_TOLERANCE", 1e-9)
+    X, y = made_up(400)
+    X[390:], y[390:] = X[:10], y[:10]  # copies
+    w = rng.uniform(0.5, 2.0, 400) if weighted else np.ones(400)
+    rows = ArrayRows(X, y, [0, 1, 2], weights=w if weighted else None)
+    found = fit_on_dataset(
+        rows, KERNEL, 1e-4, solver="pcg", retune=False, dtype="float64", scaling=None, executor=SerialExecutor(),
+        tolerance=1e-9,
+    )  # fmt: skip
+    held = with_copies(X, y, w if weighted else None, pcg.LEFT_OUT_ROWS, 0)
+    assert 39 <= held.sum() <= 60
+    assert np.array_equal(held[390:], held[:10]), "all copies or none"
+    kept, shift = ~held, w.sum() * 1e-4
+    V = np.linalg.solve(KERNEL.gram(X[kept]) + shift * np.diag(1 / w[kept]), np.eye(M)[y[kept]])
+    np.testing.assert_allclose(found.left_out.decisions, KERNEL.gram(X[held], X[kept]) @ V, atol=1e-6)
+    np.testing.assert_array_equal(found.left_out.codes, y[held])
+    everything = np.linalg.solve(KERNEL.gram(X) + shift * np.diag(1 / w), np.eye(M)[y])
+    decisions = KERNEL.gram(X) @ everything
+    np.testing.assert_allclose(KERNEL.gram(X) @ found.embedding.weights, decisions, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_decisions_at_the_rows_of_the_fit_are_off_by_less_than_the_tolerance(dtype):
+    X, y = made_up(3_000)
+    rows = ArrayRows(X.astype(dtype), y, [0, 1, 2])
+    exact, found = (
+        fit_on_dataset(
+            rows,
+            KERNEL,
+            1e-5,
+            solver=solver,
+            retune=False,
+            dtype=dtype,
+            scaling=None,
+            executor=SerialExecutor(),
+            tolerance=2e-3,
+        )
+        for solver in ("cholesky", "pcg")
+    )
+    assert found.facts["dtype"] == dtype, "single precision is enough for this tolerance"
+    Z = X.astype(dtype).astype(float)
+    wanted, F = (KERNEL.gram(Z) @ fit.embedding.weights.astype(float) for fit in (exact, found))
+    assert np.linalg.norm(F - wanted) <= 2e-3 * math.sqrt(len(y)), "|K (K + nλI)⁻¹ r| <= |r|"
+    assert found.residual <= 2e-3
+    assert len(found.left_out.codes) == 300
 
 
 def test_a_class_without_rows_gets_no_weight(tmp_path):
@@ -390,13 +440,17 @@ def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
 
     assert auto(1000)[0] == "cholesky"
     assert auto(1000, room=6 * 10**6)[0] == "tiled"
-    assert auto(15_000).solver == "cholesky"
+    assert auto(10_000).solver == "cholesky"
+    assert auto(15_000).solver == auto(15_000, room=10**9).solver == auto(30_000).solver == "pcg"
+    assert auto(15_000).tolerance > choose("pcg", Size(15_000)).tolerance, "exact if asked for"
+    assert choose("auto", Size(15_000, columns=200)).solver == "cholesky", "steps cost more than a factor"
+    assert choose("auto", Size(15_000), backend="cupy").solver == "cholesky"
     assert auto(60_000).solver == "falkon"
     assert auto(60_000, room=2 * 10**8).solver == "nystrom"
     assert auto(60_000, centres=3_000).solver == "nystrom"
-    assert auto(60_000, centres=9_000) == ("falkon", "9000 centres requested", 9_000)
+    assert auto(60_000, centres=9_000)[:3] == ("falkon", "9000 centres requested", 9_000)
     assert choose("auto", Size(60_000, labelled=False)).solver == "nystrom", "it solves for classes"
-    assert auto(1000, centres=50) == ("nystrom", "50 centres requested", 50)
+    assert auto(1000, centres=50)[:3] == ("nystrom", "50 centres requested", 50)
     assert "60000 rows" in auto(60_000).reason
     assert "fit_seconds" in auto(60_000).reason
 
@@ -407,7 +461,7 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
     def auto(n, seconds=None, room=10**11):
         return choose("auto", Size(n), None, None, room, seconds)
 
-    for n in (20_000, 100_000, 1_000_000):
+    for n in (40_000, 100_000, 1_000_000):
         found, allowed = auto(n), MANY_WORK * max(1.0, n / 1e5)
         cost = SOLVERS["falkon"].cost
         assert found.solver == "falkon"
@@ -431,7 +485,7 @@ def test_the_speed_of_this_machine_is_measured():
 
 
 def test_a_solver_that_is_asked_for_is_taken_where_it_fits():
-    assert choose("nystrom", Size(500), None, None, 10**10) == ("nystrom", "requested", None)
+    assert choose("nystrom", Size(500), None, None, 10**10)[:3] == ("nystrom", "requested", None)
     with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB on one worker for 100000 centres.* `centres` lower"):
         choose("nystrom", Size(10**6, dtype="float64"), 100_000, None, 10**10)
 

@@ -30,7 +30,10 @@ SOLVERS: dict[str, Solver] = {
     "falkon": falkon,
     "features": features,
 }
-WORK = 1.25e12  # operations of a solve under "auto": 15,500 rows exactly, in about half a minute of one core
+WORK = 1.25e12  # operations of a solve under "auto": half a minute of one core
+FACTOR_WORK = 4e11  # of that in a factorisation, 10,600 rows; from there on conjugate gradients take less for the same
+ITERATED_WORK, _ITERATED_ROWS = 2.5e12, 32_000  # of conjugate gradients on all rows; their tiles take 2 GB
+TOLERANCE = 2e-3  # of conjugate gradients under "auto": decisions at the rows of the fit are off by less than that
 MANY_WORK = 1e13  # the same for centres by conjugate gradients, for each 100,000 rows: about two minutes of one core
 _MOST_CENTRES = 50_000
 
@@ -41,6 +44,7 @@ class Choice(NamedTuple):
     solver: str
     reason: str
     centres: int | None = None
+    tolerance: float = 1e-6  # of an iteration, if the caller does not say
 
 
 def choose(
@@ -50,6 +54,7 @@ def choose(
     features: FeatureMap | None = None,
     room: int = 2**63,
     seconds: float | None = None,
+    backend: str = "numpy",
 ) -> Choice:
     """Resolve "auto", and refuse what does not fit in memory.
 
@@ -64,7 +69,9 @@ def choose(
         raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"fit_seconds={seconds!r}: must be a positive number")
-    found = _affordable(size, centres, room, seconds) if solver == "auto" else Choice(solver, "requested", centres)
+    found = (
+        _affordable(size, centres, room, seconds, backend) if solver == "auto" else Choice(solver, "requested", centres)
+    )
     n, size = size.rows, replace(size, basis=min(found.centres or CENTRES, size.rows))
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room:
@@ -85,12 +92,16 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
-def _affordable(size: Size, centres: int | None, room: int, seconds: float | None) -> Choice:
-    """The exact solver if the budget allows, else as many centres as it does."""
+def _affordable(size: Size, centres: int | None, room: int, seconds: float | None, backend: str) -> Choice:
+    """An exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
         return Choice(_with(centres, size), f"{centres} centres requested", centres)
     work = WORK if seconds is None else seconds * measured_speed()
     exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
+    # Factorising is nearly all matrix products, at which a GPU is best.
+    if exact > FACTOR_WORK and backend == "numpy" and size.labelled and _iterates(size, seconds and work, room):
+        reason = f"all {size.rows} rows, to a residual of {TOLERANCE:g}; solver='cholesky' is exact"
+        return Choice("pcg", reason, tolerance=TOLERANCE)
     if exact <= work and held < room:
         return Choice("cholesky", f"one exact factorisation, {_size(held)}")
     if exact <= work and tiled.cost(size).memory < room:
@@ -110,6 +121,14 @@ def _affordable(size: Size, centres: int | None, room: int, seconds: float | Non
         f"{count} centres: {why}; fit_seconds or centres change that, solver='tiled' is exact",
         count,
     )
+
+
+def _iterates(size: Size, work: float | None, room: int) -> bool:
+    """Whether conjugate gradients on all rows are affordable. Tiles that do not fit in memory are computed again in
+    every step, so the choice does not depend on it."""
+    cost = pcg.cost(size)
+    most = min(work or ITERATED_WORK, one_factor.cost(size).flops)
+    return size.rows <= _ITERATED_ROWS and cost.flops <= most and cost.memory <= room
 
 
 def _with(centres: int, size: Size) -> str:

@@ -38,7 +38,7 @@ def fit_on_dataset(
     retune: bool | str = True,
     floor: float = 0.0,
     seed: int = 0,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     tile_rows: int | None = None,
     memory: int | None = None,
     seconds: float | None = None,
@@ -60,7 +60,7 @@ def fit_on_dataset(
         SerialExecutor, and on any executor for solvers that sum over rows
     solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` is their number
     floor : the probability floor used in the losses
-    tolerance : of `pcg`, relative residual
+    tolerance : of `pcg`, relative residual (None: 1e-6, and 2e-3 if solver "auto" chose it)
     tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
     seconds : budget of processor time under solver "auto" (None: a fixed amount of work, the same on every machine)
     features : an explicit feature map for solver "features"
@@ -77,12 +77,13 @@ def fit_on_dataset(
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
     width = dataset.features  # 0 for rows that are not vectors
     size = Size(rows.positive, rows.n_classes, width=width, dtype=dtype, labelled=bool(width and rows.n_classes))
-    chosen = choose(solver, size, centres, features, room, seconds)
+    chosen = choose(solver, size, centres, features, room, seconds, backend)
     report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
-        rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance,
-        tile_rows=tile_rows, backend=backend, centres=chosen.centres or centres, centre_choice=centre_choice or "auto",
-        features=features, sampled=sampled, retune=bool(retune), report=report,
+        rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed,
+        tolerance=tolerance or chosen.tolerance, tile_rows=tile_rows, backend=backend,
+        centres=chosen.centres or centres, centre_choice=centre_choice or "auto", features=features, sampled=sampled,
+        retune=bool(retune), report=report,
     )  # fmt: skip
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune is True, chosen, rows.count, scaling)

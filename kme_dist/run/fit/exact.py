@@ -54,19 +54,20 @@ class Exact:
     def residual(self, solved: Solved, lam: float) -> float:
         return relative_residual(self.problem, solved.weights.astype(np.float64), lam)
 
-    def evaluated(self, solved: Solved, lam: float) -> Solved:
-        """With what the weights of all rows tell about the rows of the fit (K V = Y - nλV), and with decisions of a
-        sample of rows, each left out of that sample at the same shift: there is no factor of the whole system."""
+    def training(self, solved: Solved, lam: float) -> tuple[float, float]:
+        """Risk at the rows of the fit and |f|², from the weights of all rows: K V = Y - nλV."""
         p = self.problem
-        few = p.executor.map(left_out_on_worker, [(p.rows, p.kernel, lam, p.seed)], name="leave-one-out")[0]
         y = np.asarray(p.rows.read(0, p.rows.count)[1])
         V, w = solved.weights.astype(np.float64), p.rows.weights()
         Y = np.asarray(one_hot(y, p.rows.n_classes, V))
         P = Y - p.weight * lam * (V if w is None else V / np.where(w > 0, w, 1.0)[:, None])
         own = np.clip(P[np.arange(len(y)), y], 1e-15, 1.0)
-        return replace(
-            solved, left_out=few, training=(float(-np.average(np.log(own), weights=w)), float(np.sum(V * P)))
-        )
+        return float(-np.average(np.log(own), weights=w)), float(np.sum(V * P))
+
+    def sampled_left_out(self, lam: float) -> LeftOut:
+        """Decisions of a sample of rows, each left out of that sample at the same shift."""
+        p = self.problem
+        return p.executor.map(left_out_on_worker, [(p.rows, p.kernel, lam, p.seed)], name="leave-one-out")[0]
 
     def close(self) -> None:
         """Nothing to remove; only an interrupted fit leaves tiles."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,17 +35,20 @@ class Panels:
     def root(self, i: int) -> np.ndarray | None:
         return roots(self.rows, *self.blocks[i])
 
+    def part(self, name: str, i: int) -> np.ndarray:
+        """The rows of block i of a matrix over all rows."""
+        start, stop = self.blocks[i]
+        return self.scratch.load(name)[start:stop]
+
     def tile(self, i: int, j: int) -> np.ndarray:
-        """K(block i, block j), with weights √w K √w."""
-        if j > i:
-            return self.tile(j, i).T
+        """K(block i, block j) for j <= i, with weights √w K √w."""
         name = f"K-{i}-{j}"
         if self.cached and self.scratch.has(name):
             return self.scratch.load(name)
         K = self.kernel.gram(self.X(i)) if i == j else self.kernel.gram(self.X(i), self.X(j))
         K = between(K, self.root(i), self.root(j))
         if self.cached:
-            self.scratch.save(name, K)
+            self.scratch.save(name, K, copy=False)
         return np.asarray(K)
 
 
@@ -65,28 +67,27 @@ def make_panels(problem: Problem, dtype: str) -> Panels:
     return Panels(token, rows, problem.kernel, blocks, problem.scratch.child(f"pcg-{token}"), cached)
 
 
-def labels(panels: Panels, blocks: Sequence[int]) -> np.ndarray:
-    y = np.concatenate([panels.rows.read(*panels.blocks[i])[1] for i in blocks])
-    Y = np.asarray(one_hot(y, panels.rows.n_classes, np.zeros(0)))
-    return scaled(Y, all_roots(panels, blocks))
+def labels(panels: Panels) -> np.ndarray:
+    Y = np.asarray(one_hot(panels.rows.read_labels(0, panels.rows.count), panels.rows.n_classes, np.zeros(0)))
+    return scaled(Y, all_roots(panels))
 
 
-def all_roots(panels: Panels, blocks: Sequence[int]) -> np.ndarray | None:
-    """√w of the rows of some blocks; None without weights."""
-    found = [root for i in blocks if (root := panels.root(i)) is not None]
-    return np.concatenate(found) if found else None
+def all_roots(panels: Panels) -> np.ndarray | None:
+    """√w of all rows; None without weights."""
+    return roots(panels.rows, 0, panels.rows.count)
 
 
-def multiply_panel(panels: Panels, i: int, over: tuple[int, ...], name: str) -> np.ndarray:
-    """K(block i, blocks `over`) S. Runs on a worker."""
-    S = panels.scratch.load(name)
-    total, at = 0.0, 0
-    for j in over:
+def multiply_panel(panels: Panels, i: int, name: str) -> np.ndarray:
+    """What the tiles of panel i, left of the diagonal and on it, contribute to K S; K is symmetric, so that each tile
+    is used twice while it is in cache. Sums in double; tiles and S in the precision of the rows. Runs on a worker."""
+    own, total = panels.part(name, i), np.zeros(panels.scratch.load(name).shape)
+    rows = slice(*panels.blocks[i])
+    for j in range(i + 1):
         tile = panels.tile(i, j)
-        part = S[at : at + tile.shape[1]]
-        total = total + (tile @ part.astype(tile.dtype)).astype(np.float64)
-        at += tile.shape[1]
-    return np.asarray(total)
+        total[rows] += tile @ panels.part(name, j)
+        if j < i:
+            total[slice(*panels.blocks[j])] += tile.T @ own
+    return total
 
 
 def multiply_rows(panels: Panels, span: Span, name: str) -> np.ndarray:
@@ -114,7 +115,7 @@ def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
     With weights that of the equations for u = V / √w.
     """
     panels = replace(make_panels(problem, "float64"), cached=False)
-    root = all_roots(panels, range(len(panels.blocks)))
+    root = all_roots(panels)
     if root is not None:
         V = V / np.where(root > 0, root, 1.0)[:, None]  # rows of weight 0 have V = 0
     panels.scratch.save("S", V)
@@ -124,5 +125,5 @@ def relative_residual(problem: Problem, V: np.ndarray, lam: float) -> float:
     finally:
         panels.scratch.clear()
     some = np.concatenate([np.arange(*span) for span in spans])
-    Y = labels(panels, range(len(panels.blocks)))[some]
+    Y = labels(panels)[some]
     return float(np.linalg.norm(P + problem.weight * lam * V[some] - Y) / np.linalg.norm(Y))

@@ -11,24 +11,30 @@ leave-one-out, as for the other exact fits.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core import cg
-from kme_dist.core.cg import MAX_STEPS, Product, block_cg
+from kme_dist.core.cg import MAX_STEPS, Product, Start, block_cg
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.pivots import accept, block_size, columns, propose
-from kme_dist.core.precision import warn_of_padding
+from kme_dist.core.precision import Need, refines, warn_of_padding
+from kme_dist.core.regularization import LOO_ROWS
+from kme_dist.core.risk import with_copies
 from kme_dist.errors import NumericalError
-from kme_dist.run.fit.exact import Exact, precision_for
+from kme_dist.run.fit.exact import LEFT_OUT_ROWS, Exact, precision_for
 from kme_dist.run.fit.panels import Panels, all_roots, labels, make_panels, multiply_panel, panel_rows
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, scaled, with_weight
+from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, between, scaled, with_weight
 from kme_dist.run.scaling_model import Pass
 
-_TYPICAL_STEPS = 50
+_THIN = 0.5  # of the rate of a factorisation: products with a few columns wait for memory
+_EXPONENTIAL = 40  # products that one value of a profile is worth
+_TYPICAL_STEPS = 20  # with those for the rows held out
+_HELD_OUT_TOLERANCE = 3e-2  # of the fit that calibration uses: an error of its decisions far below their own
 
 
 # --- on a worker ------------------------------------------------------------------------------------
@@ -44,28 +50,26 @@ def extend_factor(panels: Panels, i: int, number: int) -> np.ndarray:
     root = panels.root(i)
     both = (None, None) if root is None else (root, np.array(where.load(f"roots-{number}")))
     added = columns(panels.kernel, panels.kernel.prepare(X), panels.kernel.prepare(pivots), F, beside, L, both)
-    where.save(f"F-{i}-{number}", np.ascontiguousarray(added))
+    where.save(f"F-{i}-{number}", np.ascontiguousarray(added), copy=False)
     return np.asarray(np.sum(added.astype(np.float64) ** 2, axis=1))
 
 
 def join_factor(panels: Panels, i: int, rounds: int) -> np.ndarray:
     """F of block i as one array; returns FᵀF."""
     F = np.concatenate([panels.scratch.load(f"F-{i}-{r}") for r in range(rounds)], axis=1)
-    panels.scratch.save(f"F-{i}", F)
-    wide = F.astype(np.float64)
-    return np.asarray(wide.T @ wide)
+    panels.scratch.save(f"F-{i}", F, copy=False)
+    return np.asarray(F.T @ F, np.float64)
 
 
-def project(panels: Panels, i: int, start: int, name: str) -> np.ndarray:
-    """Fᵀ R for block i, whose rows begin at `start` in R."""
+def project(panels: Panels, i: int, name: str) -> np.ndarray:
+    """Fᵀ R for block i."""
     F = panels.scratch.load(f"F-{i}")
-    return np.asarray(F.T @ panels.scratch.load(name)[start : start + len(F)])
+    return np.asarray(F.T @ panels.part(name, i), np.float64)
 
 
-def correct(panels: Panels, i: int, start: int, name: str, W: np.ndarray) -> np.ndarray:
+def correct(panels: Panels, i: int, name: str, weights: str) -> np.ndarray:
     """R - F W for block i."""
-    F = panels.scratch.load(f"F-{i}")
-    return np.asarray(panels.scratch.load(name)[start : start + len(F)] - F @ W)
+    return np.asarray(panels.part(name, i) - panels.scratch.load(f"F-{i}") @ panels.scratch.load(weights))
 
 
 # --- the fit ----------------------------------------------------------------------------------------
@@ -80,7 +84,8 @@ def cost(size: Size) -> Cost:
     return Cost(
         memory=(rows**2 + rows * rank) * size.item + 2 * n * size.columns * 8,
         scratch=((n * n + n * rows) // 2 + 2 * n * rank) * size.item,
-        flops=float(n) * rank**2 + _TYPICAL_STEPS * 2.0 * n**2 * size.columns,
+        flops=2.0 * n * rank**2
+        + float(n) ** 2 * (size.width + _EXPONENTIAL / 2 + 2 * _TYPICAL_STEPS * size.columns / _THIN),
     )
 
 
@@ -107,21 +112,34 @@ def prepare(problem: Problem) -> ConjugateGradients:
 class ConjugateGradients(Exact):
     def solve(self, lam: float) -> Solved:
         """Weights to a relative residual of `tolerance` for every class."""
-        problem, n = self.problem, self.problem.weight
-        _, need = precision_for(problem, lam)
+        scale, need = precision_for(self.problem, lam)
         if need.missing:
-            warn_of_padding(n, lam, need)
-        solved = lam + need.missing / n
-        # Products in single precision cannot bring the residual below 1e-5 or so.
-        panels = make_panels(problem, need.dtype if problem.tolerance >= 1e-4 else "float64")
+            warn_of_padding(self.problem.weight, lam, need)
+        first, *more = self._precisions(scale, need, lam)
+        try:
+            return self._solve(lam, need, first)
+        except NumericalError:
+            if not more:
+                raise
+            return self._solve(lam, need, more[0])
+
+    def _precisions(self, scale: float, need: Need, lam: float) -> list[str]:
+        """Of the tiles. Products in single precision cannot bring the residual below 1e-5 or so."""
+        problem, shift = self.problem, self.problem.weight * lam
+        if problem.tolerance < 1e-4 or problem.rows.dtype != "float32":
+            return ["float64"]
+        enough = need.dtype == "float32" or refines(problem.rows.count, scale, need.norm, shift)
+        return ["float32", "float64"] if enough and not need.missing else ["float64"]
+
+    def _solve(self, lam: float, need: Need, dtype: str) -> Solved:
+        problem, solved = self.problem, lam + need.missing / self.problem.weight
+        panels = make_panels(problem, dtype)
         try:
             F = Preconditioner.build(panels, problem, rank=default_rank(problem.rows.count))
-            everything = tuple(range(len(panels.blocks)))
-            Y = labels(panels, everything)
-            V, steps, residual = solve_blocks(
-                panels, problem, everything, Y, solved, problem.tolerance, F, max_steps=MAX_STEPS
-            )
-            V = scaled(V, all_roots(panels, everything))
+            system = GramSystem(panels, problem, F, solved)
+            left_out, start = self._left_out(system, lam)
+            V, steps, residual = system.solve(labels(panels), problem.tolerance, start)
+            V = scaled(V, system.root)
             stored = panels.scratch.bytes()
         finally:
             panels.scratch.clear()
@@ -136,45 +154,73 @@ class ConjugateGradients(Exact):
         X, kept = with_weight(panels.rows, X, V)
         facts = {"rank": F.rank, "unexplained": F.unexplained, "cached": panels.cached, "dtype": panels.rows.dtype}
         embedding = Embedding(problem.kernel, X, kept.astype(panels.rows.dtype), lam)
-        return self.evaluated(Solved(V, embedding, steps, stored, facts, residual), lam)
+        found = Solved(V, embedding, steps, stored, facts, residual, left_out=left_out)
+        return replace(found, training=self.training(found, lam))
+
+    def _left_out(self, system: GramSystem, lam: float) -> tuple[LeftOut, Start | None]:
+        """Of few rows each is left out by itself; of many some are, together: there is no factor of the system."""
+        few = self.problem.rows.positive <= LOO_ROWS
+        return (self.sampled_left_out(lam), None) if few else _held_out(system)
 
     def residual(self, solved: Solved, lam: float) -> float:
         """The true residual of the worst class, measured after the last step."""
         return super().residual(solved, lam) if solved.residual is None else solved.residual
 
 
+def _held_out(system: GramSystem) -> tuple[LeftOut, Start]:
+    """Decisions of some rows under a fit without any of them, for calibration; and that fit with its product with the
+    matrix of the system, to start the next from."""
+    rows, tolerance = system.panels.rows, max(_HELD_OUT_TOLERANCE, system.problem.tolerance)
+    (X, y), w = rows.read(), rows.weights()
+    held = with_copies(X, y, w, LEFT_OUT_ROWS, system.problem.seed)
+    Y = labels(system.panels)
+    V = replace(system, kept=~held).solve(np.where(held[:, None], 0.0, Y), tolerance).solution
+    P = system.gram_product(V)
+    F = P[held] if system.root is None else P[held] / system.root[held, None]
+    return LeftOut(F, y[held], None if w is None else w[held]), (V, P + system.shift * V)
+
+
 def default_rank(n: int) -> int:
     """Rank of the preconditioner: its cost n r² stays below that of a few products with K."""
-    return int(min(n // 2 or 1, max(200, 10 * math.sqrt(n))))
+    return int(min(n // 2 or 1, max(200, 7 * math.sqrt(n))))
 
 
-def solve_blocks(
-    panels: Panels,
-    problem: Problem,
-    blocks: tuple[int, ...],
-    Y: np.ndarray,
-    lam: float,
-    tolerance: float,
-    factor: Preconditioner | None,
-    start: np.ndarray | None = None,
-    max_steps: int = MAX_STEPS,
-) -> cg.CGResult:
-    """(K + nλI)⁻¹ Y over some blocks of rows; not preconditioned without `factor`.
+@dataclass(frozen=True, eq=False)
+class GramSystem:
+    """(K + nλI) V = Y, in panels; with weights (√w K √w + WλI) u = √w Y, and without the rows not `kept`."""
 
-    With weights (√w K √w + WλI)⁻¹ Y.
-    """
-    root = all_roots(panels, blocks)
-    shift = (len(Y) if root is None else float(root @ root)) * lam
-    run = problem.executor.map
+    panels: Panels
+    problem: Problem
+    factor: Preconditioner | None
+    lam: float
+    kept: np.ndarray | None = None
 
-    def product(S: np.ndarray) -> np.ndarray:
-        panels.scratch.save("S", S)
-        parts = run(multiply_panel, [(panels, i, blocks, "S") for i in blocks], name="gram-product")
-        return np.concatenate(parts) + shift * S
+    @functools.cached_property
+    def root(self) -> np.ndarray | None:
+        return all_roots(self.panels)
 
-    precondition = factor.at(shift, blocks, problem) if factor is not None else None
-    with blas_threads(1):
-        return block_cg(product, Y, tolerance, precondition, start, max_steps)
+    @property
+    def shift(self) -> float:
+        return (self.panels.blocks[-1][1] if self.root is None else float(self.root @ self.root)) * self.lam
+
+    def gram_product(self, S: np.ndarray) -> np.ndarray:
+        self.panels.scratch.save("S", S.astype(self.panels.rows.dtype))
+        calls = [(self.panels, i, "S") for i in range(len(self.panels.blocks))]
+        return self.problem.executor.map_reduce(multiply_panel, calls, np.add, name="gram-product")
+
+    def solve(self, Y: np.ndarray, tolerance: float, start: Start | None = None) -> cg.CGResult:
+        """All columns at once; the search directions are 0 in rows that are not kept, like Y."""
+
+        def product(S: np.ndarray) -> np.ndarray:
+            return self._masked(self.gram_product(S)) + self.shift * S
+
+        inverse = None if self.factor is None else self.factor.at(self.shift, self.problem)
+        precondition = None if inverse is None else lambda R: self._masked(inverse(R))
+        with blas_threads(1):
+            return block_cg(product, Y, tolerance, precondition, start, MAX_STEPS)
+
+    def _masked(self, A: np.ndarray) -> np.ndarray:
+        return A if self.kept is None else A * self.kept[:, None]
 
 
 # --- the preconditioner -----------------------------------------------------------------------------
@@ -198,7 +244,7 @@ class Preconditioner:
         rng = np.random.default_rng([problem.seed, 7])
         everything, kernel = range(len(panels.blocks)), panels.kernel
         residual = np.concatenate([kernel.diag(panels.X(i)).astype(np.float64) for i in everything])
-        root = all_roots(panels, everything)
+        root = all_roots(panels)
         residual = residual if root is None else residual * root**2
         trace, floor = residual.sum(), 1e-12 if panels.rows.dtype == "float64" else 1e-6
         done = rounds = 0
@@ -237,21 +283,17 @@ class Preconditioner:
             found = np.concatenate([found, part], axis=1)
         return found
 
-    def at(self, shift: float, blocks: tuple[int, ...], problem: Problem) -> Product:
-        """M⁻¹ for some blocks of rows and one shift, by the Woodbury identity."""
-        H = np.asfortranarray(sum(self.grams[i] for i in blocks) + shift * np.eye(self.rank))
+    def at(self, shift: float, problem: Problem) -> Product:
+        """M⁻¹ for one shift, by the Woodbury identity."""
+        H = np.asfortranarray(sum(self.grams) + shift * np.eye(self.rank))
         factor, panels, run = cholesky(H), self.panels, problem.executor.map
-        sizes = [panels.blocks[i][1] - panels.blocks[i][0] for i in blocks]
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(int).tolist()
+        everything = range(len(panels.blocks))
 
         def apply(R: np.ndarray) -> np.ndarray:
-            panels.scratch.save("R", R)
-            where = list(zip(blocks, starts, strict=True))
-            parts = run(project, [(panels, i, start, "R") for i, start in where], name="precondition")
-            W = factor.solve(sum(parts))
-            return (
-                np.concatenate(run(correct, [(panels, i, start, "R", W) for i, start in where], name="precondition"))
-                / shift
-            )
+            panels.scratch.save("R", R.astype(panels.rows.dtype))
+            W = factor.solve(sum(run(project, [(panels, i, "R") for i in everything], name="precondition")))
+            panels.scratch.save("W", W.astype(panels.rows.dtype))
+            parts = run(correct, [(panels, i, "R", "W") for i in everything], name="precondition")
+            return np.concatenate(parts).astype(np.float64) / shift
 
         return apply

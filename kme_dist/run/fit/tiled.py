@@ -88,7 +88,8 @@ class TiledCholesky(Exact):
         X, kept = with_weight(tiles.rows, X, V)
         facts = {"tile_rows": _tile_rows(self.problem), "tiles": count * (count + 1) // 2, "dtype": tiles.rows.dtype}
         embedding = Embedding(self.problem.kernel, X, kept.astype(tiles.rows.dtype), lam)
-        return self.evaluated(Solved(V, embedding, count, stored, facts), lam)
+        found = Solved(V, embedding, count, stored, facts, left_out=self.sampled_left_out(lam))
+        return replace(found, training=self.training(found, lam))
 
 
 def _tile_rows(problem: Problem) -> int:
