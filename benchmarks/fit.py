@@ -30,7 +30,7 @@ from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.ops.cluster import open_executor
 from kme_dist.run.fit import Problem, fit_on_dataset
 from kme_dist.run.fit.panels import labels, make_panels
-from kme_dist.run.fit.pcg import Preconditioner, default_rank, solve_blocks
+from kme_dist.run.fit.pcg import GramSystem, Preconditioner, default_rank
 from kme_dist.run.scratch import Scratch
 
 
@@ -84,19 +84,18 @@ def iterations(data, folder, rows, lam):
         scratch = Scratch.at(Path(folder) / "scratch")
         problem = Problem(RowsRef.of(part, **common), median_kernel(data), executor, scratch, 6 << 30)
         panels = make_panels(problem, "float64")
-        blocks = tuple(range(len(panels.blocks)))
-        Y = labels(panels, blocks)
+        Y = labels(panels)
         began = time.perf_counter()
         factor = Preconditioner.build(panels, problem, default_rank(rows))
         built = time.perf_counter() - began
-        _, steps, residual = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, factor)
+        _, steps, residual = GramSystem(panels, problem, factor, lam).solve(Y, 1e-6)
         print(
             f"{rows} rows of covtype, regularization {lam:.0e}: {steps} steps to a residual of {residual:.1e} "
             f"(rank {factor.rank} built in {built:.0f} s, in all {time.perf_counter() - began:.0f} s, "
             f"tiles {'cached' if panels.cached else 'recomputed'}), load {load_average()}",
             flush=True,
         )
-        _, plain, left = solve_blocks(panels, problem, blocks, Y, lam, 1e-6, None, max_steps=4 * steps)
+        _, plain, left = GramSystem(panels, problem, None, lam).solve(Y, 1e-6, most=4 * steps)
         print(f"  without the preconditioner: after {plain} steps a residual of {left:.1e}", flush=True)
         panels.scratch.clear()
 

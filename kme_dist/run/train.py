@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, Size, choose, fit_on_dataset
+from kme_dist.run.fit.problem import CENTRES, silent
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.learners import STEP_TOLERANCE, LearnSettings, Record
 from kme_dist.run.maps import with_features
@@ -311,7 +312,7 @@ def fit_candidates(
     learned = next((c.learned for c in candidates if c.learned is not None), None)
     floor = recipe.floor(dataset.split_weight(split), dataset.n_classes)
 
-    def fitted(candidate: Candidate, retune: bool | str) -> Fit:
+    def fitted(candidate: Candidate, retune: bool | str, centres: int | None = None) -> Fit:
         form = _explicit(recipe, candidate, scaling, dataset, split)
         fit = fit_on_dataset(
             dataset,
@@ -324,7 +325,7 @@ def fit_candidates(
             dtype=dtype,
             backend=recipe.backend,
             solver=recipe.solver,
-            centres=recipe.centres,
+            centres=centres or recipe.centres,
             features=form.features,
             sampled=() if learned is None else learned.held,
             retune=retune,
@@ -336,7 +337,8 @@ def fit_candidates(
         return replace(fit, regularization=fit.regularization * form.variance)
 
     if learned is not None:
-        return _fit_features_too(candidates, fitted, floor, report)
+        probe = recipe.solver == "auto" and recipe.centres is None
+        return _fit_features_too(candidates, fitted, floor, probe, report or silent)
     as_given = recipe.objective == "cv" or (recipe.steps == 0 and recipe.objective != "median")
     if candidates[0].loss is not None:  # compared and tuned already
         best = min(candidates, key=lambda candidate: candidate.loss is None)
@@ -353,26 +355,45 @@ def fit_candidates(
     return Trained(best, fit, losses, candidates)
 
 
+class _Fitted(Protocol):
+    def __call__(self, candidate: Candidate, retune: bool | str, centres: int | None = None) -> Fit: ...
+
+
 def _fit_features_too(
-    candidates: list[Candidate],
-    fitted: Callable[[Candidate, bool | str], Fit],
-    floor: float,
-    report: Callable[[str], None] | None,
+    candidates: list[Candidate], fitted: _Fitted, floor: float, probe: bool, report: Callable[[str], None]
 ) -> Trained:
     """Fit learned features and, if there are kernels, the best of them on centres; keep the one with the lower loss on
-    the rows that the features were not learned from."""
-    kernels = [c for c in candidates if c.learned is None]
-    compared = [*(c for c in candidates if c.learned is not None), *kernels[:1]]
-    fits = [fitted(candidate, "shared" if candidate.learned is None else True) for candidate in compared]
-    losses = {}
-    for candidate, fit in zip(compared, fits, strict=True):
-        if (found := fit.left_out) is not None:
-            losses[candidate.name] = calibrated_loss(found.decisions, found.codes, floor, found.weights)
-    best = min(range(len(compared)), key=lambda i: losses.get(compared[i].name, math.inf))
-    if report is not None and len(compared) > 1:
-        shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        report(f"fit: log loss of rows that no feature was learned from: {shown}; kept {compared[best].name}")
-    return Trained(compared[best], fits[best], losses, candidates)
+    the rows that the features were not learned from. With `probe` a few centres tell whether many can be better."""
+
+    def loss(fit: Fit) -> float:
+        found = fit.left_out
+        return math.inf if found is None else calibrated_loss(found.decisions, found.codes, floor, found.weights)
+
+    learned, *kernels = sorted(candidates, key=lambda candidate: candidate.learned is None)
+    fits, losses = {learned.name: fitted(learned, True)}, dict[str, float]()
+    losses[learned.name] = loss(fits[learned.name])
+    for kernel in kernels[:1]:
+        few = fitted(kernel, "shared", CENTRES) if probe else None
+        if few is not None and _reached(few, loss(few)) > losses[learned.name]:
+            losses[kernel.name] = loss(few)
+            report(
+                f"fit: {CENTRES} centres have a log loss of {losses[kernel.name]:.4f}; by what half of them have, "
+                f"eight times as many would not reach {losses[learned.name]:.4f} of the learned features: not fitted"
+            )
+        else:
+            fits[kernel.name] = fitted(kernel, "shared")
+            losses[kernel.name] = loss(fits[kernel.name])
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
+            report(f"fit: log loss of rows that no feature was learned from: {shown}")
+    best = min((c for c in candidates if c.name in fits), key=lambda candidate: losses[candidate.name])
+    return Trained(best, fits[best.name], losses, candidates)
+
+
+def _reached(fit: Fit, loss: float) -> float:
+    """What the loss of a fit would be with eight times the centres, if every doubling gains as the last one did and a
+    tenth more."""
+    now, before = fit.facts.get("loss", 1.0), fit.facts.get("loss_of_half_the_centres", 1.0)
+    return 0.9 * loss * min(now / before, 1.0) ** 3 if before > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,9 +108,18 @@ class TestAuto:
         assert losses[model.objective_] == min(losses.values())
         shown = capsys.readouterr().err
         assert f"kept {model.objective_}" in shown
-        assert "log loss of rows that no feature was learned from: spectral" in shown
+        assert "not fitted" in shown
+        assert model.objective_ == "spectral"
 
-    def test_centres_are_kept_if_features_are_worse(self, monkeypatch):
+    def test_a_few_centres_tell_what_eight_times_as_many_reach(self):
+        def reached(now, before):
+            return train._reached(SimpleNamespace(facts={"loss": now, "loss_of_half_the_centres": before}), 0.4)
+
+        assert reached(0.5, 0.5) == reached(0.6, 0.5) == pytest.approx(0.9 * 0.4), "more centres bring nothing"
+        assert reached(0.4, 0.5) == pytest.approx(0.9 * 0.4 * 0.8**3)
+        assert reached(0.4, 0.0) == 0.0, "unknown: fit them"
+
+    def test_centres_are_kept_if_features_are_worse(self, monkeypatch, capsys):
         monkeypatch.setattr(Recipe, "compares_features", lambda recipe, rows: True)
         monkeypatch.setattr(CHOICE, "WORK", 1e7)
         real = train.learn_spectral
@@ -119,7 +129,8 @@ class TestAuto:
 
         monkeypatch.setattr(train, "learn_spectral", unlearned)
         X, y = table(1_500)
-        model = kme.MCEClassifier().fit(X, y)
+        model = kme.MCEClassifier(verbose=1).fit(X, y)
         assert model.solver_ == "nystrom"
+        assert "log loss of rows that no feature was learned from: spectral" in capsys.readouterr().err
         assert model.loo_log_loss_["spectral"] > model.loo_log_loss_[model.objective_]
         assert len(model.history_) > 100, "the records of both are kept"

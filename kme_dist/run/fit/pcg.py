@@ -208,7 +208,7 @@ class GramSystem:
         calls = [(self.panels, i, "S") for i in range(len(self.panels.blocks))]
         return self.problem.executor.map_reduce(multiply_panel, calls, np.add, name="gram-product")
 
-    def solve(self, Y: np.ndarray, tolerance: float, start: Start | None = None) -> cg.CGResult:
+    def solve(self, Y: np.ndarray, tolerance: float, start: Start | None = None, most: int = MAX_STEPS) -> cg.CGResult:
         """All columns at once; the search directions are 0 in rows that are not kept, like Y."""
 
         def product(S: np.ndarray) -> np.ndarray:
@@ -217,7 +217,7 @@ class GramSystem:
         inverse = None if self.factor is None else self.factor.at(self.shift, self.problem)
         precondition = None if inverse is None else lambda R: self._masked(inverse(R))
         with blas_threads(1):
-            return block_cg(product, Y, tolerance, precondition, start, MAX_STEPS)
+            return block_cg(product, Y, tolerance, precondition, start, most)
 
     def _masked(self, A: np.ndarray) -> np.ndarray:
         return A if self.kept is None else A * self.kept[:, None]
