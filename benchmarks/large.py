@@ -106,7 +106,7 @@ ONE_FIT = "from benchmarks.large import one_fit; one_fit({method!r}, {folder!r})
 def problem_of_centres(folder):
     X, y = covtype(folder, 0.8).read_rows(0, 50_000)
     X = (X - X.min(axis=0)) / np.maximum(np.ptp(X, axis=0), 1e-12)
-    return X.astype(np.float32), y
+    return X.astype(np.float64), y
 
 
 def one_fit(method, folder):

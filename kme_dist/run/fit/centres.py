@@ -18,7 +18,7 @@ from kme_dist.run.fit.problem import CENTRES, Cost, Prepared, Problem, Size
 from kme_dist.run.scaling_model import Pass
 
 MOST_PIVOTS = 4_000  # above that, pivoted Cholesky costs more than the fit
-_SAMPLE = (10_000, 3)  # rows to choose centres from: at least the first, or the second times the number of centres
+_SAMPLE = (5_000, 3)  # rows to choose centres from: at least the first, or the second times the number of centres
 
 
 def cost(size: Size) -> Cost:
