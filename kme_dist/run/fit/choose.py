@@ -54,12 +54,13 @@ def choose(
     features: FeatureMap | None = None,
     room: int = 2**63,
     seconds: float | None = None,
-    backend: str = "numpy",
+    iterate: bool = True,
 ) -> Choice:
     """Resolve "auto", and refuse what does not fit in memory.
 
     The choice never depends on the number of workers. `room`, the memory of one worker, matters only if it is too small
-    for what the work allows; `seconds` is a budget of processor time for the solve.
+    for what the work allows; `seconds` is a budget of processor time for the solve. Without
+    `iterate` all rows are fitted by a factorisation only.
     """
     if features is not None and solver in ("auto", "features"):
         return Choice("features", "explicit features were given")
@@ -70,7 +71,7 @@ def choose(
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"fit_seconds={seconds!r}: must be a positive number")
     found = (
-        _affordable(size, centres, room, seconds, backend) if solver == "auto" else Choice(solver, "requested", centres)
+        _affordable(size, centres, room, seconds, iterate) if solver == "auto" else Choice(solver, "requested", centres)
     )
     n, size = size.rows, replace(size, basis=min(found.centres or CENTRES, size.rows))
     held = SOLVERS[found.solver].cost(size).memory
@@ -92,14 +93,13 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
-def _affordable(size: Size, centres: int | None, room: int, seconds: float | None, backend: str) -> Choice:
+def _affordable(size: Size, centres: int | None, room: int, seconds: float | None, iterate: bool) -> Choice:
     """An exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
         return Choice(_with(centres, size), f"{centres} centres requested", centres)
     work = WORK if seconds is None else seconds * measured_speed()
     exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
-    # Factorising is nearly all matrix products, at which a GPU is best.
-    if exact > FACTOR_WORK and backend == "numpy" and size.labelled and _iterates(size, seconds and work, room):
+    if iterate and exact > FACTOR_WORK and size.labelled and _iterates(size, seconds and work, room):
         reason = f"all {size.rows} rows, to a residual of {TOLERANCE:g}; solver='cholesky' is exact"
         return Choice("pcg", reason, tolerance=TOLERANCE)
     if exact <= work and held < room:

@@ -15,8 +15,9 @@ from kme_dist.data.dataset import RowSource, Span
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.run.executors import Executor
+from kme_dist.run.fit import pcg
 from kme_dist.run.fit.additive import FitStatistics
-from kme_dist.run.fit.choose import SOLVERS, Choice, choose
+from kme_dist.run.fit.choose import SOLVERS, TOLERANCE, Choice, choose
 from kme_dist.run.fit.equations import Equations
 from kme_dist.run.fit.problem import Fit, Prepared, Problem, Size, silent
 from kme_dist.run.scratch import Scratch
@@ -77,14 +78,17 @@ def fit_on_dataset(
     room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
     width = dataset.features  # 0 for rows that are not vectors
     size = Size(rows.positive, rows.n_classes, width=width, dtype=dtype, labelled=bool(width and rows.n_classes))
-    chosen = choose(solver, size, centres, features, room, seconds, backend)
-    report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = Problem(
-        rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed,
-        tolerance=tolerance or chosen.tolerance, tile_rows=tile_rows, backend=backend,
-        centres=chosen.centres or centres, centre_choice=centre_choice or "auto", features=features, sampled=sampled,
-        retune=bool(retune), report=report,
+        rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance or TOLERANCE,
+        tile_rows=tile_rows, backend=backend, centre_choice=centre_choice or "auto", features=features,
+        sampled=sampled, retune=bool(retune), report=report,
     )  # fmt: skip
+    # A factorisation is nearly all matrix products, at which a GPU is best.
+    chosen = choose(solver, size, centres, features, room, seconds, iterate=backend == "numpy")
+    if solver == "auto" and chosen.solver == "pcg" and not pcg.converges(problem, regularization):
+        chosen = choose(solver, size, centres, features, room, seconds, iterate=False)
+    report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
+    problem = replace(problem, tolerance=tolerance or chosen.tolerance, centres=chosen.centres or centres)
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune is True, chosen, rows.count, scaling)
     fit = replace(fit, weight=rows.weight)

@@ -109,13 +109,18 @@ def prepare(problem: Problem) -> ConjugateGradients:
     return ConjugateGradients(problem)
 
 
+def converges(problem: Problem, lam: float) -> bool:
+    """Whether a few dozen steps are enough: at a λ that single precision cannot resolve it takes hundreds."""
+    return "float32" in ConjugateGradients(problem).precisions(lam, *precision_for(problem, lam))
+
+
 class ConjugateGradients(Exact):
     def solve(self, lam: float) -> Solved:
         """Weights to a relative residual of `tolerance` for every class."""
         scale, need = precision_for(self.problem, lam)
         if need.missing:
             warn_of_padding(self.problem.weight, lam, need)
-        first, *more = self._precisions(scale, need, lam)
+        first, *more = self.precisions(lam, scale, need)
         try:
             return self._solve(lam, need, first)
         except NumericalError:
@@ -123,7 +128,7 @@ class ConjugateGradients(Exact):
                 raise
             return self._solve(lam, need, more[0])
 
-    def _precisions(self, scale: float, need: Need, lam: float) -> list[str]:
+    def precisions(self, lam: float, scale: float, need: Need) -> list[str]:
         """Of the tiles. Products in single precision cannot bring the residual below 1e-5 or so."""
         problem, shift = self.problem, self.problem.weight * lam
         if problem.tolerance < 1e-4 or problem.rows.dtype != "float32":
