@@ -95,7 +95,8 @@ def with_copies(X: Any, y: np.ndarray, weights: np.ndarray | None, count: int, s
     place = np.arange(len(y)) if place is None else place
     groups = np.unique(place if weights is None else place[weights > 0])
     chosen = np.random.default_rng([seed, 6]).permutation(groups)[: min(count, len(groups) // 10)]
-    return np.asarray(np.isin(place, chosen))
+    found = np.isin(place, chosen)
+    return np.asarray(found if weights is None else found & (weights > 0))
 
 
 def total_weight(weights: np.ndarray | None, rows: int) -> float:
