@@ -86,6 +86,7 @@ def _fitted(run: Run, settings: Mapping[str, Any], candidates: list[Candidate]) 
     trained = fit_candidates(
         run.training_data, recipe, candidates, executor=run.executor, scratch=scratch, report=run.say
     )
+    Scratch.at(scratch).clear()  # a fit that was killed left files, which no other needs now
     return MCEClassifier(**settings).adopt(run.training_data, recipe, trained), trained
 
 

@@ -213,3 +213,14 @@ def test_the_command_prints_what_it_did(config, capsys):
     assert "nystrom (requested) on 400 rows" in capsys.readouterr().out
     assert execute(["fit", str(config), "--update", "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["added_rows"] == 0
+
+
+@pytest.mark.parametrize("solver", ["nystrom", "pcg"])
+def test_files_of_a_killed_fit_are_gone_after_the_next(solver, config, tmp_path):
+    learn.run(load_config(config), name="small")
+    left = tmp_path / "run" / "scratch" / "pcg-0123" / "K-0-0.npy"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"tiles of a fit that was killed")
+    run(config, f"fit.solver={solver}", "fit.centres=null" if solver == "pcg" else "fit.centres=40")
+    assert not left.exists()
+    assert (tmp_path / "run" / "model.zarr").exists()
