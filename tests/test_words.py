@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Where to look: folders and files.
-ROOMS = ["kme_dist", "pipelines", "configs", "benchmarks", "deploy", "docs", "README.md"]
+ROOMS = ["kme_dist", "pipelines", "configs", "benchmarks", "deploy", "docs", "README.md", "CHANGELOG.md"]
 # What was found, as a regular expression, and what to write instead.
 PHRASES = {
     r"(go|goes|going|gone|went) on (with|where|from)": "resume",

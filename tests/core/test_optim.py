@@ -81,7 +81,7 @@ def test_steps_follow_the_published_recursion(name, recursion):
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "momentum", "adadelta"])
 def test_optimisers_are_pure(name):
-    """The state is the checkpoint: stored as plain numbers half-way, it goes on to the last bit."""
+    """The state is the checkpoint: stored as plain numbers half-way, it resumes to the last bit."""
     optimizer = optim.optimizer_by_name(name)
     state, first, last = optimizer.init(START), *gradients(2)
     _, half = optimizer.update(first, state, 0.1)

@@ -117,7 +117,7 @@ def test_wrong_settings_are_named(settings, message, iris):
 # --- warm start --------------------------------------------------------------------------------------
 
 
-def test_a_warm_start_goes_on_from_what_was_learned(iris, tmp_path):
+def test_a_warm_start_continues_from_what_was_learned(iris, tmp_path):
     X, y = iris
     clf = MCEClassifier(objective="validation", steps=400, warm_start=True).fit(X[::2], y[::2])
     first, kernel, lam = clf.n_iter_, clf.kernel_, clf.regularization_
@@ -154,7 +154,7 @@ def test_under_auto_a_warm_start_needs_no_search(iris):
 
 
 @pytest.mark.parametrize("nu", [0.5, 1.5])
-def test_a_warm_start_of_kernel_auto_goes_on_from_the_length_scales_of_any_profile(iris, nu):
+def test_a_warm_start_of_kernel_auto_continues_from_the_length_scales_of_any_profile(iris, nu):
     X, y = iris
     clf = MCEClassifier(steps=5, warm_start=True).fit(X, y)
     factor = 2 if nu == 0.5 else 1  # what a Matérn 1/2 kernel starts its tuning with

@@ -221,7 +221,7 @@ def test_a_driver_cut_off_from_its_scheduler_is_replaced_by_one_on_the_other_sid
     code, _, err = hosts.on("b", "jobs", "wait", job.id, "--root", root, "--timeout", "500", "--quiet")
     assert code == 0, (err, job.events())
     assert job.result()["epoch"] > 1
-    assert job.result()["result"]["steps_now"] < STEPS, "it goes on from a checkpoint"
+    assert job.result()["result"]["steps_now"] < STEPS, "it resumes from a checkpoint"
     assert [event["state"] for event in job.events()].count("succeeded") == 1
     alone = ["learn", root / "learn.yaml", "--quiet", "--set", f"output.folder={tmp_path / 'alone'}"]
     code, _, err = hosts.on("b", *alone, "--set", f"data.source={root / 'table.zarr'}")

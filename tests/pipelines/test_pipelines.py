@@ -366,7 +366,7 @@ def test_predictions_of_the_test_rows_are_stored_with_their_rows(finished):
     assert (found.read("label", 0, 30) == truth).mean() == summary["accuracy"]
 
 
-def test_a_run_goes_on_from_its_checkpoint_after_a_kill(tmp_path, no_pictures):
+def test_a_run_resumes_from_its_checkpoint_after_a_kill(tmp_path, no_pictures):
     class Stop(BaseException):
         pass
 

@@ -126,7 +126,7 @@ def stages_done(folder, config):
     return [name for name in after if after[name] != before.get(name)]
 
 
-def test_a_run_goes_on_where_single_commands_have_ended(tmp_path):
+def test_a_run_resumes_where_single_commands_have_ended(tmp_path):
     config = parse_config(config_of(tmp_path / "run", csv(tmp_path), {"objective": "rcb"}, {"steps": 4}))
     learn.run(config, name="x")
     fit.run(config, name="x")

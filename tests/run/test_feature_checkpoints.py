@@ -1,4 +1,4 @@
-"""Learned features survive a kill: the same call goes on from the last checkpoint and ends at the same bits."""
+"""Learned features survive a kill: the same call resumes from the last checkpoint and ends at the same bits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def figures(records):
 
 
 @pytest.mark.parametrize("name", ["network", "spectral"])
-def test_a_killed_fit_goes_on_to_the_same_bits(name, tmp_path):
+def test_a_killed_fit_resumes_to_the_same_bits(name, tmp_path):
     whole, step = fitted(name), int(np.random.default_rng().integers(4, STEPS))
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
     command = [sys.executable, "-c", CHILD, name, str(tmp_path / "saved"), str(step)]

@@ -98,7 +98,7 @@ def test_exact_solvers_give_the_formula(solver, lam, fit, data):
     assert (found.rows, found.regularization, found.loss) == (len(Z), lam, None)
     assert found.iterations >= 1
     assert found.bytes > 0
-    assert not files(fit.scratch), "what lay in the scratch place is gone"
+    assert not files(fit.scratch), "the scratch folder is empty"
 
 
 @pytest.mark.slow

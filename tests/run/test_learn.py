@@ -347,7 +347,7 @@ def stop_at(step):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "momentum", "adadelta"])
-def test_an_interrupted_run_goes_on_to_the_same_bits(data, tmp_path, optimizer):
+def test_an_interrupted_run_resumes_to_the_same_bits(data, tmp_path, optimizer):
     # A rate at which momentum converges: of a run that diverges each processor makes something else, or an overflow.
     settings = LearnSettings(steps=12, batch_size=100, optimizer=optimizer, learning_rate=1e-3, seed=3)
     whole = bits(run(data, settings=settings))
@@ -429,7 +429,7 @@ def call(arguments):
 @pytest.mark.parametrize(
     ("kind", "kills"), [("local", [15]), pytest.param("serial", [1, 10, 25], marks=pytest.mark.slow)]
 )
-def test_a_killed_driver_goes_on_to_the_same_bits(data, tmp_path, kind, kills):
+def test_a_killed_driver_resumes_to_the_same_bits(data, tmp_path, kind, kills):
     undisturbed = run(data, settings=LearnSettings(steps=40, batch_size=100, learning_rate=0.1, seed=3))
     arguments = command(tmp_path, data, "killed", kind)
     metrics = tmp_path / "killed" / "metrics.jsonl"
@@ -467,7 +467,7 @@ main()
 """
 
 
-def test_a_terminated_driver_saves_its_last_step_and_says_how_to_go_on(data, tmp_path):
+def test_a_terminated_driver_saves_its_last_step_and_says_how_to_resume(data, tmp_path):
     arguments = command(tmp_path, data, "stopped")
     waiting = [sys.executable, "-c", WAITING, *arguments[3:]]
     process = subprocess.Popen(waiting, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

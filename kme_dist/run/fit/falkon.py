@@ -40,7 +40,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
-from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, fingerprint
+from kme_dist.run.fit.problem import EXPONENTIAL, Cost, LeftOut, Problem, Size, Solved, fingerprint
 from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
@@ -54,7 +54,6 @@ _FRACTIONS = (1.0, 0.1)  # of the given λ, which was tuned for all rows as cent
 _TYPICAL_STEPS, MOST_STEPS = 12, 40
 _PATIENCE, _GAIN = 2, 2e-3  # steps without a relative gain of the held-out loss
 _JITTER = {"float32": 3e-7, "float64": 1e-13}  # times p, on the diagonal of K in the preconditioner
-_EXPONENTIAL = 40  # products that one value of a profile is worth
 
 
 def cost(size: Size) -> Cost:
@@ -64,7 +63,7 @@ def cost(size: Size) -> Cost:
     return Cost(
         memory=TILE_ROWS * p * size.item + 6 * _TILE**2 * size.item + 6 * p * columns * 8 + p * size.width * 16,
         scratch=factors * (p * p + p * _TILE) // 2 * size.item,
-        flops=_TYPICAL_STEPS * float(size.rows) * p * (2 * size.width + 4 * columns + _EXPONENTIAL)
+        flops=_TYPICAL_STEPS * float(size.rows) * p * (2 * size.width + 4 * columns + EXPONENTIAL)
         + (2 + len(_FRACTIONS)) * p**3 / 3,
     )
 

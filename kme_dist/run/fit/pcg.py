@@ -28,11 +28,10 @@ from kme_dist.core.risk import with_copies
 from kme_dist.errors import NumericalError
 from kme_dist.run.fit.exact import LEFT_OUT_ROWS, Exact, precision_for
 from kme_dist.run.fit.panels import Panels, all_roots, labels, make_panels, multiply_panel, panel_rows
-from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, between, scaled, with_weight
+from kme_dist.run.fit.problem import EXPONENTIAL, Cost, LeftOut, Problem, Size, Solved, between, scaled, with_weight
 from kme_dist.run.scaling_model import Pass
 
 _THIN = 0.5  # of the rate of a factorisation: products with a few columns wait for memory
-_EXPONENTIAL = 40  # products that one value of a profile is worth
 _TYPICAL_STEPS = 20  # with those for the rows held out
 _HELD_OUT_TOLERANCE = 3e-2  # of the fit that calibration uses: an error of its decisions far below their own
 
@@ -85,7 +84,7 @@ def cost(size: Size) -> Cost:
         memory=(rows**2 + rows * rank) * size.item + 2 * n * size.columns * 8,
         scratch=((n * n + n * rows) // 2 + 2 * n * rank) * size.item,
         flops=2.0 * n * rank**2
-        + float(n) ** 2 * (size.width + _EXPONENTIAL / 2 + 2 * _TYPICAL_STEPS * size.columns / _THIN),
+        + float(n) ** 2 * (size.width + EXPONENTIAL / 2 + 2 * _TYPICAL_STEPS * size.columns / _THIN),
     )
 
 

@@ -24,6 +24,7 @@ from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
 CENTRES = 2_000  # default number of centres
+EXPONENTIAL = 40  # products that one value of a kernel is worth, in costs
 
 
 def silent(line: str) -> None:
