@@ -1,6 +1,7 @@
 """`kme-dist doctor`: installed versions, the resources of the machine, and problems found.
 
-With `--scheduler ADDRESS` also whether that cluster can be reached and its workers have the versions of this process.
+With `--scheduler ADDRESS` also whether that cluster can be reached, and whether its scheduler and its workers have the
+versions of this process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from kme_dist.config import ClusterConfig
 from kme_dist.errors import KMEError
-from kme_dist.ops.cluster import open_unchecked, worker_differences
+from kme_dist.ops.cluster import differences, open_unchecked
 
 PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn")
 
@@ -31,7 +32,7 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
 
     from kme_dist import backend
 
-    problems = []
+    problems, code = [], 2
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -60,6 +61,7 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
     cluster: dict[str, Any] = {}
     if scheduler is not None:
         cluster = _cluster(scheduler, insecure)
+        code = cluster.pop("exit_code", 2) if not problems else 2  # 75 only if trying again is all that is needed
         problems += cluster.pop("problems")
     return {
         "versions": versions,
@@ -72,6 +74,7 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
         "folder": {"path": str(Path(folder).resolve()), "writable": writable is None},
         **({"cluster": cluster} if cluster else {}),
         "problems": problems,
+        "exit_code": code if problems else 0,
     }
 
 
@@ -80,7 +83,7 @@ def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"scheduler": scheduler, "problems": []}
     try:
         with open_unchecked(ClusterConfig(kind="address", address=scheduler, insecure=insecure)) as client:
-            different = list(worker_differences(client))
+            different = list(differences(client))
             workers = client.scheduler_info(n_workers=-1)["workers"].values()
             found |= {
                 "dashboard": client.dashboard_link,
@@ -90,7 +93,7 @@ def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
                 "memory_bytes": sum(worker["memory_limit"] for worker in workers),
                 "same_versions": not different,
             }
-            found["problems"] += [f"worker {worker} {why}" for worker, why in different]
+            found["problems"] += [f"{process} {why}" for process, why in different]
             found["problems"] += [
                 f"worker {worker['id']} has {worker['nthreads']} threads; kme-dist uses one thread per worker: "
                 "start it with --nthreads 1, and one worker per core"
@@ -99,6 +102,7 @@ def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
             ]
     except KMEError as error:
         found["problems"].append(str(error))
+        found["exit_code"] = error.exit_code
     return found
 
 

@@ -333,8 +333,8 @@ def doctor(output: Output, scheduler: Scheduler = None, insecure: Insecure = Fal
         _print_facts(report, output)
     for problem in report["problems"]:
         print(f"problem: {problem}", file=sys.stderr)
-    if report["problems"]:
-        raise typer.Exit(2)
+    if report["exit_code"]:
+        raise typer.Exit(report["exit_code"])
     if not output.as_json:
         output.say("no problems found")
 
@@ -443,6 +443,8 @@ def execute(arguments: list[str]) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = f" ({error.filename})" if error.filename else ""
             return _fail(arguments, f"the disk is full{place}; free some space and run again", 75)
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS) and error.filename:
+            return _fail(arguments, f"{error.filename}: {error.strerror}; choose another path, or change its owner", 2)
         traceback.print_exc()
         return _fail(arguments, f"{type(error).__name__}: {error} (a bug in kme-dist)", 1)
 

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -236,8 +238,12 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # file systems like /proc, where nobody can create a file
-            raise ConfigError(f"{target}: cannot create a file in {target.parent}. Choose another path.") from None
+        except OSError as error:  # FileNotFoundError: file systems like /proc, where nobody can create a file
+            if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise ConfigError(
+                f"{target}: cannot create a file in {target.parent} ({error.strerror}). Choose another path."
+            ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -277,6 +283,31 @@ def latest_epoch(place: Place) -> tuple[int, dict[str, Any] | None]:
     except (FileNotFoundError, ValueError):
         record = {}
     return max(numbers), record if isinstance(record, dict) else {}
+
+
+def beat_age(place: Place) -> tuple[float | None, float]:
+    """Seconds since the holder of the current epoch renewed it (None: there is none), and those after which it counts
+    as dead. For what people are shown: who takes over watches the beats instead, and trusts no clock.
+    """
+    epoch, record = latest_epoch(place)
+    limit = EpochLease.beats_to_expire * float((record or {}).get("beat_s") or EpochLease.default_beat_s)
+    try:
+        beaten = (place.path / _epoch_key(epoch)).stat().st_mtime
+    except FileNotFoundError:
+        return None, limit
+    age = time.time() - beaten
+    if age > limit:
+        age = _now_at(place.path) - beaten
+    return round(max(0.0, age), 1), limit
+
+
+def _now_at(folder: Path) -> float:
+    """The time of the machine that stores the folder: clocks of two hosts may differ by more than a few beats."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as probe:
+            return os.stat(probe.name).st_mtime
+    except OSError:  # it may be read, not written
+        return time.time()
 
 
 def begin_epoch(place: Place, holder: str) -> None:

@@ -29,6 +29,7 @@ import os
 import platform
 import signal
 import socket
+import urllib.parse
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -143,7 +144,12 @@ def _install_dashboard(client: Any) -> None:
 
 def dashboard_of(client: Any) -> str | None:
     """Address of the page `/kme`, or of Dask's own dashboard if the cluster does not have that page."""
+    from distributed import LocalCluster
+
     link: str | None = client.dashboard_link
+    if link and isinstance(getattr(client, "cluster", None), LocalCluster):
+        # It listens on this machine only (`_dashboard`), also where the scheduler listens on another address.
+        link = urllib.parse.urlsplit(link)._replace(netloc=f"127.0.0.1:{urllib.parse.urlsplit(link).port}").geturl()
     if not link or not link.endswith("/status"):
         return link or None
     from kme_dist.ops.dashboard import has_page
@@ -380,7 +386,7 @@ def refuse_plain(address: str, insecure: bool) -> None:
         )
 
 
-def open_unchecked(settings: ClusterConfig) -> Any:
+def open_unchecked(settings: ClusterConfig, timeout_s: float | None = None) -> Any:
     """A client of a running scheduler, whose workers have not been checked."""
     from distributed import Client
 
@@ -393,10 +399,15 @@ def open_unchecked(settings: ClusterConfig) -> Any:
             f"cluster.address {settings.address}: a tls:// address requires cluster.tls, or KME_TLS set to a folder "
             "created by `kme-dist certs`"
         )
+    if security is not None and not settings.address.startswith("tls://"):
+        raise ConfigError(
+            f"cluster.address {settings.address}: certificates were given (--tls or cluster.tls), which only a "
+            f"tls:// address uses; connect to tls://{settings.address.rpartition('://')[2]}, or omit them"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Mismatched versions found")  # reported by check_versions
-            return Client(settings.address, security=security, timeout=CONNECT_S, set_as_default=False)
+            return Client(settings.address, security=security, timeout=timeout_s or CONNECT_S, set_as_default=False)
     except ValueError as error:
         raise ConfigError(f"cluster.address {settings.address!r} is not the address of a scheduler: {error}") from error
     except (OSError, TimeoutError) as error:
@@ -432,9 +443,9 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(client: Any, timeout_s: float | None = None) -> None:
-    """Refuse a cluster without workers, or with workers whose versions differ from this process."""
-    for worker, difference in worker_differences(client, timeout_s):
-        raise ConfigError(f"worker {worker} {difference}")
+    """Refuse a cluster without workers, or with a scheduler or workers whose versions differ from this process."""
+    for process, difference in differences(client, timeout_s):
+        raise ConfigError(f"{process} {difference}")
 
 
 def _versions_of_workers(client: Any) -> dict[str, Any]:
@@ -454,8 +465,18 @@ def _versions_of_workers(client: Any) -> dict[str, Any]:
     raise RetryError(f"the workers at {client.scheduler.address} do not answer: {failure}") from failure
 
 
-def worker_differences(client: Any, timeout_s: float | None = None) -> Iterator[tuple[str, str]]:
-    """For every worker that cannot be used: its address, and why."""
+def _versions_of_scheduler(client: Any) -> Any:
+    """The versions of the scheduler, or the error it raised: it runs functions of ours for jobs and the dashboard."""
+    try:
+        return client.run_on_scheduler(versions)
+    except (OSError, TimeoutError) as error:
+        raise RetryError(f"the scheduler at {client.scheduler.address} does not answer: {error}") from error
+    except Exception as error:  # without kme-dist: whatever unpickling raises there
+        return error
+
+
+def differences(client: Any, timeout_s: float | None = None) -> Iterator[tuple[str, str]]:
+    """For the scheduler and every worker that cannot be used: which process it is, and why."""
     from distributed import TimeoutError as NoWorkers
 
     try:
@@ -464,16 +485,17 @@ def worker_differences(client: Any, timeout_s: float | None = None) -> Iterator[
         raise RetryError(
             f"the scheduler at {client.scheduler.address} has no workers; start some, then run this again"
         ) from None
-    theirs = _versions_of_workers(client)
+    theirs = {f"worker {address}": found for address, found in sorted(_versions_of_workers(client).items())}
+    theirs = {f"the scheduler at {client.scheduler.address}": _versions_of_scheduler(client), **theirs}
     ours = versions()
-    for worker, found in sorted(theirs.items()):
+    for process, found in theirs.items():
         if not isinstance(found, dict):
-            yield worker, f"cannot run kme-dist ({found}); install the same version there"
+            yield process, f"cannot run kme-dist ({found}); install the same version there"
             continue
         for name, version in ours.items():
             if found.get(name) != version:
                 yield (
-                    worker,
+                    process,
                     (
                         f"has {name} {found.get(name)}, this process has {version}; "
                         "install the same versions on both sides"

@@ -2,7 +2,7 @@
 
     job = create_job(root, pipeline="learn", config=config, name="nightly")
     drive(job, run_pipeline)        # see kme_dist.ops.driver; on a cluster see kme_dist.ops.submit
-    job.status()["state"]           # waiting, running, retrying, succeeded, failed or cancelled
+    job.status()["state"]           # waiting, running, retrying, lost, succeeded, failed or cancelled
 
     ROOT/runs/<id>/job.json         the request; never changes
                    config.yaml      the configuration, with paths relative to ROOT
@@ -26,7 +26,6 @@ import datetime
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,13 +36,14 @@ from typing import Any
 import yaml
 
 from kme_dist.config import Config, parse_config, parse_yaml
-from kme_dist.data.leases import latest_epoch
+from kme_dist.data.leases import beat_age, latest_epoch
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError
 
 JOB_FORMAT = "kme-dist job 1"
 PIPELINES = ("run", "learn", "fit", "predict", "evaluate")
-STATES = ("waiting", "running", "retrying", "succeeded", "failed", "cancelled")
+# A job is lost when its driver has not renewed the lease for as long as another driver would wait to take over.
+STATES = ("waiting", "running", "retrying", "lost", "succeeded", "failed", "cancelled")
 ENDED = ("succeeded", "failed", "cancelled")
 # The keys of a configuration that name files; a test knows every other key that holds text.
 PATH_KEYS = (
@@ -154,8 +154,12 @@ class Job:
             "folder": str(self.folder),
         }
         if state in ("running", "retrying") and lease is not None:
+            age, limit = beat_age(self.place)
+            if age is not None and age > limit:
+                facts["state"] = state = "lost"
+                facts["advice"] = f"resume it with `kme-dist jobs resume {self.id}`, or let `kme-dist jobs keep` do so"
             facts["driver"] = lease.get("holder")
-            facts["seconds_since_beat"] = self._beat_age(epoch)
+            facts["seconds_since_beat"] = age
             facts["progress"] = lease.get("progress")
         if self.stop_requested and state not in ENDED:
             facts["stopping"] = True
@@ -166,13 +170,6 @@ class Job:
             facts["exit_code"] = 0
             facts["result"] = (done or {}).get("result")
         return facts
-
-    def _beat_age(self, epoch: int) -> float | None:
-        """For display only; nothing is decided by a clock."""
-        try:
-            return round(max(0.0, time.time() - (self.folder / "lease" / f"{epoch:06d}.json").stat().st_mtime), 1)
-        except FileNotFoundError:
-            return None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -204,14 +201,15 @@ def list_jobs(root: Path) -> list[Job]:
     except FileNotFoundError:
         return []
     jobs = [Job(root, name) for name in names if _ID.fullmatch(name)]
-    return sorted(jobs, key=_submitted)
+    return sorted(jobs, key=submitted_at)
 
 
-def _submitted(job: Job) -> str:
+def submitted_at(job: Job) -> datetime.datetime:
+    """When the job was submitted; the beginning of time if its request is damaged."""
     try:
-        return str((_json_file(job.folder / "job.json") or {}).get("submitted"))
-    except CorruptError:
-        return ""
+        return datetime.datetime.fromisoformat(str((_json_file(job.folder / "job.json") or {}).get("submitted")))
+    except (CorruptError, ValueError):
+        return datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
 def confined(config: Config, root: Path, *, relative: bool = False) -> Config:

@@ -43,11 +43,14 @@ def fire_times(cron: str, timezone: str = "UTC") -> Any:
             "a schedule requires the package apscheduler; install it with `pip install 'kme-dist[schedule]'`"
         ) from None
     try:
-        return triggers.CronTrigger.from_crontab(cron, timezone=zoneinfo.ZoneInfo(timezone))
+        trigger = triggers.CronTrigger.from_crontab(cron, timezone=zoneinfo.ZoneInfo(timezone))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"--cron {cron!r} is not a cron expression such as '0 2 * * *': {error}") from None
     except (zoneinfo.ZoneInfoNotFoundError, OSError):
         raise ConfigError(f"--timezone {timezone!r} is unknown; use a name such as UTC or Europe/Berlin") from None
+    if trigger.get_next_fire_time(None, utc_now()) is None:
+        raise ConfigError(f"--cron {cron!r} names no day that exists; '0 2 * * *' is every night at two")
+    return trigger
 
 
 def utc_now() -> datetime.datetime:

@@ -28,6 +28,8 @@ from kme_dist.ops.jobs import ENDED, Job, job_at, job_root
 ACCEPT_S = 30.0
 RESTART_S = 300.0  # a nanny interrupted between the end of the old process and the start of the new one starts none
 POLL_S = 0.5
+ANSWER_S = 5.0  # how long a scheduler may take to answer a question about jobs
+GONE = (None, "erred", "memory")  # states of the task of a driver that does not run and is not going to
 QUERY_S = 15.0  # how often a scheduler is asked whether it still has a job
 
 
@@ -35,8 +37,11 @@ def task_key(job: Job) -> str:
     return f"kme-driver-{job.id}"
 
 
-def submit(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline) -> None:
-    """Submit the job to the scheduler at `cluster.address` and return; no effect when it is running or done."""
+def submit(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline, resubmission: int | None = None) -> None:
+    """Submit the job to the scheduler at `cluster.address` and return; no effect when it is running or done.
+
+    `resubmission` counts those that no person asked for, see `kme_dist.ops.supervisor`.
+    """
     with open_unchecked(cluster) as client:
         check_versions(client)
         workers = _driver_workers(client)
@@ -44,15 +49,19 @@ def submit(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline) -> None:
         (job.folder / "cancel").unlink(missing_ok=True)
         if job.result() is not None:
             return
-        job.event("waiting", scheduler=client.scheduler.address)
-        job.log(f"submitted to the scheduler at {client.scheduler.address}")
+        counted: dict[str, Any] = {} if resubmission is None else {"resubmission": resubmission}
+        job.event("waiting", scheduler=client.scheduler.address, **counted)
+        job.log(f"submitted to the scheduler at {client.scheduler.address}", **counted)
         _send(client, job, run_pipeline)
         _await_acceptance(client, job)
 
 
 def _send(client: Any, job: Job, run_pipeline: RunPipeline) -> None:
-    from distributed import fire_and_forget
+    from distributed import Future, fire_and_forget
 
+    if client.run_on_scheduler(_find_tasks, job.id)["state"] in GONE[1:]:
+        # Dask keeps the outcome of a task whose workers died too often, and would not run it again.
+        client.cancel([Future(task_key(job), client=client)], force=True)
     # Functions of the installed package travel by name: no code of the user's machine runs on the cluster.
     options = {"key": task_key(job), "pure": False, "resources": {DRIVER: 1}, "priority": 100}
     future = client.submit(drive_job, str(job.root), job.id, run_pipeline, **options)
@@ -166,7 +175,7 @@ def _find_tasks(job_id: str, dask_scheduler: Any = None) -> dict[str, Any]:
 
 def on_scheduler(jobs: Sequence[Job], cluster: ClusterConfig) -> list[dict[str, Any]]:
     """What the scheduler knows of each job: the state of its driver, its worker, and the workers that run its tasks."""
-    with open_unchecked(cluster) as client:
+    with open_unchecked(cluster, timeout_s=ANSWER_S) as client:
         return [client.run_on_scheduler(_find_tasks, job.id) for job in jobs]
 
 
@@ -178,8 +187,8 @@ def wait(
 ) -> dict[str, Any]:
     """The status of the job once it has ended, read from its folder; RetryError after `timeout_s`.
 
-    A job whose scheduler died is stalled for ever, which its folder does not show. With `cluster` the scheduler is
-    asked every QUERY_S: RetryError as well when it does not answer, or does not know a job that has stalled.
+    RetryError as well when the job is lost: no driver has shown for a while that it lives. With `cluster` the scheduler
+    is asked every QUERY_S, and the wait also ends when it does not answer, or does not know a job that has stalled.
     """
     deadline, next_query = time.monotonic() + timeout_s, time.monotonic()
     seen: Any = None  # the last lease record of a job that the scheduler does not know
@@ -187,6 +196,11 @@ def wait(
         status = job.status()
         if status["state"] in ENDED:
             return status
+        if status["state"] == "lost":
+            raise RetryError(
+                f"the job {job.id} is lost: its driver ({status['driver']}) has not reported for "
+                f"{status['seconds_since_beat']:.0f} s; {status['advice']}"
+            )
         if cluster is not None and time.monotonic() >= next_query:
             unknown = on_scheduler([job], cluster)[0]["state"] is None
             before, seen = seen, latest_epoch(job.place) if unknown else None

@@ -22,8 +22,9 @@ def command_lines():
     """(where, words) of everything that deploy/ starts, as the shell or the engine would split it."""
     for where, words in raw_command_lines():
         if words[-3:-1] == ["sh", "-c"] or words[:2] == ["/bin/sh", "-c"]:
-            # A shell of its own, for the time of the night; what that gives has a test below.
+            # A shell of its own, for the time of the night or the port of a worker; what that gives has a test below.
             inner = words[-1].removeprefix("exec ")
+            inner = re.sub(r"\$+\(\(8790 \+ %i\)\)", "8791", inner)
             words = [*words[:-3], *shlex.split(re.sub(r'"\$+\(.*\)\S*"', "2026-03-01T02:30:00Z", inner))]
         yield where, words
 
@@ -61,7 +62,9 @@ def night_of(script, folder, **environment):
 
 
 def test_a_night_has_one_name_however_often_it_is_started(tmp_path):
-    scripts = {where: words[-1] for where, words in raw_command_lines() if words[-2:-1] == ["-c"]}
+    scripts = {
+        where: words[-1] for where, words in raw_command_lines() if words[-2:-1] == ["-c"] and "--at" in words[-1]
+    }
     assert len(scripts) == 4
     for where, script in scripts.items():
         plain = script.replace("$$", "$")  # what Kubernetes, compose and systemd make of it
@@ -72,6 +75,17 @@ def test_a_night_has_one_name_however_often_it_is_started(tmp_path):
         else:
             assert re.fullmatch(r"20\d\d-\d\d-\d\dT02:30:00Z", night)
             assert night_of(plain, tmp_path) == night
+
+
+def test_every_worker_has_a_port_of_its_own(tmp_path):
+    (tmp_path / "dask").write_text('#!/bin/sh\nwhile [ "$1" != --dashboard-address ]; do shift; done\necho "$2"\n')
+    (tmp_path / "dask").chmod(0o755)
+    script = dict(raw_command_lines())["kme-dist-worker@.service"][-1].replace("$$", "$")
+    script = re.sub(r"\$\{\w+\}", "x", script).replace("/opt/kme-dist/bin", str(tmp_path))
+    for number, port in ((1, 8791), (2, 8792), (10, 8800)):
+        assert call("/bin/sh", "-c", script.replace("%i", str(number))).stdout.strip() == f"127.0.0.1:{port}"
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
+    assert scraped["static_configs"][0]["targets"] == ["127.0.0.1:8791", "127.0.0.1:8792"]
 
 
 def accepted(words):

@@ -21,6 +21,7 @@ from kme_dist.config import ClusterConfig, TlsConfig
 from kme_dist.errors import ConfigError, RetryError
 from kme_dist.ops import cluster
 from kme_dist.ops.cluster import open_client, open_executor, worker_count
+from kme_dist.pipelines.doctor import examine
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 
 # A scheduler and one worker in a process of their own; their address is the first line of its output.
@@ -40,8 +41,8 @@ def elsewhere():
     """A function that starts a cluster in another process and returns (address, process)."""
     started = []
 
-    def start(workers=1):
-        command = [sys.executable, "-c", ELSEWHERE, str(workers)]
+    def start(workers=1, before=""):
+        command = [sys.executable, "-c", ELSEWHERE.replace("import sys\n", f"import sys\n{before}\n", 1), str(workers)]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -114,6 +115,34 @@ def test_other_versions_are_refused(elsewhere, monkeypatch):
         monkeypatch.setattr(client, "run", lambda *a, **k: {"tcp://w:1": ModuleNotFoundError("no kme_dist")})
         with pytest.raises(ConfigError, match="cannot run kme-dist"):
             cluster.check_versions(client)
+        monkeypatch.setattr(client, "run", lambda *a, **k: {"tcp://w:1": real})
+        monkeypatch.setattr(client, "run_on_scheduler", lambda *a: {**real, "dask": "1.0"})
+        with pytest.raises(ConfigError, match=r"the scheduler at tcp://.* has dask 1\.0, this process has"):
+            cluster.check_versions(client)
+
+
+def test_a_scheduler_without_this_package_is_named(elsewhere):
+    """A scheduler process that cannot import kme_dist: `versions` does not even unpickle there."""
+    address, _ = elsewhere(workers=0, before="sys.modules['kme_dist'] = None")
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
+    with subprocess.Popen([*worker, "--no-dashboard"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            with (
+                pytest.raises(ConfigError, match=r"the scheduler at tcp://.* cannot run kme-dist \("),
+                open_client(ClusterConfig(kind="address", address=address)),
+            ):
+                pass
+            problem = examine(scheduler=address)["problems"][-1]
+            assert problem.startswith(f"the scheduler at {address} cannot run kme-dist")
+        finally:
+            process.terminate()
+
+
+def test_the_doctor_says_try_again_for_a_scheduler_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
+    report = examine(scheduler=f"tcp://127.0.0.1:{free_port()}")
+    assert [report["exit_code"], len(report["problems"])] == [75, 1]
+    assert examine(scheduler="nonsense://here")["exit_code"] == 2
 
 
 def test_a_cluster_without_workers_is_not_waited_for_in_vain(elsewhere, monkeypatch):
@@ -130,6 +159,11 @@ def test_a_cluster_without_workers_is_not_waited_for_in_vain(elsewhere, monkeypa
         ({"address": "nonsense://here"}, ConfigError, "is not the address of a scheduler"),
         ({"address": "tcp://127.0.0.1:1"}, RetryError, "no scheduler answers at tcp://127.0.0.1:1"),
         ({"address": "tls://127.0.0.1:1"}, ConfigError, r"requires cluster\.tls"),
+        (
+            {"address": "tcp://127.0.0.1:1", "tls": TlsConfig(authority=__file__, certificate=__file__, key=__file__)},
+            ConfigError,
+            r"certificates were given .* connect to tls://127\.0\.0\.1:1",
+        ),
         (
             {"address": "tls://127.0.0.1:1", "tls": TlsConfig(authority="absent.pem", certificate="c", key="k")},
             ConfigError,

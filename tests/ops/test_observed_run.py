@@ -18,6 +18,7 @@ from kme_dist.models.predict import predict as predict_all
 from kme_dist.pipelines import fit, learn, predict
 from kme_dist.pipelines import run as whole
 from kme_dist.pipelines.folder import Listener
+from kme_dist.run import streams
 from kme_dist.run.executors import DaskExecutor
 
 ROWS, FEATURES = 800, 16
@@ -142,8 +143,9 @@ def test_learn_fit_and_predict_alone_are_watched_alike(client, config, tmp_path)
     assert stages_of(client, "alone", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
 
 
-def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_path):
+def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_path, monkeypatch):
     """A chunk of the input is damaged: it is tried again, then skipped."""
+    monkeypatch.setattr(streams, "MOST_CALLS", 1)  # on a quick machine a task makes several calls, and is repeated too
     told = []
     chosen = config("five")
     shutil.copytree(chosen.data.source, tmp_path / "rows.zarr")

@@ -107,6 +107,7 @@ def test_a_run_is_stopped_with_the_schedule(tmp_path):
     [
         (lambda: fire_times("every night"), "is not a cron expression"),
         (lambda: fire_times("61 * * * *"), "is not a cron expression"),
+        (lambda: fire_times("0 2 30 2 *"), "names no day that exists"),
         (lambda: fire_times("0 2 * * *", "Mars/Olympus"), "is unknown"),
         (lambda: parse_time("yesterday"), "is not a time"),
     ],

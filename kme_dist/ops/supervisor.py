@@ -1,0 +1,189 @@
+"""Keeps submitted jobs going without a hand: `kme-dist jobs keep --scheduler ADDRESS`.
+
+    supervisor = Supervisor(root, cluster, run_pipeline, say=print, notices=Notices(command=["notify-operator"]))
+    supervisor.keep(stop)           # looks at all jobs under the root every few seconds
+
+A job that was submitted to a scheduler is resubmitted when it has no driver any more: the scheduler does not know it
+and it has not changed since the last look, or it failed because of the infrastructure (exit code 75). Resubmissions of
+a job get further apart, and after `limit` of them it is marked as failed. How often a job was resubmitted, and which
+notices were sent, is written to the job's folder, so that the supervisor itself may be killed and started again.
+
+A notice is sent once for each job that succeeds, fails or is lost: as JSON on the standard input of a command, to a URL
+by POST, or both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from kme_dist.config import ClusterConfig
+from kme_dist.data.leases import latest_epoch
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
+from kme_dist.ops.driver import RunPipeline
+from kme_dist.ops.jobs import ENDED, Job, list_jobs, redact
+from kme_dist.ops.submit import GONE, on_scheduler, submit
+
+EVERY_S = 10.0
+LIMIT = 5
+PAUSE_S = 10.0  # between the first two resubmissions of a job; doubled each time
+_LONGEST_PAUSE_S = 600.0
+_COMMAND_S, _POST_S = 60.0, 10.0
+NOTICED = ("succeeded", "failed", "lost")
+
+
+@dataclass(frozen=True)
+class Notices:
+    """Whom to tell. Neither of the two may delay the jobs: a notice that cannot be sent is an error line."""
+
+    command: Sequence[str] = ()
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"--notify-url {self.url}: must be an http:// or https:// address")
+
+    def send(self, status: Mapping[str, Any]) -> list[str]:
+        """Send the status of a job; returns what went wrong."""
+        keys = ("id", "name", "pipeline", "state", "error", "exit_code", "submitted", "ended", "folder")
+        body = redact(json.dumps({key: status[key] for key in keys if status.get(key) is not None})).encode()
+        problems = []
+        if self.command:
+            try:
+                done = subprocess.run(self.command, input=body, capture_output=True, timeout=_COMMAND_S, check=False)
+                if done.returncode:
+                    problems.append(f"{self.command[0]} ended with exit code {done.returncode}")
+            except (OSError, subprocess.TimeoutExpired) as error:
+                problems.append(f"{self.command[0]}: {error}")
+        if self.url is not None:
+            request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=_POST_S):
+                    pass
+            except (OSError, urllib.error.URLError, ValueError) as error:
+                problems.append(f"{self.url}: {error}")
+        return problems
+
+    def __bool__(self) -> bool:
+        return bool(self.command or self.url)
+
+
+@dataclass
+class Supervisor:
+    """Looks at the jobs under `root` that were submitted to the scheduler of `cluster`."""
+
+    root: Path
+    cluster: ClusterConfig
+    run_pipeline: RunPipeline
+    say: Callable[[str], None] = lambda line: None
+    limit: int = LIMIT
+    pause_s: float = PAUSE_S
+    notices: Notices = field(default_factory=Notices)
+    _seen: dict[str, Any] = field(default_factory=dict, repr=False)  # what a job looked like at the last look
+    _not_before: dict[str, float] = field(default_factory=dict, repr=False)
+    _said: str = field(default="", repr=False)
+
+    def keep(self, stop: Event, every_s: float = EVERY_S) -> None:
+        """Look every `every_s` until `stop` is set."""
+        while True:
+            try:
+                self.look()
+                self._said = ""
+            except RetryError as error:  # the scheduler is away; jobs are resubmitted when it is back
+                self._say_once(str(error))
+            if stop.wait(every_s):
+                return
+
+    def look(self) -> list[str]:
+        """One look at all jobs; returns the ids of those that were resubmitted."""
+        active: list[tuple[Job, dict[str, Any]]] = []
+        for job in list_jobs(self.root):
+            try:
+                status = job.status()
+            except (CorruptError, DataError):  # damaged or just deleted: not ours to mend, and no obstacle for others
+                continue
+            self._notify(job, status)
+            if self._is_ours(job, status):
+                active.append((job, status))
+        if not active:
+            return []
+        known = on_scheduler([job for job, _ in active], self.cluster)
+        return [
+            job.id
+            for (job, status), there in zip(active, known, strict=True)
+            if self._has_stalled(job, status, there["state"]) and self._resubmit(job, status)
+        ]
+
+    def _is_ours(self, job: Job, status: Mapping[str, Any]) -> bool:
+        """Whether a scheduler was to run the job, and it should be running."""
+        events = job.events()
+        if job.stop_requested or not any("scheduler" in event for event in events):
+            return False
+        if status["state"] == "failed":
+            return status.get("exit_code") == RetryError.exit_code and not events[-1].get("given_up")
+        return status["state"] not in ENDED
+
+    def _has_stalled(self, job: Job, status: Mapping[str, Any], there: str | None) -> bool:
+        if there not in GONE:
+            self._seen.pop(job.id, None)
+            return False
+        if status["state"] == "failed":
+            return True
+        # One look alone proves nothing: a driver of another scheduler may be at work, and shows it by its beats.
+        now = (latest_epoch(job.place), len(job.events()))
+        before, self._seen[job.id] = self._seen.get(job.id), now
+        return before == now
+
+    def _resubmit(self, job: Job, status: Mapping[str, Any]) -> bool:
+        if time.monotonic() < self._not_before.get(job.id, 0.0):
+            return False
+        earlier = resubmissions(job)
+        if earlier >= self.limit:
+            why = status.get("error") or f"it was {status['state']} without a driver"
+            job.event("failed", exit_code=RetryError.exit_code, given_up=True,
+                      error=f"given up after {earlier} resubmissions: {why}")  # fmt: skip
+            job.log(f"given up after {earlier} resubmissions", level="error")
+            self.say(f"{job.id}: given up after {earlier} resubmissions; see `kme-dist jobs logs {job.id}`")
+            self._notify(job, job.status())
+            return False
+        self._not_before[job.id] = time.monotonic() + min(self.pause_s * 2**earlier, _LONGEST_PAUSE_S)
+        try:
+            submit(job, self.cluster, self.run_pipeline, resubmission=earlier + 1)
+        except RetryError:
+            self._not_before.pop(job.id)
+            raise
+        except KMEError as error:  # e.g. another version on the workers: a person has to act, the other jobs go on
+            self._say_once(f"{job.id}: cannot be resubmitted: {error}")
+            return False
+        self.say(f"{job.id}: was {status['state']} without a driver; resubmitted ({earlier + 1} of {self.limit})")
+        return True
+
+    def _notify(self, job: Job, status: Mapping[str, Any]) -> None:
+        if not self.notices or status["state"] not in NOTICED:
+            return
+        claimed = job.place.write(f"notices/{status['state']}-{status['drivers']}", b"", only_if_absent=True)
+        if claimed:
+            for problem in self.notices.send(status):
+                self.say(f"{job.id}: the notice was not sent: {problem}")
+
+    def _say_once(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self.say(line)
+
+
+def resubmissions(job: Job) -> int:
+    """How often the job was resubmitted since a person submitted it."""
+    count = 0
+    for event in job.events():
+        if "scheduler" in event:
+            count = int(event.get("resubmission", 0))
+    return count

@@ -1,0 +1,336 @@
+"""A supervisor resubmits jobs that have no driver any more, with a limit, and tells once how jobs end."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from ports import free_port
+
+from kme_dist.cli import app as cli
+from kme_dist.config import ClusterConfig, parse_config
+from kme_dist.data.leases import EpochLease, begin_epoch
+from kme_dist.errors import ConfigError, RetryError
+from kme_dist.ops import jobs, submit, supervisor
+from kme_dist.ops.supervisor import Notices, Supervisor
+
+AT = ClusterConfig(kind="address", address="tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def job(tmp_path):
+    config = parse_config({"data": {"source": "table.zarr"}})
+    return jobs.create_job(tmp_path, pipeline="evaluate", config=config, name="nightly", job_id="nightly-1")
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """What the scheduler says of every job (`state`), and the resubmissions it got (`sent`)."""
+
+    class Scheduler:
+        state = None
+        sent = []
+
+    told = Scheduler()
+    told.sent = []
+
+    def accept(job, cluster, run_pipeline, resubmission):
+        job.event("waiting", scheduler=cluster.address, resubmission=resubmission)
+        told.sent.append((job.id, resubmission))
+
+    monkeypatch.setattr(supervisor, "on_scheduler", lambda found, cluster: [{"state": told.state} for _ in found])
+    monkeypatch.setattr(supervisor, "submit", accept)
+    return told
+
+
+def watched(job, **settings):
+    return Supervisor(job.root, AT, run_pipeline=None, pause_s=0.0, **settings)
+
+
+def test_a_job_that_the_scheduler_does_not_know_is_resubmitted_at_the_second_look(job, scheduler):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    keeper = watched(job)
+    assert keeper.look() == [], "one look alone proves nothing"
+    assert keeper.look() == [job.id]
+    assert scheduler.sent == [(job.id, 1)]
+
+
+def test_a_driver_that_shows_that_it_lives_is_left_alone(job, scheduler):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    keeper = watched(job)
+    with EpochLease.take(job.place, beat_s=0.01):
+        job.event("running", epoch=1)
+        for _ in range(3):
+            assert keeper.look() == []
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("state", ["processing", "waiting", "no-worker", "queued"])
+def test_a_job_that_the_scheduler_knows_is_left_alone(job, scheduler, state):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    scheduler.state = state
+    keeper = watched(job)
+    assert [keeper.look() for _ in range(3)] == [[], [], []]
+
+
+def test_a_task_whose_workers_died_too_often_is_sent_again(job, scheduler):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    scheduler.state = "erred"
+    keeper = watched(job)
+    assert [keeper.look(), keeper.look()] == [[], [job.id]]
+
+
+@pytest.mark.parametrize(
+    ("code", "resubmitted"), [(75, True), (1, False), (2, False), (3, False), (65, False), (130, False)]
+)
+def test_only_failures_of_the_infrastructure_are_resubmitted(job, scheduler, code, resubmitted):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=code, error="?")
+    assert watched(job).look() == [job.id] * resubmitted
+
+
+def test_jobs_of_no_scheduler_and_jobs_that_were_asked_to_stop_are_left_alone(job, scheduler):
+    job.event("running")
+    keeper = watched(job)
+    assert [keeper.look(), keeper.look()] == [[], []], "a job of this machine"
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.request_stop("enough")
+    assert [keeper.look(), keeper.look()] == [[], []]
+
+
+def test_after_the_limit_a_job_is_marked_as_failed_and_stays_so(job, scheduler):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    for _ in range(2):
+        keeper = watched(job, limit=2)  # killed and started again: the count is in the job's folder
+        keeper.look()
+        assert keeper.look() == [job.id]
+    keeper = watched(job, limit=2)
+    assert [keeper.look() for _ in range(4)] == [[]] * 4
+    status = job.status()
+    assert (status["state"], status["exit_code"]) == ("failed", 75)
+    assert status["error"].startswith("given up after 2 resubmissions")
+    job.event("waiting", scheduler="tcp://elsewhere:1")  # a person submits it again: the count starts anew
+    assert supervisor.resubmissions(job) == 0
+
+
+def test_resubmissions_get_further_apart(job, scheduler, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    keeper, when = Supervisor(job.root, AT, run_pipeline=None, pause_s=10.0, limit=4), []
+    for second in range(200):
+        clock[0] = 100.0 + second
+        if keeper.look():
+            when.append(second)
+    assert np.diff(when).tolist() == [10, 20, 40]
+
+
+def test_a_scheduler_that_is_away_is_said_once_and_waited_for(job, monkeypatch):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    lines, looks, stop = [], [], threading.Event()
+
+    def away(found, cluster):
+        looks.append(found)
+        if len(looks) == 3:
+            stop.set()
+        raise RetryError("no scheduler answers")
+
+    monkeypatch.setattr(supervisor, "on_scheduler", away)
+    watched(job, say=lines.append).keep(stop, every_s=0.0)
+    assert lines == ["no scheduler answers"]
+    assert len(looks) == 3
+
+
+# --- notices ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def receiver():
+    """A server on this machine, and the bodies that were posted to it."""
+    bodies = []
+
+    class Receiver(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/jobs", bodies
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_end_of_a_job_is_told_once_by_a_command_and_to_a_url(job, scheduler, receiver, tmp_path):
+    url, bodies = receiver
+    file = tmp_path / "notices.txt"
+    command = [sys.executable, "-c", f"import sys; open({str(file)!r}, 'a').write(sys.stdin.read() + chr(10))"]
+    job.event("failed", exit_code=3, error="not positive definite")
+    for _ in range(2):  # also by a supervisor that was started again
+        watched(job, notices=Notices(command, url)).look()
+    (body,) = bodies
+    assert (body["id"], body["state"], body["exit_code"]) == (job.id, "failed", 3)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [body]
+
+
+def test_a_lost_job_is_told_too(job, scheduler, receiver):
+    url, bodies = receiver
+    lose(job)
+    watched(job, notices=Notices(url=url)).look()
+    assert [body["state"] for body in bodies] == ["lost"]
+
+
+def test_a_notice_that_cannot_be_sent_is_a_line_and_no_obstacle(job, scheduler):
+    job.event("failed", exit_code=2, error="?")
+    lines = []
+    watched(job, say=lines.append, notices=Notices(["absent-command"], f"http://127.0.0.1:{free_port()}/")).look()
+    assert len(lines) == 2
+    assert all(line.startswith(f"{job.id}: the notice was not sent: ") for line in lines)
+    with pytest.raises(ConfigError, match="must be an http"):
+        Notices(url="file:///etc/passwd")
+
+
+# --- lost jobs -------------------------------------------------------------------------------------
+
+
+def lose(job):
+    """A driver that died a minute ago on another machine."""
+    with EpochLease.take(job.place):
+        job.event("running", epoch=1, driver="worker tcp://gone:1")
+    begin_epoch(job.place, "worker tcp://gone:1")
+    job.event("running", epoch=2)
+    then = time.time() - 60
+    os.utime(job.folder / "lease" / "000002.json", (then, then))
+
+
+def test_a_job_whose_driver_does_not_report_is_lost_and_ends_waits_with_75(job, capsys):
+    lose(job)
+    status = job.status()
+    assert status["state"] == "lost"
+    assert status["seconds_since_beat"] >= 59
+    assert cli.execute(["jobs", "wait", job.id, "--root", str(job.root)]) == 75
+    assert f"the job {job.id} is lost" in (error := capsys.readouterr().err)
+    assert f"kme-dist jobs resume {job.id}" in error
+    assert cli.execute(["jobs", "list", "--root", str(job.root), "--state", "lost"]) == 0
+    assert job.id in capsys.readouterr().out
+
+
+def test_the_clock_of_this_host_alone_makes_no_job_lost(job, monkeypatch):
+    with EpochLease.take(job.place):
+        job.event("running", epoch=1)
+        ahead = time.time() + 3600
+        monkeypatch.setattr("kme_dist.data.leases.time.time", lambda: ahead)
+        assert job.status()["state"] == "running", "the disk's own clock decides"
+
+
+def test_a_scheduler_that_does_not_answer_does_not_hide_the_states(job, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "ANSWER_S", 0.5)
+    job.event("waiting", scheduler="tcp://127.0.0.1:1")
+    for command in (["list"], ["status", job.id]):
+        address = f"tcp://127.0.0.1:{free_port()}"
+        began = time.monotonic()
+        assert cli.execute(["jobs", *command, "--root", str(job.root), "--scheduler", address]) == 75
+        out, err = capsys.readouterr()
+        assert "waiting" in out
+        assert err.startswith("error: no scheduler answers")
+        assert time.monotonic() - began < 60
+
+
+def test_jobs_are_listed_by_state_age_and_number(job, capsys):
+    for number, state in enumerate(["failed", "cancelled", "failed"], 2):
+        other = jobs.create_job(job.root, pipeline="run", config=job.config(), name="other", job_id=f"other-{number}")
+        other.event(state)
+
+    def listed(*options):
+        assert cli.execute(["jobs", "list", "--root", str(job.root), "--json", *options]) == 0
+        return [status["id"] for status in json.loads(capsys.readouterr().out)["jobs"]]
+
+    assert listed("--state", "failed") == ["other-2", "other-4"]
+    assert listed("--state", "failed", "--limit", "1") == ["other-4"]
+    assert len(listed("--since", "1h")) == 4
+    assert listed("--since", "2100-01-01T00:00Z") == []
+    for wrong in (["--state", "lots"], ["--since", "yesterday"]):
+        assert cli.execute(["jobs", "list", "--root", str(job.root), *wrong]) == 2
+    capsys.readouterr()
+
+
+def test_old_jobs_are_deleted_when_they_have_ended(job, capsys):
+    ended = jobs.create_job(job.root, pipeline="run", config=job.config(), name="b", job_id="ended")
+    ended.event("failed", exit_code=2)
+    prune = ["jobs", "prune", "--root", str(job.root), "--older-than"]
+    assert cli.execute([*prune, "1h"]) == 0
+    assert cli.execute([*prune, "0s", "--dry-run"]) == 0
+    assert ended.folder.exists()
+    assert cli.execute([*prune, "0s"]) == 0
+    assert not ended.folder.exists()
+    assert job.folder.exists(), "it has not ended"
+    capsys.readouterr()
+
+
+# --- for real --------------------------------------------------------------------------------------
+
+
+def test_a_job_survives_the_death_of_its_whole_cluster_without_a_hand(tmp_path):
+    """Its cluster is killed and started again at the same address; the supervisor does the rest."""
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(400, 3))
+    np.savez(tmp_path / "table.npz", X=X, y=(X[:, 0] > 0).astype(int))
+    (tmp_path / "small.yaml").write_text(
+        "data: {source: table.npz, label: y}\n"
+        "model: {objective: rcb}\n"
+        "learn: {steps: 400, batch_size: 50, checkpoint_steps: 5}\n"
+    )
+    address = f"127.0.0.1:{free_port()}"
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "KME_ROOT": str(tmp_path)}
+
+    def kme(*arguments):
+        command = [sys.executable, "-m", "kme_dist", *arguments]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+
+    def cluster():
+        process = kme("cluster", "--workers", "1", "--listen", address, "--allow-insecure", "--quiet")
+        assert process.stdout.readline()
+        return process
+
+    def end(process, how=signal.SIGKILL):
+        os.killpg(process.pid, how)
+        process.communicate()
+
+    running = cluster()
+    submitted = kme("submit", str(tmp_path / "small.yaml"), "--pipeline", "learn", "--quiet",
+                    "--scheduler", f"tcp://{address}")  # fmt: skip
+    job = jobs.job_at(tmp_path, submitted.communicate()[0].strip())
+    keeper = kme("jobs", "keep", "--scheduler", f"tcp://{address}", "--every", "0.5")
+    try:
+        _until(lambda: (job.status().get("progress") or {}).get("done", 0) >= 20)
+        end(running)
+        running = cluster()
+        _until(lambda: job.status()["state"] == "succeeded")
+        assert job.status()["drivers"] == 2
+        assert supervisor.resubmissions(job) == 1
+    finally:
+        end(keeper)
+        end(running)
+
+
+def _until(true, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
