@@ -41,12 +41,15 @@ PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed",
 
 @dataclass(frozen=True)
 class Listener:
-    """Callbacks for the progress of a run: name of a starting point, learning step, chunks done, text line."""
+    """Callbacks for the progress of a run: name of a starting point, learning step, units done, text line, and the
+    beginning and the end of a stage."""
 
     start: Callable[[str], None] = lambda name: None
     step: Callable[[dict[str, Any]], None] = lambda record: None
     progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None
     say: Callable[[str], None] = lambda line: None
+    begin: Callable[[str], None] = lambda stage: None
+    end: Callable[[str], None] = lambda stage: None
 
 
 @dataclass

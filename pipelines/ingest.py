@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from kme_dist.config import Config
 from kme_dist.data.append import append
@@ -25,9 +20,9 @@ from kme_dist.errors import ConfigError, KMEError
 from kme_dist.ops.words import plural
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.folder import digest, recorded_stages
+from kme_dist.pipelines.progress import RunProgress
 from kme_dist.pipelines.stages import Run, Stage
 
-LINE_EVERY_S = 5.0
 DATA = "data.zarr"
 
 
@@ -68,9 +63,9 @@ def run(
     `kme_dist.data.ingest.ingest`.
     """
     files: dict[str, Any] = {"format": format, "delimiter": delimiter, "header": header, "encoding": encoding}
-    with ShownProgress(quiet=quiet or progress is not None) as shown:
+    with RunProgress(sys.stderr, quiet=quiet or progress is not None) as shown:
         if add:
-            return append(dest, source, split=split, memory=memory, progress=progress or shown, **files)
+            return append(dest, source, split=split, memory=memory, progress=progress or shown.count, **files)
         return ingest(
             source,
             dest,
@@ -93,7 +88,7 @@ def run(
             memory=memory,
             overwrite=overwrite,
             client=client,
-            progress=progress or shown,
+            progress=progress or shown.count,
             **files,
         )
 
@@ -155,48 +150,6 @@ def check_source(config: Config, folder: Path) -> None:
             "of the section data has changed since; restore them, choose another output.folder, or run "
             "`kme-dist run`, which replaces the results"
         )
-
-
-class ShownProgress:
-    """Progress: a bar with rows/s on a terminal, occasional lines elsewhere, nothing if quiet."""
-
-    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        self.quiet = quiet
-        self.console = Console(file=stream or sys.stderr)
-        self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._began: dict[str, float] = {}
-        self._last_line = time.monotonic()
-
-    def __enter__(self) -> ShownProgress:
-        if not self.quiet and self.console.is_terminal:
-            rate = TextColumn("{task.fields[rate]}")
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), rate, TimeRemainingColumn(), console=self.console
-            )
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        if self.quiet:
-            return
-        now = time.monotonic()
-        began = self._began.setdefault(stage, now)
-        rate = done / (now - began) if now > began else 0.0
-        if self._bar is not None:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._bar.add_task(stage, total=total, rate="")
-            self._bar.update(self._tasks[stage], completed=done, total=total, rate=f"{done:,} rows, {rate:,.0f} rows/s")
-        elif now - self._last_line >= LINE_EVERY_S:
-            self._last_line = now
-            of = f" of {total:,}, about {(total - done) / rate:,.0f} s left" if total and rate else ""
-            self.console.print(f"{stage}: {done:,} rows{of} ({rate:,.0f} rows/s)", highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,37 +247,16 @@ class LazyExecutor(SerialExecutor):
 
 
 class RowProgress:
-    """Reports the rows done to a listener, with rate and time left as text."""
+    """Reports the rows done to a listener."""
 
-    def __init__(self, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
-        self._listener, self._clock = listener, clock
-        self._began: float | None = None
-        self._first = 0
-        self._last_line = clock()
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._begun = listener, False
 
     def __call__(self, done: int, total: int) -> None:
-        now = self._clock()
+        if not self._begun and done:
+            self._listener.say(f"predict: {done:,} of {total:,} rows were done before")
+        self._begun = True
         self._listener.progress("predict", done, total)
-        if self._began is None:
-            self._began, self._first = now, done
-            if done:
-                self._listener.say(f"predict: {done:,} of {total:,} rows were done before")
-            return
-        if now - self._last_line < SECONDS_BETWEEN_LINES and done < total:
-            return
-        self._last_line = now
-        elapsed = max(now - self._began, 1e-9)
-        rate = (done - self._first) / elapsed
-        left = f", {_duration((total - done) / rate)} left" if rate > 0 and done < total else ""
-        self._listener.say(
-            f"predict: {done:,} of {total:,} rows ({done / max(total, 1):.0%}), {rate:,.0f} rows/s{left}"
-        )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 if __name__ == "__main__":

@@ -134,8 +134,11 @@ class Run:
         """The work of a stage, reported to the dashboard and to log.jsonl."""
         cluster = self.executor if stage.over_workers else None
         log = self.folder.path / "log.jsonl"
+        self.listener.begin(stage.name)
         with telemetry(cluster, run=self.name, stage=stage.name, pipeline=self.name, log=log) as self.telemetry:
-            return stage.work(self)
+            result = stage.work(self)
+        self.listener.end(stage.name)
+        return result
 
     def result(self, stage: str) -> dict[str, Any]:
         found: dict[str, Any] = self.folder.stages[stage]["result"]

@@ -174,22 +174,18 @@ def _run_stage(stage: str, config: Path, options: StageOptions, output: Output, 
     """Run the pipeline `stage` with its progress on stderr; `settings` are those of the pipeline."""
     typed = ["kme-dist", stage, str(config), *(f"--set={change}" for change in options.overrides or [])]
     wanted = options.load(config)
-    with load("pipelines.progress").StepProgress(sys.stderr, quiet=output.quiet) as progress:
-
-        def say(line: str) -> None:
-            progress.flush()
-            output.say(line)
-
-        listener = load("pipelines.folder").Listener(start=progress.rename, step=progress, say=say)
-        with options.performance_notice(output.say):
-            result: dict[str, Any] = load(f"pipelines.{stage}").run(
-                wanted,
-                name=config.stem,
-                listener=listener,
-                command=shlex.join(typed),
-                performance=options.performance,
-                **settings,
-            )
+    with (
+        load("pipelines.progress").RunProgress(sys.stderr, quiet=output.quiet) as progress,
+        options.performance_notice(progress.say),
+    ):
+        result: dict[str, Any] = load(f"pipelines.{stage}").run(
+            wanted,
+            name=config.stem,
+            listener=progress.listener,
+            command=shlex.join(typed),
+            performance=options.performance,
+            **settings,
+        )
     return result
 
 

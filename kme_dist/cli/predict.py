@@ -85,14 +85,16 @@ def predict(
             raise ConfigError(f"--{missing[0]} is missing; give --model, --data and --out, or a config file")
         section = _config_of_flags(given, options.scheduler).predict
         request = pipeline.standalone_request(given["model"], given["data"], given["out"], section)
-    listener = load("pipelines.folder").Listener(say=output.say)
-    with options.performance_notice(output.say):
+    with (
+        load("pipelines.progress").RunProgress(sys.stderr, quiet=output.quiet) as progress,
+        options.performance_notice(progress.say),
+    ):
         result = pipeline.run_request(
             request,
             cluster,
             fresh=from_scratch,
             overwrite=overwrite,
-            listener=listener,
+            listener=progress.listener,
             performance=options.performance,
         )
     output.result(

@@ -23,7 +23,7 @@ from kme_dist.errors import RetryError
 
 Call = tuple[Any, ...]
 CHECK_EVERY_S = 2.0  # how often calls are checked for being overdue
-TASKS_PER_S = 100.0  # beyond this, a task makes several calls
+TASKS_PER_S = 50.0  # beyond this, a task makes several calls
 _LINGER = (0.1, 0.03)  # how long finished calls are collected: seconds, and share of the time of a call, at most
 _MOST_FETCHED = 100  # results fetched by one message, and held here at the same time
 MOST_CALLS = 64  # of a task

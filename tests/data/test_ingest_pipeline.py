@@ -43,20 +43,6 @@ def test_the_script_prints_one_line_and_returns_the_exit_code(table, tmp_path, c
     assert "has no column 'nothing'" in error
 
 
-def test_progress_is_a_line_now_and_then_off_a_terminal(table, tmp_path, monkeypatch):
-    monkeypatch.setattr(ingest_module, "LINE_EVERY_S", 0.0)
-    stream = io.StringIO()
-    with ingest_module.ShownProgress(stream=stream) as shown:
-        shown("rows", 10, 100)
-        shown("rows", 50, 100)
-    assert "rows: 50 rows of 100" in stream.getvalue()
-    assert "rows/s" in stream.getvalue()
-    quiet = io.StringIO()
-    with ingest_module.ShownProgress(quiet=True, stream=quiet) as shown:
-        shown("rows", 10, 100)
-    assert quiet.getvalue() == ""
-
-
 def test_describe_is_json_and_renders(table, tmp_path, capsys):
     data = ingest_module.run(table, tmp_path / "d.zarr", label="answer", split="train=0.5,test=0.5", quiet=True)
     facts = describe_module.describe(data.path, verify=True)

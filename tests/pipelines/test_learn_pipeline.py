@@ -21,7 +21,7 @@ from kme_dist.ops.cluster import versions
 from kme_dist.pipelines import doctor, learn, plan
 from kme_dist.pipelines import run as runs
 from kme_dist.pipelines.folder import Listener
-from kme_dist.pipelines.progress import StepProgress, rate_in_words
+from kme_dist.pipelines.progress import RunProgress, rate_in_words
 from kme_dist.run.train import _AUTO_STEPS
 
 CONFIG = """
@@ -218,7 +218,7 @@ def test_modes_that_do_not_go_together_are_refused(config, changes, line):
 
 def test_the_progress_line_has_all_that_a_person_asks_for(config):
     shown = io.StringIO()
-    with StepProgress(shown) as progress:
+    with RunProgress(shown) as progress:
         learn.run(load_config(config), name="small", listener=runs.Listener(step=progress))
     line = shown.getvalue().splitlines()[-1]
     assert line.startswith("rcb: step 5/5")
@@ -229,7 +229,7 @@ def test_the_progress_line_has_all_that_a_person_asks_for(config):
 
 def test_a_message_comes_after_the_last_line_of_the_steps_before_it(config):
     shown = io.StringIO()
-    with StepProgress(shown) as progress:
+    with RunProgress(shown) as progress:
         learn.run(load_config(config), name="small", listener=runs.Listener(step=progress))
         progress.flush()
         print("fit: cholesky", file=shown)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,8 +26,9 @@ from kme_dist.errors import ConfigError, DataError, NumericalError, RetryError
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.evaluate import measure
 from kme_dist.pipelines.folder import Listener
-from kme_dist.pipelines.progress import StepProgress
+from kme_dist.pipelines.progress import RunProgress
 from kme_dist.pipelines.run import run
+from kme_dist.run.fit.problem import ProgressLine
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -567,7 +569,7 @@ def record(step, steps=3, phase="rcb"):
 
 def test_a_log_gets_plain_lines_with_every_number():
     stream = io.StringIO()
-    with StepProgress(stream) as progress:
+    with RunProgress(stream) as progress:
         for step in (1, 2, 3):
             progress(record(step))
     assert progress.steps_done == 3
@@ -578,7 +580,7 @@ def test_a_log_gets_plain_lines_with_every_number():
 
 def test_every_phase_gets_its_last_line_even_when_it_stops_early():
     stream = io.StringIO()
-    with StepProgress(stream) as progress:
+    with RunProgress(stream) as progress:
         progress(record(1))
         progress(record(2))
         progress(record(1, phase="validation"))
@@ -587,24 +589,75 @@ def test_every_phase_gets_its_last_line_even_when_it_stops_early():
     assert second.startswith("validation: step 1/3")
 
 
-def test_a_terminal_gets_a_live_bar_with_every_number():
+def shown_on_a_terminal(monkeypatch, columns, *calls):
+    """The last state of the bars on a terminal of that width, as lines."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
-    with StepProgress(stream) as progress:
-        progress.rename("overfitted")
-        progress(record(2))
-    for word in ("overfitted rcb", "2/3", "steps/s", "q 12.35", "risk 9.876", "r 1.25"):
-        assert word in stream.getvalue()
+    with RunProgress(stream) as progress:
+        for call in calls:
+            call(progress)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    return [line.split("\r")[-1].rstrip() for line in text.rstrip().split("\n")]
+
+
+def test_a_terminal_gets_a_live_bar_with_every_number(monkeypatch):
+    lines = shown_on_a_terminal(monkeypatch, 160, lambda p: p.rename("overfitted"), lambda p: p(record(3)))
+    for word in ("overfitted rcb", "3/3", "steps/s", "q 12.35", "risk 9.876", "r 1.25"):
+        assert word in lines[-1]
+
+
+def test_a_bar_fits_eighty_columns_with_nothing_cut_off(monkeypatch):
+    long = {**record(3), "regularization": 1e-3, "gradient_norm": 0.5, "rows_per_second": 12345.0, "waiting_share": 0.1}
+    (line,) = shown_on_a_terminal(monkeypatch, 80, lambda p: p.rename("a start"), lambda p: p(long))[-1:]
+    assert len(line) <= 80
+    assert "a start rcb" in line
+    assert "3/3  q 12.35" in re.sub(r" +", "  ", line).replace("q  12.35", "q 12.35")
+    assert "..." not in line
+    assert "…" not in line
+
+
+def test_learning_that_stopped_early_says_so_and_its_bar_is_full(monkeypatch):
+    calls = [lambda p: p(record(93, steps=300)), lambda p: p(record(3, phase="validation"))]
+    first, second = shown_on_a_terminal(monkeypatch, 100, *calls)[-2:]
+    assert "93/300" in first
+    assert "stopped early" in first
+    assert "stopped early" not in second
+    full = "━" * 10
+    assert full in first
+    assert full in second
+
+
+def test_a_stage_moves_its_bar_by_its_own_lines_and_ends_full(monkeypatch):
+    calls = [
+        lambda p: p.begin("fit"),
+        lambda p: p.say(ProgressLine("fit: column 1 of 4", 60, 100)),
+        lambda p: p.say("fit: a message"),
+        lambda p: p.end("fit"),
+    ]
+    lines = shown_on_a_terminal(monkeypatch, 80, *calls)
+    assert "fit: a message" in lines
+    assert not any("column 1 of 4" in line for line in lines), "the bar shows it"
+    assert re.match(r"fit +━+ +60/100", lines[-1])
+
+
+def test_a_log_gets_rows_with_share_rate_and_time_left():
+    stream, clock = io.StringIO(), iter(range(0, 100, 10))
+    with RunProgress(stream, clock=lambda: next(clock)) as progress:
+        progress.count("predict", 0, 1000)
+        progress.count("predict", 250, 1000)
+    line = stream.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"predict: 250 of 1,000 \(25%\), [\d.]+/s, \d+ s left", line)
 
 
 def test_quiet_is_quiet():
     for stream in (io.StringIO(), Terminal()):
-        with StepProgress(stream, quiet=True) as progress:
+        with RunProgress(stream, quiet=True) as progress:
             progress(record(3))
         assert stream.getvalue() == ""
 
 
 def test_not_a_number_is_shown_as_such():
     stream = io.StringIO()
-    with StepProgress(stream) as progress:
+    with RunProgress(stream) as progress:
         progress({**record(3), "objective": math.nan})
     assert "q nan" in stream.getvalue()

@@ -40,7 +40,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
-from kme_dist.run.fit.problem import EXPONENTIAL, Cost, LeftOut, Problem, Size, Solved, fingerprint
+from kme_dist.run.fit.problem import EXPONENTIAL, Cost, LeftOut, Problem, ProgressLine, Size, Solved, fingerprint
 from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
@@ -392,9 +392,8 @@ class _Work:
             found = self._step(found, precondition, weight)
             found.save(self.scratch)
             told = "; ".join(f"λ {lam:.1e}: {loss:.4f}" for lam, loss in zip(self.lams, found.losses[-1], strict=True))
-            self.problem.report(
-                f"fit: step {found.steps}, residual {found.state.residuals.max():.1e}, held-out log loss {told}"
-            )
+            line = f"fit: step {found.steps}, residual {found.state.residuals.max():.1e}, held-out log loss {told}"
+            self.problem.report(ProgressLine(line, found.steps, MOST_STEPS))
         return found
 
     def _continues(self, found: Progress) -> bool:

@@ -31,6 +31,17 @@ def silent(line: str) -> None:
     pass
 
 
+class ProgressLine(str):
+    """A line of a report that says how far the fit is: `done` of `total` units."""
+
+    __slots__ = ("done", "total")
+
+    def __new__(cls, line: str, done: int, total: int) -> ProgressLine:
+        made = super().__new__(cls, line)
+        made.done, made.total = done, total  # type: ignore[attr-defined]
+        return made
+
+
 @dataclass(frozen=True)
 class Problem:
     """What to fit, and on what."""

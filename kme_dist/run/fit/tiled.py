@@ -29,7 +29,18 @@ from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.exact import Exact, precision_for
-from kme_dist.run.fit.problem import Cost, Problem, Size, Solved, between, fingerprint, roots, scaled, with_weight
+from kme_dist.run.fit.problem import (
+    Cost,
+    Problem,
+    ProgressLine,
+    Size,
+    Solved,
+    between,
+    fingerprint,
+    roots,
+    scaled,
+    with_weight,
+)
 from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
@@ -149,7 +160,8 @@ def _factor(tiles: Tiles, problem: Problem) -> None:
     run(factor_diagonal, [(tiles, 0)], name="factor-diagonal")
     for j in range(count - 1):
         run(factor_tile, [(tiles, i, j) for i in range(j + 1, count)], name="factor-tile")
-        problem.report(f"fit: column {j + 2} of {count}")
+        left = (1 - (j + 2) / count) ** 3  # of the work: a column is as long as there are rows below it, and as wide
+        problem.report(ProgressLine(f"fit: column {j + 2} of {count}", round(100 * (1 - left)), 100))
 
 
 def apply_inverse(tiles: Tiles, B: np.ndarray, problem: Problem) -> np.ndarray:
