@@ -103,7 +103,7 @@ def ways(executor):
     actors = [client.submit(Gradients, actor=True, workers=[a], pure=False).result() for a in addresses]
 
     def by_lanes(calls):
-        return list(lanes.map(batch_gradient, calls, deadline_s=60, resource=None).values())
+        return list(lanes.start(batch_gradient, calls, resource=None).results(deadline_s=60).values())
 
     def by_actors(calls):
         pending = [actor.take(*call) for actor, call in zip(actors, calls, strict=True)]

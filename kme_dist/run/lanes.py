@@ -1,7 +1,8 @@
 """Direct calls to workers, bypassing the scheduler.
 
     lanes = Lanes(client)
-    lanes.map(function, calls, deadline_s=1.0)      # {index: result}; the caller handles missing ones
+    sent = lanes.start(function, calls, resource=None)
+    sent.results(deadline_s=1.0)                    # {index: result}; the caller handles missing ones
 
 A round of plain tasks passes through three event loops twice and costs 10 to 20 ms; a call over an open connection to
 the worker costs 1 to 2 ms. This pays only for rounds so short that the overhead of tasks would dominate, and it is not
@@ -17,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 _OPERATION = "kme_dist_call"
@@ -33,6 +35,7 @@ class Lanes:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._ready: set[str] = set()  # workers that have registered the operation
+        self._busy: Counter[str] = Counter()  # calls of rounds in progress by worker; used by the event loop only
         self._workers: list[tuple[str, dict[str, float]]] = []
         self._refresh_at = self._retry_at = 0.0
         self._backoff_s = _BACKOFF_S
@@ -41,26 +44,26 @@ class Lanes:
     def available(self) -> bool:
         return time.monotonic() >= self._retry_at
 
-    def map(
-        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], *, deadline_s: float, resource: str | None
-    ) -> dict[int, Any]:
-        """Results by index, of the calls answered in time. An error of the function is raised."""
-        answers: dict[int, tuple[bool, Any]] = {}
+    def start(
+        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], *, resource: str | None
+    ) -> LaneCalls:
+        """Send the calls now, to the workers that have the resource."""
+        sent = LaneCalls(self, len(calls))
         with contextlib.suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: the client is closing
             self._refresh()
+            loop = self._client.loop.asyncio_loop
             addresses = [address for address, has in self._workers if resource is None or has.get(resource)]
-            work = (self._client, addresses, self._ready, function, calls, answers)
-            self._client.sync(_distribute, *work, callback_timeout=deadline_s)
-        done = dict(answers)  # a late answer must not appear half-way
-        for ok, value in done.values():
-            if not ok:
-                raise value
-        if len(done) < len(calls):
+            work = _distribute(self._client, addresses, self._ready, self._busy, function, calls, sent.answers)
+            sent.progress = asyncio.run_coroutine_threadsafe(work, loop)
+        return sent
+
+    def note(self, *, complete: bool) -> None:
+        """Whether all calls of a round were answered; if not, lanes are not used for a while."""
+        if complete:
+            self._backoff_s = _BACKOFF_S
+        else:
             self._retry_at, self._backoff_s = time.monotonic() + self._backoff_s, min(2 * self._backoff_s, 600.0)
             self._refresh_at = 0.0
-        else:
-            self._backoff_s = _BACKOFF_S
-        return {index: value for index, (_, value) in done.items()}
 
     def _refresh(self) -> None:
         if time.monotonic() > self._refresh_at:
@@ -70,10 +73,38 @@ class Lanes:
             self._refresh_at = time.monotonic() + _REFRESH_EVERY_S
 
 
+class LaneCalls:
+    """The calls of one round, in progress."""
+
+    def __init__(self, lanes: Lanes, count: int) -> None:
+        self._lanes, self._count = lanes, count
+        self.answers: dict[int, tuple[bool, Any]] = {}
+        self.progress: Future[None] | None = None  # None: nothing could be sent
+
+    def results(self, *, deadline_s: float) -> dict[int, Any]:
+        """Results by index, of the calls answered within `deadline_s` from now. An error of the function is raised."""
+        with contextlib.suppress(TimeoutError, OSError, RuntimeError, CancelledError):
+            if self.progress is not None:
+                self.progress.result(deadline_s)
+        self.cancel()
+        done = dict(self.answers)  # a late answer must not appear half-way
+        for ok, value in done.values():
+            if not ok:
+                raise value
+        self._lanes.note(complete=len(done) == self._count)
+        return {index: value for index, (_, value) in done.items()}
+
+    def cancel(self) -> None:
+        """Wait for no further answers."""
+        if self.progress is not None:
+            self.progress.cancel()
+
+
 async def _distribute(
     client: Any,
     addresses: list[str],
     ready: set[str],
+    busy: Counter[str],
     function: Callable[..., Any],
     calls: Sequence[tuple[Any, ...]],
     answers: dict[int, tuple[bool, Any]],
@@ -93,7 +124,14 @@ async def _distribute(
                 reply = await ask(work=to_serialize((function, call)))
                 answers[index] = reply["answer"]
 
-    await asyncio.gather(*(serve(address) for address in [a for a in addresses if a in ready] * _IN_FLIGHT))
+    # Workers that have calls of the round before come last.
+    usable = sorted((a for a in addresses if a in ready), key=lambda address: busy[address])
+    chosen = (usable * _IN_FLIGHT)[: len(calls)]
+    busy.update(chosen)
+    try:
+        await asyncio.gather(*(serve(address) for address in chosen))
+    finally:
+        busy.subtract(chosen)
 
 
 def _register(dask_worker: Any) -> None:

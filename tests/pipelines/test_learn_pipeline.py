@@ -174,6 +174,15 @@ def test_replicas_are_learned_and_resumed_by_the_command(config, tmp_path):
     assert (facts["mode"], facts["rounds"], facts["tasks"]) == ("local", 4, 16)
 
 
+def test_delayed_gradients_are_learned_and_resumed_by_the_command(config, tmp_path):
+    delayed = ["learn.delay=1"]
+    assert learn.run(load_config(config, delayed), name="small")["steps"] == 5
+    longer = learn.run(load_config(config, [*delayed, "learn.steps=8"]), name="small")
+    assert (longer["steps"], longer["steps_now"]) == (8, 3)
+    with pytest.raises(ConfigError, match=r"learn\.delay was 1, now it is None"):
+        learn.run(load_config(config), name="small")
+
+
 def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path):
     full = ["learn.mode=full", "model.features={name: random_fourier, features: 8}", "model.dtype=float64"]
     summary = learn.run(load_config(config, [*full, "learn.steps=6"]), name="small")
@@ -204,6 +213,12 @@ def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path)
         (["learn.mode=full", "model.features=fourrier"], "feature map 'fourrier' is unknown"),
         (["learn.mode=full", "model.objective=validation"], "model.objective must be rcb or erm"),
         (["learn.mode=local", "learn.local_steps=2"], r"learn\.steps is 5, which is not a multiple"),
+        (
+            ["learn.mode=local", "learn.steps=10", "learn.delay=1"],
+            r"learn\.delay is 1, which requires learn\.mode sync",
+        ),
+        (["learn.delay=2"], r"learn\.delay"),
+        (["model.kind=cen", "learn.delay=1"], r"learn\.delay is only for kernels"),
         (["learn.feature_cache=lots"], r"learn\.feature_cache is 'lots'"),
         (["model.backend=cupy"], "no usable CUDA device"),
     ],
