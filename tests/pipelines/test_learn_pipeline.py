@@ -97,6 +97,17 @@ def test_the_plan_counts_batches_bytes_and_seconds(config):
     assert large - small >= (800**2 - 100**2) * 4, "at least a Gram matrix in single precision"
 
 
+def test_the_plan_says_how_short_rounds_wait_less(config, monkeypatch):
+    monkeypatch.setattr(plan, "_median_seconds", lambda *arguments: 0.008)
+    local = ["cluster.kind=local", "cluster.workers=2"]  # a round of two batches: 8 ms and about 4 ms of messages
+    advice = plan.run(load_config(config, local))["advice"]
+    assert "computes for 8 ms and waits for about 4 ms" in advice
+    assert "learn.delay: 1" in advice
+    assert "learn.local_steps: 5 or more" in advice, "4 / (4 + 5 x 8) < 0.1 < 4 / (4 + 4 x 8)"
+    followed = (["learn.delay=1"], ["learn.mode=local", "learn.local_steps=5"], ["cluster.kind=serial"])
+    assert not any("advice" in plan.run(load_config(config, [*local, *changes])) for changes in followed)
+
+
 def test_the_plan_knows_the_steps_and_the_memory_of_auto(config):
     changes = ["model.objective=auto", "learn.steps=1000", "learn.batches_per_step=1", "learn.batch_size=100"]
     facts = plan.run(load_config(config, changes))
