@@ -3,7 +3,7 @@
     python -m benchmarks.rounds [overhead] [scaling] [local] [long] [covtype] [--rows 1000 2000] [--rounds 60]
 
     overhead   a round beyond the slowest of its batches at one and two workers: plain tasks, lanes, actors, and the mix
-               of tasks and lanes that learning uses
+               of tasks and lanes that learning uses, without and with delayed gradients; all of them in turn
     scaling    batches per second of two workers against one
     local      seconds to the objective that the mean gradient reaches, for replicas that are averaged after several
                steps, with and without a slow network
@@ -21,6 +21,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,14 @@ from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import Scaling
 from kme_dist.ops.cluster import open_executor
-from kme_dist.run.executors import SerialExecutor
+from kme_dist.run.executors import SerialExecutor, Started
 from kme_dist.run.fit import fit_on_dataset
 from kme_dist.run.lanes import Lanes
 from kme_dist.run.learn import batch_gradient, kernel_batches, learn_on_dataset
 from kme_dist.run.learners import KernelLearner, LearnSettings
 
 FEATURES, CLASSES = 54, 7
+WARM_UP, BLOCK = 5, 20  # rounds; those of a block follow one another in one way
 
 
 class Gradients:
@@ -74,58 +76,100 @@ def start(data, batch):
     )
 
 
-def timed_rounds(play, job, parameters, batches, count):
-    """(round, slowest batch) in seconds, of `count` rounds after some to warm up."""
-    found = []
-    for step in range(count + 5):
-        calls = [(*job, step * batches + i, parameters) for i in range(batches)]
-        began = time.perf_counter()
-        records = play(calls)
-        found.append((time.perf_counter() - began, max(r.read_s + r.compute_s for r in records)))
-    return found[5:]
+def timed_rounds(begin, job, parameters, batches, count, delay=0):
+    """(round, slowest batch) in seconds, of `count` rounds after some to warm up; `delay` rounds are sent ahead.
+
+    A round takes from the moment it is sent, or the round before it is collected if that is later, until it is
+    collected.
+    """
+    found, in_flight, collected, sent = [], deque(), 0.0, 0
+    while len(found) < count + WARM_UP:
+        while len(in_flight) <= delay:
+            calls = [(*job, sent * batches + i, parameters) for i in range(batches)]
+            in_flight.append((time.perf_counter(), begin(calls)))
+            sent += 1
+        began, started = in_flight.popleft()
+        records = started.results()
+        began, collected = max(began, collected), time.perf_counter()
+        found.append((collected - began, max(r.read_s + r.compute_s for r in records)))
+    for _, started in in_flight:
+        started.results()
+    return found[WARM_UP:]
 
 
 def overhead(data, sizes, count):
-    print("coordination: round minus its slowest batch")
+    """All ways in turn, in short blocks, so that they see the same load."""
+    print("coordination: a round beyond the slowest of its batches")
     for batch in sizes:
         job, parameters = start(data, batch)
         for number in (1, 2):
             with workers(number) as executor:
-                for name, play in ways(executor).items():
-                    found = timed_rounds(play, job, parameters, number, count)
-                    report(f"{number} workers, n_b={batch}, {name:8}", found)
+                chosen = ways(executor)
+                found = {name: [] for name in chosen}
+                for _ in range(max(1, count // BLOCK)):
+                    for name, (begin, delay) in chosen.items():
+                        found[name] += timed_rounds(begin, job, parameters, number, BLOCK, delay)
+                for name, rounds in found.items():
+                    report(f"{number} workers, n_b={batch}, {name:16}", rounds)
+                learning(data, executor, number, batch, count)
 
 
 def ways(executor):
-    """The ways to send a round to the workers."""
+    """The ways to send a round to the workers, and how many rounds are sent ahead."""
     client, lanes = executor.client, Lanes(executor.client)
     addresses = list(client.scheduler_info(n_workers=-1)["workers"])
     actors = [client.submit(Gradients, actor=True, workers=[a], pure=False).result() for a in addresses]
 
     def by_lanes(calls):
-        return list(lanes.map(batch_gradient, calls, deadline_s=60, resource=None).values())
+        sent = lanes.start(batch_gradient, calls, resource=None)
+        return Started(lambda: list(sent.results(deadline_s=60).values()))
 
     def by_actors(calls):
         pending = [actor.take(*call) for actor, call in zip(actors, calls, strict=True)]
-        return [future.result() for future in pending]
+        return Started(lambda: [future.result() for future in pending])
+
+    def by_tasks(calls):
+        return executor.start(batch_gradient, calls, name="batch-gradient")
+
+    def as_used(calls):
+        return executor.start(batch_gradient, calls, name="batch-gradient", quick=True)
 
     return {
-        "tasks": lambda calls: executor.map(batch_gradient, calls, name="batch-gradient"),
-        "lanes": by_lanes,
-        "actors": by_actors,
-        "as used": lambda calls: executor.map(batch_gradient, calls, name="batch-gradient", quick=True),
+        "tasks": (by_tasks, 0),
+        "lanes": (by_lanes, 0),
+        "actors": (by_actors, 0),
+        "as used": (as_used, 0),
+        "as used, delay 1": (as_used, 1),
     }
+
+
+def learning(data, executor, number, batch, count):
+    """Whole rounds of learning, with update, record and callback: delay 0 and 1 in turn."""
+    kernel = Gaussian(length_scale=np.full(data.features, 1.0))
+    found = {0: [], 1: []}
+    for _ in range(max(1, count // BLOCK)):
+        for delay, seconds in found.items():
+            settings = LearnSettings(steps=BLOCK + WARM_UP, batch_size=batch, delay=delay)
+            options = {"batches_per_step": number, "executor": executor, "split": None}
+            history = learn_on_dataset(data, kernel, 0.01, settings, **options).history
+            seconds += np.diff([record["seconds"] for record in history])[WARM_UP - 1 :].tolist()
+    medians = {delay: 1e3 * statistics.median(seconds) for delay, seconds in found.items()}
+    print(
+        f"  {number} workers, n_b={batch}, learning: {medians[0]:.1f} ms per round, {medians[1]:.1f} with delay 1 "
+        f"({100 * (1 - medians[1] / medians[0]):.1f} % less), load {load_average()}",
+        flush=True,
+    )
 
 
 def report(name, found):
     rounds = [1e3 * r for r, _ in found]
     beyond = [1e3 * (r - slowest) for r, slowest in found]
     share = statistics.median(b / r for b, r in zip(beyond, rounds, strict=True))
+    total = sum(beyond) / sum(rounds)
     print(
         f"  {name}: round {statistics.median(rounds):7.1f} ms, beyond compute {statistics.median(beyond):5.1f} "
         f"(least {min(beyond):4.1f}, quartile {np.percentile(beyond, 25):5.1f}, mean {statistics.mean(beyond):5.1f}) "
-        f"ms = {100 * share:4.1f} %, "
-        f"load {load_average()}",
+        f"ms = {100 * share:4.1f} % (all rounds together {100 * total:.1f} %), load {load_average()}",
         flush=True,
     )
 
@@ -137,7 +181,7 @@ def scaling(data, batch, count):
     with workers(1) as one, workers(2) as two:
         for _ in range(3):
             for number, executor in ((1, one), (2, two)):
-                found = timed_rounds(ways(executor)["as used"], job, parameters, number, count)
+                found = timed_rounds(ways(executor)["as used"][0], job, parameters, number, count)
                 rates[number] += [number / r for r, _ in found]
                 least[number] = min([least.get(number, np.inf), *(r for r, _ in found)])
     medians = {number: statistics.median(found) for number, found in rates.items()}

@@ -340,6 +340,8 @@ def _step(run: Run, lines: MetricsFile, start: str) -> StepCallback:
 
 def _inputs(run: Run) -> dict[str, Any]:
     settings = {**run.resolved["model"], **run.resolved["learn"]}
+    if not settings["delay"]:
+        del settings["delay"]  # unknown to older runs
     return {
         **{key: value for key, value in settings.items() if key not in (*FIT_KEYS, *COST_KEYS)},
         "data": run.data.digest,

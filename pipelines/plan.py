@@ -8,6 +8,7 @@ worker.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ from kme_dist.pipelines.scaling import MATRICES, PROCESS_BYTES, Scenario, batch_
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
 from kme_dist.run.learners import KernelLearner, Learner, kernel_start
+from kme_dist.run.scaling_model import Machine
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import Recipe
 
 ROUND_S = 0.02  # overhead of a round, on a local cluster
+OVERHEAD_SHARE = 0.1  # of a round, from which on the plan says how to lower it
 CALIBRATION_BATCHES = 3
 
 
@@ -133,10 +136,29 @@ def _learning(config: Config, calibrate: bool) -> dict[str, Any]:
             np.mean([batch_seconds(*plan.work(objective), recipe.regularization) for objective in objectives])
         )
         turns = -(-per_step // workers)  # batches per worker and step
-        round_s = ROUND_S if config.cluster.kind != "serial" else 0.0
-        rounds_s = steps * turns * batch_s + facts["rounds"] * round_s
+        waits = config.cluster.kind != "serial" and not recipe.delay
+        rounds_s = steps * turns * batch_s + facts["rounds"] * (ROUND_S if waits else 0.0)
         facts |= {"seconds_per_batch": _two_digits(batch_s), "estimated_seconds": _two_digits(rounds_s)}
+        if waits and (advice := _shorter_waits(turns * batch_s, per_step, recipe.local_steps or 1)):
+            facts["advice"] = advice
     return facts
+
+
+def _shorter_waits(step_s: float, per_step: int, local_steps: int) -> str:
+    """How to lower the overhead of rounds of short batches; empty if it is low.
+
+    o seconds per round of H steps of s seconds are a share o / (o + H s), at most a if H >= o (1 - a) / (a s).
+    """
+    speeds = Machine()
+    overhead_s = speeds.round_s + per_step * speeds.message_s
+    if overhead_s <= OVERHEAD_SHARE * (overhead_s + local_steps * step_s):
+        return ""
+    enough = math.ceil(overhead_s * (1 - OVERHEAD_SHARE) / (OVERHEAD_SHARE * step_s))
+    other = "" if local_steps > 1 else "learn.delay: 1 (gradients one update old), or "
+    return (
+        f"a round computes for {1e3 * local_steps * step_s:.2g} ms and waits for about {1e3 * overhead_s:.2g} ms; to "
+        f"wait less: {other}learn.mode: local with learn.local_steps: {enough} or more (another result either way)"
+    )
 
 
 def _found(source: str) -> Dataset | None:

@@ -40,7 +40,17 @@ NOT_OPTIONS = ("client", "n_jobs", "verbose")
 FULL_OBJECTIVES = ("rcb", "erm")  # objectives with exact gradients over all rows
 NOT_WITH_SPECTRAL = {
     "model": ("kernel", "objective", "scaling", "regularization", "risk", "complexity_weight"),
-    "learn": ("mode", "steps", "batch_size", "learning_rate", "optimizer", "schedule", "train_share", "starts"),
+    "learn": (
+        "mode",
+        "steps",
+        "batch_size",
+        "learning_rate",
+        "optimizer",
+        "schedule",
+        "train_share",
+        "starts",
+        "delay",
+    ),
     "fit": ("solver", "centres", "centre_choice"),
 }
 ROWS_TO_REHEARSE = 20  # of each class
@@ -95,6 +105,11 @@ def _check_kernel(config: Config) -> None:
             f"model.features is set and learn.mode is {learn.mode}; explicit features require learn.mode full, or "
             "model.kind cen with options: {network: ...}"
         )
+    if learn.delay and learn.mode != "sync":
+        raise ConfigError(
+            f"learn.delay is {learn.delay}, which requires learn.mode sync, not {learn.mode}: remove it"
+            + ("; for fewer rounds raise learn.local_steps" if learn.mode == "local" else "")
+        )
     steps = MCEClassifier().steps if learn.steps is None else learn.steps
     if learn.mode == "local" and steps % learn.local_steps:
         raise ConfigError(
@@ -128,6 +143,8 @@ def _check_network(config: Config) -> None:
             f"learn.mode is {config.learn.mode!r}: remove it with model.kind {kind!r}; without "
             "learn.batch_size a network uses the exact gradient of all rows"
         )
+    if config.learn.delay:
+        raise ConfigError(f"learn.delay is only for kernels; remove it with model.kind {kind!r}")
     _network_settings(config)
 
 
@@ -236,6 +253,7 @@ def recipe_of(config: Config, settings: Mapping[str, Any], data: RowSource, exec
         model.recipe(data),
         batches_per_step=learn.batches_per_step,
         local_steps=learn.local_steps if learn.mode == "local" else None,
+        delay=learn.delay,
         schedule=cosine_decay if learn.schedule == "cosine" else None,
         train_share=learn.train_share,
         backend="numpy" if executor is None else backend_of(executor, settings.get("backend", "auto")),

@@ -26,6 +26,7 @@ RUN_KEYS = frozenset(
         "tile_rows",
         "memory",
         "batches_per_step",
+        "delay",
         "schedule",
         "train_share",
         "checkpoint_steps",
@@ -190,6 +191,11 @@ class LearnConfig(_Section):
         default=1,
         ge=1,
         description="gradients averaged per step (`mode: local`: replicas), independent of the number of workers",
+    )
+    delay: Literal[0, 1] = Field(
+        default=0,
+        description="`mode: sync`: 1 sends a step before the last one is collected, so that workers never wait; "
+        "gradients are then one update old",
     )
     schedule: Literal["constant", "cosine"] = Field(
         default="constant",

@@ -3,6 +3,7 @@
     executor = SerialExecutor()                      # no Dask; SerialExecutor(threads=4) uses four cores
     executor = DaskExecutor(client)                  # plain tasks, named on the dashboard
     executor.map(function, calls, name="rcb-gradient")            # results in the order of `calls`
+    started = executor.start(function, calls, name="gradient")    # the same in two parts: started.results() waits
     executor.map_reduce(function, calls, combine, name="moments") # one result, combined by a fixed tree
     executor.stream(function, calls, name="predict-chunk")        # (index, result or error) as calls finish
 
@@ -27,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures as local
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from kme_dist.run.lanes import Lanes
 from kme_dist.run.streams import Done, Stream
 
 T = TypeVar("T")
+U = TypeVar("U")
 Function = Callable[..., T]
 _GRACE_S = 5.0  # for fetching finished results after a round has failed
 _COUNT_EVERY_S = 5.0
@@ -47,6 +49,20 @@ FAN_IN = 4  # results that a task of a reduction combines: a power of 2, so that
 GPU = "GPU"  # the resource of workers with a device: `dask worker --resources GPU=1`
 # Calls whose results become the last argument of each call: function, calls, calls of the next round, name.
 Feed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], str]
+# From the indices of calls, and where they should run: a future for each.
+Submit = Callable[[list[int], dict[str, Any]], dict[int, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Started(Generic[T]):
+    """Work that runs somewhere: `results` waits for it and returns what came of it, `cancel` abandons it."""
+
+    results: Callable[[], T]
+    cancel: Callable[[], None] = lambda: None
+
+    def then(self, finish: Callable[[T], U]) -> Started[U]:
+        """The same work, with results as `finish` returns them."""
+        return Started(lambda: finish(self.results()), self.cancel)
 
 
 class Executor(Protocol):
@@ -68,6 +84,16 @@ class Executor(Protocol):
         gpu: bool = False,
         feed: Feed | None = None,
     ) -> list[T]: ...
+    def start(
+        self,
+        function: Function[T],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        name: str,
+        quick: bool = False,
+        gpu: bool = False,
+        feed: Feed | None = None,
+    ) -> Started[list[T]]: ...
     def map_reduce(
         self,
         function: Function[T],
@@ -120,6 +146,10 @@ class SerialExecutor:
                 return [function(*call) for call in calls]
             with local.ThreadPoolExecutor(self.workers) as pool:
                 return list(pool.map(lambda call: function(*call), calls))
+
+    def start(self, function: Function[T], calls: Sequence[tuple[Any, ...]], **options: Any) -> Started[list[T]]:
+        """Evaluated when collected."""
+        return Started(lambda: self.map(function, calls, **options))
 
     def map_reduce(
         self,
@@ -181,7 +211,8 @@ class DaskExecutor:
         self._suspects: set[str] = set()
         self._kinds, self._count_again = (1, 0), 0.0  # workers without and with a GPU
         self._lanes = Lanes(client)
-        self._typical_s, self._shown_at = math.inf, 0.0  # quick rounds: duration, and when one was last sent as tasks
+        # Quick rounds: duration, when one was last sent as tasks, when one was last collected.
+        self._typical_s, self._shown_at, self._collected_at = math.inf, 0.0, 0.0
         self._ahead: dict[Any, Any] = {}  # futures of the inputs of the next round
 
     @property
@@ -206,7 +237,11 @@ class DaskExecutor:
             self._kinds, self._count_again = (len(workers) - with_gpu, with_gpu), time.monotonic() + _COUNT_EVERY_S
         return self._kinds
 
-    def map(
+    def map(self, function: Function[T], calls: Sequence[tuple[Any, ...]], **options: Any) -> list[T]:
+        """Results in the order of the calls; options as of `start`."""
+        return self.start(function, calls, **options).results()
+
+    def start(
         self,
         function: Function[T],
         calls: Sequence[tuple[Any, ...]],
@@ -215,8 +250,8 @@ class DaskExecutor:
         quick: bool = False,
         gpu: bool = False,
         feed: Feed | None = None,
-    ) -> list[T]:
-        """Results in the order of the calls.
+    ) -> Started[list[T]]:
+        """Send the calls now; results in their order are collected later, and what is missing then is repeated.
 
         Parameters
         ----------
@@ -225,26 +260,36 @@ class DaskExecutor:
         gpu : only workers with the resource `GPU` may run the calls
         feed : calls of another function, run by any worker, whose results become the last arguments of `calls`
         """
-        began, found = time.monotonic(), {}
+        began, resources = time.monotonic(), {"resources": {GPU: 1}} if gpu else {}
         shown = not quick or feed is not None or not self._bypasses(began)
-        if not shown:
-            deadline_s = max(1.0, 10 * self._typical_s)
-            found = self._lanes.map(function, calls, deadline_s=deadline_s, resource=GPU if gpu else None)
-        if len(found) < len(calls):
-            missing = [i for i in range(len(calls)) if i not in found]
-            self.retried += 0 if shown else len(missing)
-            found |= self._by_tasks(function, calls, missing, name, {"resources": {GPU: 1}} if gpu else {}, feed)
-        if quick:
-            took = time.monotonic() - began
-            self._typical_s = took if math.isinf(self._typical_s) else 0.8 * self._typical_s + 0.2 * took
-            self._shown_at = began if shown else self._shown_at
-        return [aligned(found[i]) for i in range(len(calls))]
+
+        def by_tasks(indices: list[int]) -> Started[dict[int, T]]:
+            return self._tasks(function, calls, indices, name, resources, feed)
+
+        def in_order(found: dict[int, T]) -> list[T]:
+            if missing := [i for i in range(len(calls)) if i not in found]:
+                self.retried += len(missing)
+                found |= by_tasks(missing).results()
+            if quick:
+                self._note_pace(began, shown)
+            return [aligned(found[i]) for i in range(len(calls))]
+
+        if shown:
+            return by_tasks(list(range(len(calls)))).then(in_order)
+        sent = self._lanes.start(function, calls, resource=GPU if gpu else None)
+        return Started(lambda: sent.results(deadline_s=max(1.0, 10 * self._typical_s)), sent.cancel).then(in_order)
 
     def _bypasses(self, now: float) -> bool:
         """Whether this round may bypass the scheduler."""
         return self._typical_s < _QUICK_S and now - self._shown_at < _SHOWN_EVERY_S and self._lanes.available
 
-    def _by_tasks(
+    def _note_pace(self, sent_at: float, shown: bool) -> None:
+        """Of a quick round: without the time in which the round before it was still in progress."""
+        began, self._collected_at = max(sent_at, self._collected_at), time.monotonic()
+        took, self._shown_at = self._collected_at - began, sent_at if shown else self._shown_at
+        self._typical_s = took if math.isinf(self._typical_s) else 0.8 * self._typical_s + 0.2 * took
+
+    def _tasks(
         self,
         function: Function[T],
         calls: Sequence[tuple[Any, ...]],
@@ -252,15 +297,17 @@ class DaskExecutor:
         name: str,
         resources: dict[str, Any],
         feed: Feed | None,
-    ) -> dict[int, Any]:
+    ) -> Started[dict[int, Any]]:
+        """The calls at `indices` as plain tasks; results by index."""
+
         def submit(wanted: list[int], where: dict[str, Any]) -> dict[int, Any]:
             chosen = [indices[i] for i in wanted]
             fed = None if feed is None else self._inputs(feed, chosen)
             futures = self._submit_all(function, [calls[i] for i in chosen], name, {**where, **resources}, fed)
             return dict(zip(wanted, futures, strict=True))
 
-        found = self._collect(submit, len(indices))
-        return {index: found[i] for i, index in enumerate(indices)}
+        started = self._submitted(submit, len(indices))
+        return started.then(lambda found: {index: found[i] for i, index in enumerate(indices)})
 
     def _inputs(self, feed: Feed, indices: list[int]) -> list[Any]:
         """Futures of the inputs of the calls; those of the next round are submitted at the same time."""
@@ -295,7 +342,7 @@ class DaskExecutor:
                 futures = self._submit_all(function, list(calls), name, where)
             return {0: self._submit_tree(combine, futures, name, where)}
 
-        result: T = aligned(self._collect(submit, 1)[0])
+        result: T = aligned(self._submitted(submit, 1).results()[0])
         return result
 
     def _submit_tree(self, combine: Callable[[T, T], T], futures: list[Any], name: str, where: dict[str, Any]) -> Any:
@@ -341,17 +388,28 @@ class DaskExecutor:
 
     # --- one round, until complete -------------------------------------------------------------------
 
-    def _collect(self, submit: Callable[[list[int], dict[str, Any]], dict[int, Any]], count: int) -> dict[int, Any]:
-        """Submit, wait with a deadline, and resubmit what is missing."""
-        cluster_errors = _cluster_errors()
+    def _submitted(self, submit: Submit, count: int) -> Started[dict[int, Any]]:
+        """Submit; results are collected later."""
         self._round += 1
+        futures: dict[int, Any] = {}
+        with contextlib.suppress(*_cluster_errors()):  # submitted again when collected
+            futures = submit(list(range(count)), self._away_from_suspects())
+
+        def release() -> None:
+            for future in futures.values():
+                future.release()
+
+        return Started(lambda: self._collect(submit, count, futures), release)
+
+    def _collect(self, submit: Submit, count: int, futures: dict[int, Any]) -> dict[int, Any]:
+        """Wait for `futures` with a deadline, and resubmit what is missing."""
+        cluster_errors = _cluster_errors()
         found: dict[int, Any] = {}
         last: BaseException | None = None
         for attempt in range(self.attempts):
-            missing = [i for i in range(count) if i not in found]
-            began, futures = time.monotonic(), {}
+            began = time.monotonic()
             try:
-                futures = submit(missing, self._away_from_suspects())
+                futures = futures or submit([i for i in range(count) if i not in found], self._away_from_suspects())
                 waiting = list(futures.values())
                 values = self.client.sync(_gather, self.client, waiting, self._direct, callback_timeout=self._deadline)
                 found |= dict(zip(futures, values, strict=True))
@@ -366,6 +424,7 @@ class DaskExecutor:
             finally:
                 for future in futures.values():
                     future.release()
+                futures = {}
             if len(found) == count:
                 if attempt == 0:
                     self._slowest = max(self._slowest or 0.0, time.monotonic() - began)

@@ -42,10 +42,9 @@ from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
-from kme_dist.run.executors import Executor
-from kme_dist.run.learn import run_identity
+from kme_dist.run.executors import Executor, Started
 from kme_dist.run.learners import LearnSettings, Record, log_parameters
-from kme_dist.run.trainer import Round, Trainer
+from kme_dist.run.trainer import Round, Trainer, run_identity
 
 PREFIX = "features."
 CACHE_BYTES = 256 << 20
@@ -290,12 +289,14 @@ def learn_features(
     """Gradient descent with the exact gradient of all rows in every step; resumes like `learn_on_dataset`."""
     if settings.objective not in ("rcb", "erm"):
         raise ConfigError(f"objective={settings.objective!r}: full gradients support only 'rcb' and 'erm'")
+    if settings.delay:
+        raise ConfigError(f"delay={settings.delay}: full gradients support only delay=0")
     chunks = _chunks_of(dataset, split, scaling, dtype, cache_bytes)
     rows = chunks.rows.count
     start = log_parameters(_Named(features), regularization)
     trainer = Trainer(start, settings)
 
-    def run_round(step: int, parameters: optim.Named) -> Round:
+    def evaluate(parameters: optim.Named) -> Round:
         began = time.perf_counter()
         changed, lam = _replaced(features, parameters)
         out = _evaluate(chunks, changed, lam, executor, settings.risk, settings.tau, LOSS_FLOOR, alpha)
@@ -306,6 +307,9 @@ def learn_features(
     model = {"kind": "full", "dtype": dtype, "scaling": scaling, "alpha": alpha, "split": chunks.rows.ranges}
     identity = run_identity(settings, {}, model, start, dataset.digest)
     found = trainer.run(
-        run_round, identity, checkpoints, None if callback is None else lambda record, _: callback(record)
+        lambda step, parameters: Started(lambda: evaluate(parameters)),
+        identity,
+        checkpoints,
+        None if callback is None else lambda record, _: callback(record),
     )
     return LearnedFeatures(*_replaced(features, found.parameters), found.history)

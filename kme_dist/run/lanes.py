@@ -1,7 +1,8 @@
 """Direct calls to workers, bypassing the scheduler.
 
     lanes = Lanes(client)
-    lanes.map(function, calls, deadline_s=1.0)      # {index: result}; the caller handles missing ones
+    sent = lanes.start(function, calls, resource=None)
+    sent.results(deadline_s=1.0)                    # {index: result}; the caller handles missing ones
 
 A round of plain tasks passes through three event loops twice and costs 10 to 20 ms; a call over an open connection to
 the worker costs 1 to 2 ms. This pays only for rounds so short that the overhead of tasks would dominate, and it is not
@@ -16,14 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 _OPERATION = "kme_dist_call"
 _REFRESH_EVERY_S = 2.0  # how often the list of workers is refreshed
 _BACKOFF_S = 5.0  # after a failure; doubled each time
+_LARGE = 1 << 16  # bytes of an array that is worth a frame of its own
 _IN_FLIGHT = 2  # calls per worker: one is computed, the next is in transit
 
 
@@ -33,6 +37,7 @@ class Lanes:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._ready: set[str] = set()  # workers that have registered the operation
+        self._busy: Counter[str] = Counter()  # calls of rounds in progress by worker; used by the event loop only
         self._workers: list[tuple[str, dict[str, float]]] = []
         self._refresh_at = self._retry_at = 0.0
         self._backoff_s = _BACKOFF_S
@@ -41,26 +46,26 @@ class Lanes:
     def available(self) -> bool:
         return time.monotonic() >= self._retry_at
 
-    def map(
-        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], *, deadline_s: float, resource: str | None
-    ) -> dict[int, Any]:
-        """Results by index, of the calls answered in time. An error of the function is raised."""
-        answers: dict[int, tuple[bool, Any]] = {}
+    def start(
+        self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], *, resource: str | None
+    ) -> LaneCalls:
+        """Send the calls now, to the workers that have the resource."""
+        sent = LaneCalls(self, len(calls))
         with contextlib.suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: the client is closing
             self._refresh()
+            loop = self._client.loop.asyncio_loop
             addresses = [address for address, has in self._workers if resource is None or has.get(resource)]
-            work = (self._client, addresses, self._ready, function, calls, answers)
-            self._client.sync(_distribute, *work, callback_timeout=deadline_s)
-        done = dict(answers)  # a late answer must not appear half-way
-        for ok, value in done.values():
-            if not ok:
-                raise value
-        if len(done) < len(calls):
+            work = _distribute(self._client, addresses, self._ready, self._busy, function, calls, sent.answers)
+            sent.progress = asyncio.run_coroutine_threadsafe(work, loop)
+        return sent
+
+    def note(self, *, complete: bool) -> None:
+        """Whether all calls of a round were answered; if not, lanes are not used for a while."""
+        if complete:
+            self._backoff_s = _BACKOFF_S
+        else:
             self._retry_at, self._backoff_s = time.monotonic() + self._backoff_s, min(2 * self._backoff_s, 600.0)
             self._refresh_at = 0.0
-        else:
-            self._backoff_s = _BACKOFF_S
-        return {index: value for index, (_, value) in done.items()}
 
     def _refresh(self) -> None:
         if time.monotonic() > self._refresh_at:
@@ -70,17 +75,43 @@ class Lanes:
             self._refresh_at = time.monotonic() + _REFRESH_EVERY_S
 
 
+class LaneCalls:
+    """The calls of one round, in progress."""
+
+    def __init__(self, lanes: Lanes, count: int) -> None:
+        self._lanes, self._count = lanes, count
+        self.answers: dict[int, tuple[bool, Any]] = {}
+        self.progress: Future[None] | None = None  # None: nothing could be sent
+
+    def results(self, *, deadline_s: float) -> dict[int, Any]:
+        """Results by index, of the calls answered within `deadline_s` from now. An error of the function is raised."""
+        with contextlib.suppress(TimeoutError, OSError, RuntimeError, CancelledError):
+            if self.progress is not None:
+                self.progress.result(deadline_s)
+        self.cancel()
+        done = dict(self.answers)  # a late answer must not appear half-way
+        for ok, value in done.values():
+            if not ok:
+                raise value
+        self._lanes.note(complete=len(done) == self._count)
+        return {index: value for index, (_, value) in done.items()}
+
+    def cancel(self) -> None:
+        """Wait for no further answers."""
+        if self.progress is not None:
+            self.progress.cancel()
+
+
 async def _distribute(
     client: Any,
     addresses: list[str],
     ready: set[str],
+    busy: Counter[str],
     function: Callable[..., Any],
     calls: Sequence[tuple[Any, ...]],
     answers: dict[int, tuple[bool, Any]],
 ) -> None:
     """Send the calls, to each worker as it becomes free; fills `answers`."""
-    from distributed.protocol import to_serialize
-
     if fresh := [address for address in addresses if address not in ready]:
         ready |= set(await client.run(_register, workers=fresh, on_error="ignore"))
     waiting = deque(enumerate(calls))
@@ -90,24 +121,74 @@ async def _distribute(
             while waiting:
                 index, call = waiting.popleft()
                 ask = getattr(client.rpc(address), _OPERATION)
-                reply = await ask(work=to_serialize((function, call)))
-                answers[index] = reply["answer"]
+                reply = await ask(work=packed((function, call)))
+                answers[index] = unpacked(reply)
 
-    await asyncio.gather(*(serve(address) for address in [a for a in addresses if a in ready] * _IN_FLIGHT))
+    # Workers that have calls of the round before come last.
+    usable = sorted((a for a in addresses if a in ready), key=lambda address: busy[address])
+    chosen = (usable * _IN_FLIGHT)[: len(calls)]
+    busy.update(chosen)
+    try:
+        await asyncio.gather(*(serve(address) for address in chosen))
+    finally:
+        busy.subtract(chosen)
 
 
 def _register(dask_worker: Any) -> None:
     """Register the operation on a worker."""
-    from distributed.protocol import to_serialize
+    threads = dask_worker.executors["default"]
 
-    from kme_dist.run.executors import run_call
-
-    async def answer(work: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
-        threads = dask_worker.executors["default"]
-        try:
-            value = await asyncio.get_running_loop().run_in_executor(threads, run_call, *work)
-        except Exception as error:  # raised at the caller
-            return {"answer": to_serialize((False, error))}
-        return {"answer": to_serialize((True, value))}
+    async def answer(work: Packed) -> Packed:
+        found: Packed = await asyncio.get_running_loop().run_in_executor(threads, _answered, work)
+        return found
 
     dask_worker.handlers[_OPERATION] = answer
+
+
+def _answered(work: Packed) -> Packed:
+    """The call, on a thread of the worker."""
+    from kme_dist.run.executors import run_call
+
+    try:
+        return packed((True, run_call(*unpacked(work))))
+    except Exception as error:  # raised at the caller
+        return packed((False, error))
+
+
+# --- messages ---------------------------------------------------------------------------------------
+
+Packed = dict[str, Any]  # a pickle, and the large arrays that are sent beside it
+
+
+def packed(value: Any) -> Packed:
+    """A message of one frame, and one for each large array.
+
+    Dask's own messages have a frame for every array, however small, which doubles the cost of a call.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+    from distributed.protocol import to_serialize
+
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        large: list[memoryview] = []
+
+        def within(buffer: pickle.PickleBuffer, large: list[memoryview] = large) -> bool:
+            view = buffer.raw()
+            if view.nbytes >= _LARGE:
+                large.append(view)
+            return view.nbytes < _LARGE
+
+        try:
+            data = dumps(value, protocol=5, buffer_callback=within)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            if dumps is cloudpickle.dumps:
+                raise
+            continue
+        if b"__main__" not in data:  # else by value: a worker has another main module
+            break
+    return {"data": data, "large": [to_serialize(view) for view in large]}
+
+
+def unpacked(message: Packed) -> Any:
+    """Arrays can be written to, as those that were sent."""
+    views = (memoryview(part) for part in message["large"])
+    return pickle.loads(message["data"], buffers=[bytearray(v) if v.readonly else v for v in views])

@@ -12,6 +12,9 @@ their parameters and optimiser states are averaged. Rounds are fewer and longer,
 result differs and is in general slightly worse. Parameters that were `joined` from several starts are not averaged:
 each start is a replica of its own, and all of them are learned at the same time.
 
+With `LearnSettings(delay=1)` a round is sent before the one in progress is collected, so that workers do not wait for
+the driver; gradients are then one update old (see `trainer`).
+
 The result depends on data, settings, `batches_per_step` and `local_steps`, never on the executor: this process, any
 number of workers, and a run that was killed and resumed give the same bits.
 """
@@ -42,7 +45,7 @@ from kme_dist.data.plan import BatchPlan
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
-from kme_dist.run.executors import Executor, SerialExecutor
+from kme_dist.run.executors import Executor, Feed, SerialExecutor, Started
 from kme_dist.run.learners import (
     KernelLearner,
     Learner,
@@ -52,15 +55,23 @@ from kme_dist.run.learners import (
     assemble,
     joined,
     kernel_start,
+    learner_without_schedule,
     mean_named,
     mean_objectives,
     parted,
     replicas_in,
-    short_digest,
     within_limits,
-    without_schedule,
 )
-from kme_dist.run.trainer import Callback, LengthScalePrior, Round, RoundFn, Stepper, Trainer, TrainingOutcome
+from kme_dist.run.trainer import (
+    Callback,
+    LengthScalePrior,
+    Round,
+    RoundFn,
+    Stepper,
+    Trainer,
+    TrainingOutcome,
+    run_identity,
+)
 
 BATCH_ROWS = 1000  # default batch size
 KEPT_BYTES = 64 << 20  # limit for keeping rows between steps when every batch has all of them
@@ -299,7 +310,9 @@ def learn(
             f"local_steps={local_steps}: must be an integer >= 1 that divides steps={settings.steps}, since "
             "replicas are averaged after whole rounds"
         )
-    learner = _without_schedule(learner)
+    if local_steps is not None and settings.delay:
+        raise ConfigError(f"delay={settings.delay}: replicas support only delay=0; raise local_steps for fewer rounds")
+    learner = learner_without_schedule(learner)
     executor = executor or SerialExecutor()
     trainer = Trainer(
         start, settings, prior=prior, after=after, average=average, phase=phase, keep_history=keep_history
@@ -323,28 +336,46 @@ def learn(
     return trainer.run(run_round, identity, checkpoints, callback)
 
 
-def _without_schedule(learner: Learner) -> Learner:
-    """For workers: the schedule is a function that only the driver calls, and need not pickle."""
-    settings = getattr(learner, "settings", None)
-    return learner if settings is None else replace(learner, settings=without_schedule(settings))  # type: ignore[type-var]
+class _Pace:
+    """Throughput of rounds, and the share of the workers' time spent waiting."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._collected = executor, 0.0
+
+    def of(self, records: list[BatchRecord], began: float) -> Record:
+        """Of a round that has just been collected; its time starts when the round before it was."""
+        began, self._collected = max(began, self._collected), time.perf_counter()
+        seconds, workers = self._collected - began, self._executor.workers
+        busy = sum(record.read_s + record.compute_s for record in records)
+        return {
+            "batches": len(records),
+            "round_seconds": seconds,
+            "compute_seconds": max(record.compute_s for record in records),
+            "read_seconds": max(record.read_s for record in records),
+            "rows_per_second": sum(record.rows for record in records) / max(seconds, 1e-9),
+            "waiting_share": min(1.0, max(0.0, 1.0 - busy / max(workers * seconds, 1e-9))),
+            "workers": workers,
+        }
 
 
 def _averaged_gradients(learner: Learner, batches: Batches, per_step: int, executor: Executor) -> RoundFn:
-    gpu = batches.backend == "cupy"
+    gpu, pace = batches.backend == "cupy", _Pace(executor)
 
-    def run_round(step: int, parameters: optim.Named) -> Round:
+    def run_round(step: int, parameters: optim.Named) -> Started[Round]:
         began, first = time.perf_counter(), step * per_step
         numbers = range(first, first + per_step)
         calls = [(learner, batches, number, parameters) for number in numbers]
+        feed: Feed | None = None
         if gpu and executor.has_readers:
             # The batches of the next round are known, so they are read while this one is computed.
             ahead = [(batches, number) for number in range(first + per_step, first + 2 * per_step)]
             feed = (read_batch, [(batches, number) for number in numbers], ahead, READ)
-            records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, feed=feed)
-        else:
-            records = executor.map(batch_gradient, calls, name=GRADIENT, gpu=gpu, quick=True)
-        pace = _pace(records, time.perf_counter() - began, executor.workers)
-        return Round(mean_objectives([record.objective for record in records]), batches.size, pace)
+
+        def averaged(found: list[BatchRecord]) -> Round:
+            return Round(mean_objectives([record.objective for record in found]), batches.size, pace.of(found, began))
+
+        started = executor.start(batch_gradient, calls, name=GRADIENT, gpu=gpu, quick=feed is None, feed=feed)
+        return started.then(averaged)
 
     return run_round
 
@@ -353,36 +384,38 @@ def _averaged_replicas(
     learner: Learner, batches: Batches, trainer: Trainer, replicas: int, steps: int, executor: Executor
 ) -> RoundFn:
     """Replica r of the round that starts at step s uses the batches from s · replicas + r · steps."""
-    gpu = batches.backend == "cupy"
+    gpu, pace = batches.backend == "cupy", _Pace(executor)
 
-    def run_round(step: int, parameters: optim.Named) -> Round:
+    def run_round(step: int, parameters: optim.Named) -> Started[Round]:
         began, first = time.perf_counter(), step * replicas
         rates = [trainer.rate(number) for number in range(step, step + steps)]
         reached = parameters, trainer.state
         calls = [(learner, batches, first + r * steps, trainer.stepper, rates, reached) for r in range(replicas)]
-        found = executor.map(local_steps, calls, name=REPLICA, gpu=gpu, quick=True)
-        records = [replica.record for replica in found]
-        pace = _pace(records, time.perf_counter() - began, executor.workers)
-        states = [replica.state for replica in found]
-        state = {slot: mean_named([own[slot] for own in states]) for slot in states[0]}
-        return Round(
-            mean_objectives([record.objective for record in records]),
-            batches.size,
-            {**pace, "batches": replicas * steps},
-            steps=steps,
-            reached=(mean_named([replica.parameters for replica in found]), state),
-        )
+
+        def averaged(found: list[ReplicaRecord]) -> Round:
+            records = [replica.record for replica in found]
+            states = [replica.state for replica in found]
+            state = {slot: mean_named([own[slot] for own in states]) for slot in states[0]}
+            return Round(
+                mean_objectives([record.objective for record in records]),
+                batches.size,
+                {**pace.of(records, began), "batches": replicas * steps},
+                steps=steps,
+                reached=(mean_named([replica.parameters for replica in found]), state),
+            )
+
+        return executor.start(local_steps, calls, name=REPLICA, gpu=gpu, quick=True).then(averaged)
 
     return run_round
 
 
 def _separate_replicas(learner: Learner, batches: Batches, trainer: Trainer, steps: int, executor: Executor) -> RoundFn:
     """Replicas that never meet; batches as in `_averaged_replicas`."""
-    gpu = batches.backend == "cupy"
+    gpu, pace = batches.backend == "cupy", _Pace(executor)
     count = replicas_in(trainer.parameters)
     steppers = [Stepper.of(own, trainer.settings) for own in parted(trainer.parameters)]
 
-    def run_round(step: int, parameters: optim.Named) -> Round:
+    def run_round(step: int, parameters: optim.Named) -> Started[Round]:
         began, first = time.perf_counter(), step * count
         rates = [trainer.rate(number) for number in range(step, step + steps)]
         shared = {slot: own for slot, own in trainer.state.items() if not replicas_in(own)}
@@ -391,61 +424,28 @@ def _separate_replicas(learner: Learner, batches: Batches, trainer: Trainer, ste
         for r, own in enumerate(parted(parameters)):
             reached = own, {**shared, **{slot: values[r] for slot, values in slots.items()}}
             calls.append((learner, batches, first + r * steps, steppers[r], rates, reached))
-        found = executor.map(local_steps, calls, name=REPLICA, gpu=gpu, quick=True)
-        records = [replica.record for replica in found]
-        pace = _pace(records, time.perf_counter() - began, executor.workers)
-        state = {slot: joined([replica.state[slot] for replica in found]) for slot in slots}
-        outs = [record.objective for record in records]
-        return Round(
-            replace(
-                mean_objectives([replace(out, gradient={}) for out in outs]),
-                gradient=joined([out.gradient for out in outs]),
-            ),
-            batches.size,
-            {**pace, "batches": count * steps},
-            steps=steps,
-            reached=(
-                joined([replica.parameters for replica in found]),
-                {**state, **{slot: found[0].state[slot] for slot in shared}},
-            ),
-        )
+
+        def together(found: list[ReplicaRecord]) -> Round:
+            records = [replica.record for replica in found]
+            state = {slot: joined([replica.state[slot] for replica in found]) for slot in slots}
+            outs = [record.objective for record in records]
+            return Round(
+                replace(
+                    mean_objectives([replace(out, gradient={}) for out in outs]),
+                    gradient=joined([out.gradient for out in outs]),
+                ),
+                batches.size,
+                {**pace.of(records, began), "batches": count * steps},
+                steps=steps,
+                reached=(
+                    joined([replica.parameters for replica in found]),
+                    {**state, **{slot: found[0].state[slot] for slot in shared}},
+                ),
+            )
+
+        return executor.start(local_steps, calls, name=REPLICA, gpu=gpu, quick=True).then(together)
 
     return run_round
-
-
-def _pace(records: list[BatchRecord], seconds: float, workers: int) -> Record:
-    """Throughput of the round, and the share of the workers' time spent waiting."""
-    busy = sum(record.read_s + record.compute_s for record in records)
-    return {
-        "batches": len(records),
-        "round_seconds": seconds,
-        "compute_seconds": max(record.compute_s for record in records),
-        "read_seconds": max(record.read_s for record in records),
-        "rows_per_second": sum(record.rows for record in records) / max(seconds, 1e-9),
-        "waiting_share": min(1.0, max(0.0, 1.0 - busy / max(workers * seconds, 1e-9))),
-        "workers": workers,
-    }
-
-
-def run_identity(
-    settings: LearnSettings, own: Mapping[str, Any], model: Mapping[str, Any], start: Mapping[str, Any], data: str
-) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be resumed: plain data, with the names of the config."""
-    chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
-    if not settings.weight_decay:
-        del chosen["weight_decay"]  # unknown to older checkpoints
-    if settings.schedule is None:
-        del chosen["steps"]  # a run may be extended; only a schedule depends on the number of steps
-    else:
-        chosen["schedule"] = getattr(settings.schedule, "__qualname__", type(settings.schedule).__name__)
-    tree = {
-        "learn": {**chosen, **own},
-        "model": model,
-        "start": {name: short_digest(np.asarray(value)) for name, value in start.items()},
-        "data": data,
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(tree, default=vars))
-    return plain
 
 
 # --- kernels ----------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class LearnSettings:
     prior_width: float | None = None
     patience: int | None = None  # steps without improvement of the smoothed objective; None: run all steps
     seed: int = 0
+    delay: int = 0  # updates by which a gradient is behind: 0, or 1 to send a round before the last one is collected
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -84,6 +85,8 @@ class LearnSettings:
             raise ConfigError(f"steps={self.steps}: must be an integer >= 0")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate={self.learning_rate!r}: must be a positive number")
+        if self.delay not in (0, 1):
+            raise ConfigError(f"delay={self.delay!r}: must be 0 or 1, the number of updates a gradient is behind")
 
     @property
     def tau(self) -> float:
@@ -106,6 +109,12 @@ class Learner(Protocol):
         self, parameters: optim.Named, X: Any, y: np.ndarray, number: int, weights: np.ndarray | None = None
     ) -> Objective: ...
     def describe(self) -> dict[str, Any]: ...
+
+
+def learner_without_schedule(learner: Learner) -> Learner:
+    """The same learner for workers."""
+    settings = getattr(learner, "settings", None)
+    return learner if settings is None else replace(learner, settings=without_schedule(settings))  # type: ignore[type-var]
 
 
 # --- parameters -------------------------------------------------------------------------------------

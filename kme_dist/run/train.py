@@ -86,6 +86,7 @@ class Recipe:
     # Only in a config:
     batches_per_step: int = 1
     local_steps: int | None = None
+    delay: int = 0
     schedule: Callable[[float, int], optim.Schedule] | None = None
     train_share: float | None = None
     backend: str = "numpy"
@@ -118,6 +119,7 @@ class Recipe:
             train_share=0.5 if self.train_share is None else self.train_share,
             patience=(self.n_iter_no_change or 100) if stops else None,
             seed=self.seed,
+            delay=self.delay,
         )
 
     def patience(self, phase: str, rows: int) -> int | None:
@@ -145,6 +147,7 @@ class Recipe:
             prior_width=min(1.5, 0.3 * math.sqrt(rows / 300)),
             patience=(self.n_iter_no_change or 50) if self.early_stopping is True else None,
             seed=self.seed,
+            delay=self.delay,
         )
 
     def scaling_of(self, source: RowSource, split: str | None) -> Scaling:

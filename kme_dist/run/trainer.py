@@ -4,14 +4,22 @@
     outcome = trainer.run(run_round, identity, checkpoints=Checkpoints("run/checkpoints"), callback=report)
 
 Every learner (kernels, networks, spectral maps, conditional means) provides `run_round`, a function of the number of
-steps done and of the parameters that returns a `Round`. Batches and executors are outside this module (see
+steps done and of the parameters that starts a `Round`. Batches and executors are outside this module (see
 `kme_dist.run.learn`); parameters, optimiser, prior, stopping rule, averages and checkpoints are inside. A run that was
 killed and resumed makes the same steps as an uninterrupted one.
+
+The next round is sent as soon as its parameters are known: after the update, before records and checkpoints are
+written. With `settings.delay` 1 it is sent before the round in progress has been collected, with the parameters known
+then, so that workers never wait for the driver. For g(θ; t), the gradient of the batches of round t at θ,
+
+    θ_{t+1} = θ_t - η g(θ_t; t)                    delay 0
+    θ_{t+1} = θ_t - η g(θ_{max(t-1, 0)}; t)        delay 1: the gradient is one update old
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections import deque
@@ -26,10 +34,11 @@ from kme_dist.core.kernels.base import Kernel, length_scale_names
 from kme_dist.core.objective import Objective
 from kme_dist.errors import KMEError
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
-from kme_dist.run.learners import LearnSettings, Record, without_schedule
+from kme_dist.run.executors import Started
+from kme_dist.run.learners import LearnSettings, Record, short_digest, without_schedule
 
 HISTORY_RECORDS = 1000  # kept if not all are; the callback receives every one
-_MEAN = "averaged"  # its slot among those of the optimiser
+_MEAN, _SENT = "averaged", "sent"  # their slots among those of the optimiser
 
 
 class LengthScalePrior:
@@ -161,8 +170,8 @@ class Round(NamedTuple):
     reached: tuple[optim.Named, optim.State] | None = None  # None: the trainer makes one update with the gradient
 
 
-# From the number of steps done and the parameters: a round. Its last two fields may be omitted.
-RoundFn = Callable[[int, optim.Named], Round | tuple[Objective, int, Record]]
+# From the number of steps done before it and the parameters: a round in progress.
+RoundFn = Callable[[int, optim.Named], Started[Round]]
 # Called after every round with its record and the new parameters.
 Callback = Callable[[Record, optim.Named], None]
 
@@ -204,6 +213,7 @@ class Trainer:
     ) -> None:
         self.settings, self._after, self._average, self._phase = settings, after, average, phase
         self.parameters: optim.Named = dict(start)
+        self._sent = self.parameters  # those that the next round to be collected is evaluated at
         self.stepper = Stepper.of(self.parameters, settings, prior)
         self.state = self.stepper.start(self.parameters)
         self._mean: optim.Named | None = dict(start) if average else None
@@ -226,10 +236,12 @@ class Trainer:
         """Run all remaining rounds, resuming from the last checkpoint if there is one."""
         if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
             self.restore(found)
-        with self._saved_on_exit(checkpoints, identity):
-            while self.step < self.settings.steps and not self.stopped:
-                result = Round(*run_round(self.step, dict(self.parameters)))
-                record = self.advance(result)
+        in_flight: deque[Started[Round]] = deque()
+        with self._saved_on_exit(checkpoints, identity), _cancelled_on_exit(in_flight):
+            self._send(run_round, in_flight)
+            while in_flight and not self.stopped:
+                record = self.advance(in_flight.popleft().results())
+                self._send(run_round, in_flight)  # what follows is done while the workers compute
                 if not self._keep_history:  # before the callback, which may fail
                     self._snapshot = self._make_snapshot()
                 if callback is not None:
@@ -241,6 +253,15 @@ class Trainer:
                     checkpoints.offer(self._snapshot, identity)
         return TrainingOutcome(self.result(), list(self.history), self.stopped)
 
+    def _send(self, run_round: RoundFn, in_flight: deque[Started[Round]]) -> None:
+        """Start the rounds that may be in flight now: one, and `delay` ahead of it."""
+        if self.stopped:
+            return
+        last = min(self.step + self.settings.delay, self.settings.steps - 1)
+        for step in range(self.step + len(in_flight), last + 1):
+            at = self._sent if step == self.step else self.parameters
+            in_flight.append(run_round(step, dict(at)))
+
     def result(self) -> optim.Named:
         return self._shown if self.settings.patience is None else self.watch.best_parameters(self._shown)
 
@@ -250,15 +271,16 @@ class Trainer:
 
     def advance(self, result: Round) -> Record:
         """Update the state by the result of a round; returns its record."""
-        out, rows = result.objective, result.rows
-        gradient = self.stepper.gradient(out, self.parameters, rows)
+        out, rows, at = result.objective, result.rows, self._sent
+        gradient = self.stepper.gradient(out, at, rows)
         last = self.step + result.steps - 1
-        lam = float(optim.from_log(self.parameters)["regularization"]) if "regularization" in self.parameters else 0.0
+        lam = sum(float(value) for value in optim.from_log({k: at[k] for k in at if k == "regularization"}).values())
         record = step_record(self.settings, last, out, lam, optim.norm(gradient), rows, self.seconds)
         record = {name: value for name, value in record.items() if value == value}  # accuracy of numbers is NaN
         if self._phase is not None:
             record["phase"] = self._phase
-        if self.watch.should_stop(out.value + self.stepper.penalty(self.parameters, rows), self.parameters):
+        before = self.parameters
+        if self.watch.should_stop(out.value + self.stepper.penalty(at, rows), at):
             self.stopped = True
         elif result.reached is not None:
             self.parameters, self.state = result.reached
@@ -271,6 +293,7 @@ class Trainer:
             kept = min(self._average, (1 + self.step) / (10 + self.step))  # forgets the large first steps soon
             self._mean = {name: kept * self._mean[name] + (1 - kept) * v for name, v in self.parameters.items()}
         self.step += result.steps
+        self._sent = before if self.settings.delay else self.parameters
         return {**record, **result.facts}
 
     # --- state -----------------------------------------------------------------------------------
@@ -282,12 +305,14 @@ class Trainer:
     def _make_snapshot(self) -> Snapshot:
         watch = {**self.watch.state(), "stopped": int(self.stopped)}
         state = self.state if self._mean is None else {**self.state, _MEAN: self._mean}
+        state = {**state, _SENT: self._sent} if self.settings.delay else state
         history = self.history if isinstance(self.history, list) else []
         return Snapshot(self.step, self.parameters, state, watch, self.seconds, history)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.step, self.parameters, state = snapshot.step, snapshot.parameters, dict(snapshot.optimizer)
         self._mean = state.pop(_MEAN, None)
+        self._sent = state.pop(_SENT, self.parameters)
         self.state = state
         self.watch.restore(snapshot.watch)
         self.stopped = bool(snapshot.watch["stopped"])
@@ -310,6 +335,16 @@ class Trainer:
             checkpoints.save(self._snapshot, identity)
 
 
+@contextlib.contextmanager
+def _cancelled_on_exit(in_flight: deque[Started[Round]]) -> Iterator[None]:
+    """Rounds sent ahead are abandoned if learning stops early or fails."""
+    try:
+        yield
+    finally:
+        for started in in_flight:
+            started.cancel()
+
+
 def step_record(
     settings: LearnSettings, step: int, out: Objective, lam: float, gradient_norm: float, rows: int, seconds: float
 ) -> Record:
@@ -327,3 +362,25 @@ def step_record(
         "rows": rows,
         "seconds": seconds,
     }
+
+
+def run_identity(
+    settings: LearnSettings, own: Mapping[str, Any], model: Mapping[str, Any], start: Mapping[str, Any], data: str
+) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be resumed: plain data, with the names of the config."""
+    chosen = {name: value for name, value in vars(settings).items() if name != "schedule"}
+    for name in ("weight_decay", "delay"):  # unknown to older checkpoints
+        if not chosen[name]:
+            del chosen[name]
+    if settings.schedule is None:
+        del chosen["steps"]  # a run may be extended; only a schedule depends on the number of steps
+    else:
+        chosen["schedule"] = getattr(settings.schedule, "__qualname__", type(settings.schedule).__name__)
+    tree = {
+        "learn": {**chosen, **own},
+        "model": model,
+        "start": {name: short_digest(np.asarray(value)) for name, value in start.items()},
+        "data": data,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(tree, default=vars))
+    return plain

@@ -97,6 +97,17 @@ def test_the_plan_counts_batches_bytes_and_seconds(config):
     assert large - small >= (800**2 - 100**2) * 4, "at least a Gram matrix in single precision"
 
 
+def test_the_plan_says_how_short_rounds_wait_less(config, monkeypatch):
+    monkeypatch.setattr(plan, "_median_seconds", lambda *arguments: 0.008)
+    local = ["cluster.kind=local", "cluster.workers=2"]  # a round of two batches: 8 ms and about 4 ms of messages
+    advice = plan.run(load_config(config, local))["advice"]
+    assert "computes for 8 ms and waits for about 4 ms" in advice
+    assert "learn.delay: 1" in advice
+    assert "learn.local_steps: 5 or more" in advice, "4 / (4 + 5 x 8) < 0.1 < 4 / (4 + 4 x 8)"
+    followed = (["learn.delay=1"], ["learn.mode=local", "learn.local_steps=5"], ["cluster.kind=serial"])
+    assert not any("advice" in plan.run(load_config(config, [*local, *changes])) for changes in followed)
+
+
 def test_the_plan_knows_the_steps_and_the_memory_of_auto(config):
     changes = ["model.objective=auto", "learn.steps=1000", "learn.batches_per_step=1", "learn.batch_size=100"]
     facts = plan.run(load_config(config, changes))
@@ -174,6 +185,15 @@ def test_replicas_are_learned_and_resumed_by_the_command(config, tmp_path):
     assert (facts["mode"], facts["rounds"], facts["tasks"]) == ("local", 4, 16)
 
 
+def test_delayed_gradients_are_learned_and_resumed_by_the_command(config, tmp_path):
+    delayed = ["learn.delay=1"]
+    assert learn.run(load_config(config, delayed), name="small")["steps"] == 5
+    longer = learn.run(load_config(config, [*delayed, "learn.steps=8"]), name="small")
+    assert (longer["steps"], longer["steps_now"]) == (8, 3)
+    with pytest.raises(ConfigError, match=r"learn\.delay was 1, now it is None"):
+        learn.run(load_config(config), name="small")
+
+
 def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path):
     full = ["learn.mode=full", "model.features={name: random_fourier, features: 8}", "model.dtype=float64"]
     summary = learn.run(load_config(config, [*full, "learn.steps=6"]), name="small")
@@ -204,6 +224,12 @@ def test_explicit_features_are_learned_by_full_gradients(config, data, tmp_path)
         (["learn.mode=full", "model.features=fourrier"], "feature map 'fourrier' is unknown"),
         (["learn.mode=full", "model.objective=validation"], "model.objective must be rcb or erm"),
         (["learn.mode=local", "learn.local_steps=2"], r"learn\.steps is 5, which is not a multiple"),
+        (
+            ["learn.mode=local", "learn.steps=10", "learn.delay=1"],
+            r"learn\.delay is 1, which requires learn\.mode sync",
+        ),
+        (["learn.delay=2"], r"learn\.delay"),
+        (["model.kind=cen", "learn.delay=1"], r"learn\.delay is only for kernels"),
         (["learn.feature_cache=lots"], r"learn\.feature_cache is 'lots'"),
         (["model.backend=cupy"], "no usable CUDA device"),
     ],

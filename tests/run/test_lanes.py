@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_info
@@ -14,11 +15,15 @@ from threadpoolctl import threadpool_info
 from kme_dist.errors import DataError
 from kme_dist.run import executors
 from kme_dist.run.executors import DaskExecutor
-from kme_dist.run.lanes import Lanes
+from kme_dist.run.lanes import Lanes, packed
 
 
 def square(x):
     return x * x
+
+
+def doubled(named):
+    return {name: 2 * value for name, value in named.items()}
 
 
 def slow_square(x):
@@ -82,7 +87,7 @@ def tasks_seen(client, name):
 
 
 def test_results_come_in_the_order_of_the_calls_and_all_workers_take_part(client):
-    found = Lanes(client).map(slow_square, [(i,) for i in range(9)], deadline_s=30, resource=None)
+    found = Lanes(client).start(slow_square, [(i,) for i in range(9)], resource=None).results(deadline_s=30)
     assert [found[i][1] for i in range(9)] == [i * i for i in range(9)]
     assert len({thread for thread, _ in found.values()}) == 2
 
@@ -91,17 +96,17 @@ def test_an_error_of_the_function_comes_home_as_it_is(client):
     for call, error in ((2, DataError), (3, FileNotFoundError)):
         lanes = Lanes(client)
         with pytest.raises(error):
-            lanes.map(refuse, [(call,)], deadline_s=30, resource=None)
+            lanes.start(refuse, [(call,)], resource=None).results(deadline_s=30)
         assert lanes.available, "nothing is wrong with the way"
 
 
 def test_calls_run_on_the_threads_of_the_worker_with_one_blas_thread(client):
-    assert Lanes(client).map(where_it_runs, [()], deadline_s=30, resource=None) == {0: (True, {1})}
+    assert Lanes(client).start(where_it_runs, [()], resource=None).results(deadline_s=30) == {0: (True, {1})}
 
 
 def test_no_worker_computes_with_more_threads_than_it_has(client):
     calls = [("_kme_test_counter",)] * 12
-    counts = set(Lanes(client).map(busy_together, calls, deadline_s=30, resource=None).values())
+    counts = set(Lanes(client).start(busy_together, calls, resource=None).results(deadline_s=30).values())
     assert counts <= {1, 2}, "two workers of one thread each, here in one process"
 
 
@@ -144,13 +149,32 @@ def test_what_a_dead_worker_took_with_it_is_done_by_tasks(always):
 
 def test_a_call_that_is_not_answered_in_time_is_missing(client):
     lanes = Lanes(client)
-    assert lanes.map(square, [(3,)], deadline_s=30, resource=None) == {0: 9}
-    assert lanes.map(time.sleep, [(1,)], deadline_s=0.1, resource=None) == {}
+    assert lanes.start(square, [(3,)], resource=None).results(deadline_s=30) == {0: 9}
+    assert lanes.start(time.sleep, [(1,)], resource=None).results(deadline_s=0.1) == {}
     assert not lanes.available
 
 
 def test_workers_without_the_resource_are_passed_over(client):
     lanes = Lanes(client)
-    assert len(set(lanes.map(thread_name, [()] * 6, deadline_s=30, resource=None).values())) == 2
-    assert len(set(lanes.map(thread_name, [()] * 6, deadline_s=30, resource="GPU").values())) == 1
-    assert lanes.map(square, [(3,)], deadline_s=30, resource="no such thing") == {}, "nobody may do it"
+    assert len(set(lanes.start(thread_name, [()] * 6, resource=None).results(deadline_s=30).values())) == 2
+    assert len(set(lanes.start(thread_name, [()] * 6, resource="GPU").results(deadline_s=30).values())) == 1
+    assert lanes.start(square, [(3,)], resource="no such thing").results(deadline_s=30) == {}, "nobody may do it"
+
+
+def test_messages_keep_small_and_large_arrays_as_they_are(client):
+    """Large ones are sent beside the pickle; either kind arrives with its order, and may be written to."""
+    sent = {"small": np.arange(6.0).reshape(2, 3), "large": np.asfortranarray(np.arange(4e4).reshape(200, 200)), "n": 3}
+    message = packed(sent)
+    assert (len(message["data"]) < 1000, len(message["large"])) == (True, 1)
+    found = Lanes(client).start(doubled, [(sent,)], resource=None).results(deadline_s=30)[0]
+    for name in ("small", "large"):
+        np.testing.assert_array_equal(found[name], 2 * sent[name])
+        assert found[name].flags.f_contiguous == sent[name].flags.f_contiguous
+        found[name] += 1
+    np.testing.assert_array_equal(sent["small"], np.arange(6.0).reshape(2, 3))
+
+
+def test_functions_without_a_module_are_sent_by_value(client):
+    assert Lanes(client).start(lambda x: x + 1, [(3,)], resource=None).results(deadline_s=30) == {0: 4}
+    with pytest.raises(TypeError):
+        packed(threading.Lock())

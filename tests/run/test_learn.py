@@ -175,7 +175,7 @@ def test_workers_killed_at_random_do_not_show(data, client, expected):
 
     def kill(record):
         if record["step"] in (2, 3, 7, 9):
-            pid = choose.choice(sorted(client.run(os.getpid).values()))
+            pid = choose.choice(sorted(client.run(os.getpid, on_error="ignore").values()))  # one may be dying
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 

@@ -172,6 +172,9 @@ def test_validation_splits_anew_in_every_step_and_survives_one_row():
         ({"optimizer": "lbfgs"}, "optimizer='lbfgs'"),
         ({"frozen": ("width",)}, "frozen parameter 'width' does not exist"),
         ({"risk": "median"}, "risk='median'"),
+        ({"delay": 2}, "delay=2: must be 0 or 1"),
+        ({"delay": -1}, "delay=-1: must be 0 or 1"),
+        ({"delay": 0.5}, r"delay=0\.5: must be 0 or 1"),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):
