@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kme_dist.models.means import KernelMean, ParzenClassifier
     from kme_dist.models.mmd import MMDTest, mmd_test
     from kme_dist.models.predict import predict
+    from kme_dist.report.displays import LearningCurveDisplay, RelevanceDisplay, ReliabilityDisplay
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "IndependenceTest",
     "KernelBayesFilter",
     "KernelMean",
+    "LearningCurveDisplay",
     "MCEClassifier",
     "MMDTest",
     "MixtureMatching",
@@ -52,6 +54,8 @@ __all__ = [
     "OneClassSupportMeasure",
     "ParzenClassifier",
     "Predictions",
+    "RelevanceDisplay",
+    "ReliabilityDisplay",
     "SupportMeasureClassifier",
     "Table",
     "bayes",
@@ -81,6 +85,7 @@ _HOMES = {
     "IndependenceTest": "kme_dist.models.independence",
     "KernelBayesFilter": "kme_dist.models.bayes",
     "KernelMean": "kme_dist.models.means",
+    "LearningCurveDisplay": "kme_dist.report.displays",
     "MCEClassifier": "kme_dist.models.mce",
     "MMDTest": "kme_dist.models.mmd",
     "MixtureMatching": "kme_dist.models.density",
@@ -88,6 +93,8 @@ _HOMES = {
     "OneClassSupportMeasure": "kme_dist.models.bags",
     "ParzenClassifier": "kme_dist.models.means",
     "Predictions": "kme_dist.data.predictions",
+    "RelevanceDisplay": "kme_dist.report.displays",
+    "ReliabilityDisplay": "kme_dist.report.displays",
     "SupportMeasureClassifier": "kme_dist.models.bags",
     "Table": "kme_dist.data.ingest",
     "conditional_independence_test": "kme_dist.models.independence",
