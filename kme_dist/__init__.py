@@ -20,16 +20,20 @@ if TYPE_CHECKING:
     from kme_dist.data.dataset import Dataset, open_dataset
     from kme_dist.data.ingest import Table, ingest, read_table
     from kme_dist.data.predictions import Predictions, open_predictions
+    from kme_dist.models import bayes
     from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
     from kme_dist.models.bags import OneClassSupportMeasure, SupportMeasureClassifier
     from kme_dist.models.base import load
+    from kme_dist.models.bayes import KernelBayesFilter
     from kme_dist.models.cen import CENClassifier
     from kme_dist.models.cme import ConditionalMeanEmbedding
     from kme_dist.models.density import MixtureMatching
+    from kme_dist.models.independence import IndependenceTest, conditional_independence_test, hsic_test
     from kme_dist.models.mce import MCEClassifier
     from kme_dist.models.means import KernelMean, ParzenClassifier
     from kme_dist.models.mmd import MMDTest, mmd_test
     from kme_dist.models.predict import predict
+    from kme_dist.report.displays import LearningCurveDisplay, RelevanceDisplay, ReliabilityDisplay
 
 __version__ = "0.1.0"
 
@@ -39,7 +43,10 @@ __all__ = [
     "CENClassifier",
     "ConditionalMeanEmbedding",
     "Dataset",
+    "IndependenceTest",
+    "KernelBayesFilter",
     "KernelMean",
+    "LearningCurveDisplay",
     "MCEClassifier",
     "MMDTest",
     "MixtureMatching",
@@ -47,10 +54,15 @@ __all__ = [
     "OneClassSupportMeasure",
     "ParzenClassifier",
     "Predictions",
+    "RelevanceDisplay",
+    "ReliabilityDisplay",
     "SupportMeasureClassifier",
     "Table",
+    "bayes",
+    "conditional_independence_test",
     "errors",
     "feature_objective",
+    "hsic_test",
     "ingest",
     "kernels",
     "load",
@@ -70,7 +82,10 @@ _HOMES = {
     "CENClassifier": "kme_dist.models.cen",
     "ConditionalMeanEmbedding": "kme_dist.models.cme",
     "Dataset": "kme_dist.data.dataset",
+    "IndependenceTest": "kme_dist.models.independence",
+    "KernelBayesFilter": "kme_dist.models.bayes",
     "KernelMean": "kme_dist.models.means",
+    "LearningCurveDisplay": "kme_dist.report.displays",
     "MCEClassifier": "kme_dist.models.mce",
     "MMDTest": "kme_dist.models.mmd",
     "MixtureMatching": "kme_dist.models.density",
@@ -78,9 +93,13 @@ _HOMES = {
     "OneClassSupportMeasure": "kme_dist.models.bags",
     "ParzenClassifier": "kme_dist.models.means",
     "Predictions": "kme_dist.data.predictions",
+    "RelevanceDisplay": "kme_dist.report.displays",
+    "ReliabilityDisplay": "kme_dist.report.displays",
     "SupportMeasureClassifier": "kme_dist.models.bags",
     "Table": "kme_dist.data.ingest",
+    "conditional_independence_test": "kme_dist.models.independence",
     "feature_objective": "kme_dist.core.objective",
+    "hsic_test": "kme_dist.models.independence",
     "ingest": "kme_dist.data.ingest",
     "load": "kme_dist.models.base",
     "loo_objective": "kme_dist.core.objective",
@@ -92,7 +111,7 @@ _HOMES = {
     "read_table": "kme_dist.data.ingest",
     "validation_objective": "kme_dist.core.objective",
 }
-_MODULES = {"errors": "kme_dist.errors", "kernels": "kme_dist.kernels"}
+_MODULES = {"bayes": "kme_dist.models.bayes", "errors": "kme_dist.errors", "kernels": "kme_dist.kernels"}
 
 
 def __getattr__(name: str) -> Any:

@@ -56,7 +56,6 @@ from kme_dist.ops.words import plural
 app = typer.Typer(
     name="kme-dist",
     help="Kernel embeddings of conditional distributions, learned from tables.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

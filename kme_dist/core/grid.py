@@ -31,8 +31,10 @@ def cross_validate(
     """k-fold search over one common length scale and λ: the baseline of the paper."""
     from sklearn.model_selection import StratifiedKFold
 
-    folds = int(max(2, min(5, np.bincount(y)[np.unique(y)].min())))
-    splits = list(StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32).split(np.zeros(len(y)), y))
+    counts = np.bincount(y)
+    strata = np.where(counts[y] < 2, counts.argmax(), y)  # a class of one row cannot be in every fold
+    folds = int(max(2, min(5, np.bincount(strata)[np.unique(strata)].min())))
+    splits = list(StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32).split(np.zeros(len(y)), strata))
     grid = [(width * factor, float(lam)) for factor in (0.1, 0.3, 1.0, 3.0) for lam in 10.0 ** np.arange(-6.0, 1.0)]
     scores = []
     for scale, lam in grid:

@@ -23,7 +23,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,10 @@ class Mean:
     def evaluate(self, X: Any) -> Array:
         """The value at every row of X; for a kernel that is a density, a density estimate."""
         return weighted_features(self.kernel, X, self.points, self.weights)
+
+    def expectation(self, f: Callable[[Any], Any]) -> Any:
+        """Σ_j weights_j f(points_j); `f` takes all points and returns a value (or row) for each."""
+        return self.weights @ np.asarray(f(self.points), dtype=np.float64)
 
     def inner(self, other: Mean) -> float:
         """<μ, ν> = Σ_ij a_i b_j k(x_i, z_j)"""

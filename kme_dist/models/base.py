@@ -56,6 +56,7 @@ _MODULES = {
     "ASKLRegressor": "kme_dist.models.askl",
     "CENClassifier": "kme_dist.models.cen",
     "ConditionalMeanEmbedding": "kme_dist.models.cme",
+    "KernelBayesFilter": "kme_dist.models.bayes",
     "KernelMean": "kme_dist.models.means",
     "MCEClassifier": "kme_dist.models.mce",
     "MixtureMatching": "kme_dist.models.density",

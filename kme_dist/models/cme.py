@@ -489,7 +489,7 @@ class ConditionalMeanEmbedding(Estimator):
     ) -> list[SparseEmbedding]:
         """Embeddings with fewer and fewer zeros, one for each γ (method "fista") or number of pivots ("cholesky").
 
-        penalty : "element" | "row" (targets) | "column" (inputs)
+        penalty : "element" | "row" (targets) | "column" (inputs) | "pair" (observed pairs, on both sides)
         gammas : their number, or a list; for method "cholesky" numbers of pivots
         refit : solve again for the kept entries (which the penalty shrinks)
         steps : of FISTA, which refines the solution of a splitting method

@@ -54,11 +54,14 @@ def score_kernels(
     regularization: float | None,
     folds: int | None,
     seed: int,
+    centred: bool = False,
 ) -> list[Score]:
     """Held-out error of every kernel and λ on the given pairs, a sample of `rows` pairs: each λ is scaled to all rows
-    such that the shift nλ stays the same."""
+    such that the shift nλ stays the same. `centred` predicts l(y, ·) minus its mean."""
     n = row_count(X)
     L = np.asarray(targets_by.gram(Y), dtype=np.float64)
+    if centred:
+        L = L - L.mean(axis=0) - L.mean(axis=1)[:, None] + L.mean()
     parts = None
     if folds is not None:
         order = np.random.default_rng([seed, 1]).permutation(n)

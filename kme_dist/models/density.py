@@ -38,7 +38,7 @@ _ROWS = 1_024  # densities are computed for at a time
 
 
 class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
-    """A mixture of Gaussians with diagonal covariances, matched to an estimate of the kernel mean.
+    """A mixture of Gaussians with diagonal or isotropic covariances, matched to an estimate of the kernel mean.
 
     Parameters
     ----------
@@ -48,6 +48,8 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         on stays as in the initial clusters.
     estimator : the mean to match: "kme", "b-kmse", "r-kmse" or "s-kmse". (A shrunk mean has weights with the
         common factor 1 - α; the mixture, whose shares add up to one, is the nearest one to it.)
+    covariance : "diagonal" (a variance for each feature of a component) or "isotropic" (one for each component, as in
+        the paper; features should have similar units).
     starts : number of initial clusterings; the best fit is kept.   client, random_state, n_jobs : as in KernelMean.
 
     Attributes
@@ -56,10 +58,11 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     """
 
     _FITTED: ClassVar[str] = "shares_"
-    _IN_FACTS: ClassVar[tuple[str, ...]] = ("n_components", "kernel", "estimator")
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("n_components", "kernel", "estimator", "covariance")
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "n_components": integer(1),
         "estimator": one_of(*ESTIMATORS),
+        "covariance": one_of("diagonal", "isotropic"),
         "starts": integer(1),
         "random_state": seed(),
         "n_jobs": jobs(),
@@ -74,6 +77,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         client: Any = None,
         random_state: RandomState = 0,
         n_jobs: int | None = None,
+        covariance: str = "diagonal",
     ) -> None:
         self.n_components = n_components
         self.kernel = kernel
@@ -82,6 +86,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         self.client = client
         self.random_state = random_state
         self.n_jobs = n_jobs
+        self.covariance = covariance
 
     @on_workers
     def fit(self, X: Any, y: Any = None) -> Self:
@@ -111,24 +116,27 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     def _matched(
         self, target: FittedMean, start: tuple[np.ndarray, Gaussians], executor: Executor
     ) -> tuple[float, np.ndarray, Gaussians]:
-        k, d = start[1].means.shape
-        spread = start[1].covariances.mean(axis=0)
+        shares, mixture = start
+        k, d = mixture.means.shape
+        variances = mixture.covariances
+        if self.covariance == "isotropic":
+            variances = variances.mean(axis=1, keepdims=True)  # one column, the same for all features
+        spread, width = variances.mean(axis=0), variances.shape[1]
 
         def unpack(theta: np.ndarray) -> tuple[np.ndarray, Gaussians]:
             logits, means, logs = np.split(theta, [k, k + k * d])
-            variances = np.exp(np.clip(logs.reshape(k, d), -12, 12)) * spread
-            return np.asarray(softmax(logits)), Gaussians(means.reshape(k, d), variances)
+            variances = np.exp(np.clip(logs.reshape(k, width), -12, 12)) * spread
+            return np.asarray(softmax(logits)), Gaussians(means.reshape(k, d), np.repeat(variances, d // width, axis=1))
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             shares, mixture = unpack(theta)
             h = _overlap(self.kernel_, mixture, target, executor)
             value, (by_share, by_mean, by_variance) = matching_loss(self.kernel_, shares, mixture, h)
             by_logit = shares * (by_share - shares @ by_share)
-            by_log = by_variance * mixture.covariances
+            by_log = (by_variance * mixture.covariances).reshape(k, width, d // width).sum(axis=2)
             return value, np.concatenate([by_logit, by_mean.ravel(), by_log.ravel()])
 
-        shares, mixture = start
-        theta = np.concatenate([np.log(shares), mixture.means.ravel(), np.log(mixture.covariances / spread).ravel()])
+        theta = np.concatenate([np.log(shares), mixture.means.ravel(), np.log(variances / spread).ravel()])
         found = minimize(loss, theta, jac=True, method="L-BFGS-B", options={"maxiter": 300})
         return float(found.fun), *unpack(found.x)
 
@@ -155,11 +163,17 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
 
     def _pack(self) -> tuple[Arrays, Facts]:
         mixture = {"shares": self.shares_, "means": self.means_, "variances": self.variances_}
-        return mixture, {"kernel": self.kernel_.to_config(), "estimator": self.estimator, "loss": self.loss_}
+        return mixture, {
+            "kernel": self.kernel_.to_config(),
+            "estimator": self.estimator,
+            "covariance": self.covariance,
+            "loss": self.loss_,
+        }
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         self.kernel = self.kernel_ = from_config(facts["kernel"], own=own)
         self.estimator, self.loss_ = facts["estimator"], float(facts["loss"])
+        self.covariance = facts.get("covariance", "diagonal")
         self.shares_, self.means_, self.variances_ = (arrays[name] for name in ("shares", "means", "variances"))
         self.n_components, self.n_features_in_ = len(self.shares_), int(self.means_.shape[1])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, ListedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-# Okabe and Ito's palette; the first three are its red, green and blue.
-PALETTE = ("#D55E00", "#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#B8A900")
+from kme_dist.report.axes import ACCENT, PALETTE, draw_curves, draw_relevance, draw_reliability, short
+
 MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
-ACCENT = "#3B8BD0"
 # Placeholders for the colours of the page, replaced in the finished SVG.
 INK, GRID = "#010203", "#040506"
 
@@ -88,25 +87,8 @@ def learning_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
 
     def draw(figure: Figure) -> None:
         for axes, (key, title) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-            values: list[float] = []
-            for color, style, (name, history) in zip(
-                _cycle((ACCENT, *PALETTE[:2], *PALETTE[3:])),
-                _cycle(("-", "--", "-.", ":")),
-                histories.items(),
-                strict=False,
-            ):
-                steps = [record["step"] for record in history]
-                series = [float(record[key]) for record in history]
-                values += series
-                axes.plot(steps, series, color=color, linestyle=style, linewidth=1.6, label=name)
+            draw_curves(axes, histories, key)
             axes.set_title(title)
-            axes.set_xlabel("learning step")
-            axes.grid(axis="y")
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            if values and min(values) > 0 and max(values) > 20 * min(values):
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-                axes.yaxis.set_minor_formatter(NullFormatter())
         if len(histories) > 1:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(histories))
 
@@ -127,7 +109,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]] | np.ndarray, names: Sequen
         axes = figure.subplots()
         _plain(axes)
         axes.imshow(share, cmap=_pale_to_blue(), vmin=0, vmax=1)
-        labels = [_short(name, 14) for name in names]
+        labels = [short(name, 14) for name in names]
         axes.set_xticks(range(len(names)), labels, rotation=_tilt(labels), ha="center")
         axes.set_yticks(range(len(names)), labels)
         axes.set_xlabel("predicted class")
@@ -148,16 +130,7 @@ def reliability_diagram(bins: Sequence[Mapping[str, Any]]) -> str:
 
     def draw(figure: Figure) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
-        top.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (4, 4)), alpha=0.6)
-        confidence = [b["confidence"] for b in bins]
-        accuracy = [b["accuracy"] for b in bins]
-        top.vlines(confidence, confidence, accuracy, color=PALETTE[0], linewidth=2, alpha=0.7)
-        top.plot(confidence, accuracy, "o-", color=ACCENT, linewidth=1.6, markersize=6, clip_on=False, zorder=3)
-        top.set_ylabel("accuracy")
-        top.set_ylim(-0.02, 1.02)
-        top.set_xlim(0, 1)
-        top.set_aspect("auto")
-        top.grid()
+        draw_reliability(top, bins)
         widths = [b["high"] - b["low"] for b in bins]
         bottom.bar(
             [b["low"] for b in bins],
@@ -216,21 +189,11 @@ def relevance_images(relevance: Mapping[str, np.ndarray], shape: tuple[int, int]
 
 def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) -> str:
     """The most relevant features as bars, the most relevant on top."""
-    order = np.argsort(relevance, kind="stable")[::-1][:most]
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        labels = [_short(names[index], 28) for index in order]
-        axes.barh(range(len(order)), relevance[order], color=ACCENT, height=0.7)
-        axes.set_yticks(range(len(order)), labels)
-        axes.set_ylim(max(len(order), 8) - 0.4, -0.6)  # keeps a few bars slim
-        axes.set_xlim(left=0)
-        axes.set_xlabel("share of the relevance")
-        axes.grid(axis="x")
-        axes.set_axisbelow(True)
-        axes.tick_params(axis="y", length=0)
+        draw_relevance(figure.subplots(), relevance, names, most)
 
-    return svg(draw, (5.0, max(4.2, 0.7 + 0.24 * len(order))), "relevance")
+    return svg(draw, (5.0, max(4.2, 0.7 + 0.24 * min(most, len(relevance)))), "relevance")
 
 
 def image_gallery(images: np.ndarray, titles: Sequence[str], shape: tuple[int, int], columns: int = 8) -> str:
@@ -318,7 +281,7 @@ def _scatter(
                 color=PALETTE[number % len(PALETTE)],
                 edgecolors="black" if held_out else "white",
                 linewidths=0.9 if held_out else 0.4,
-                label=None if held_out else _short(name, 20),
+                label=None if held_out else short(name, 20),
             )
 
 
@@ -357,17 +320,8 @@ def _pale_to_blue() -> Colormap:
     return ListedColormap([low + (high - low) * t for t in np.linspace(0, 1, 256)])
 
 
-def _cycle(values: Sequence[str]) -> Iterable[str]:
-    while True:
-        yield from values
-
-
 def _take(values: Sequence[str], count: int) -> list[str]:
     return [values[index % len(values)] for index in range(count)]
-
-
-def _short(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _tilt(labels: Sequence[str]) -> int:

@@ -106,7 +106,7 @@ class Pairs:
         """The rows of a data set; `targets` names the columns to predict from the others (None: the labels)."""
         if targets is None and data.y is None:
             raise DataError(f"{data.path} has no labels; name the target columns, e.g. fit(data, ['price'])")
-        columns = tuple(_position(data, name) for name in targets or ())
+        columns = tuple(column_position(data, name) for name in targets or ())
         inputs = tuple(i for i in range(data.features) if i not in columns)
         whole = Scaling.of(data.split_statistics(data.training_split()), scaling)
         scale = Scaling(whole.shift[list(inputs)], whole.factor[list(inputs)])
@@ -147,7 +147,8 @@ class Pairs:
         return y if classes is None else np.asarray(classes)[y]
 
 
-def _position(data: Dataset, column: str | int) -> int:
+def column_position(data: Dataset, column: str | int) -> int:
+    """The number of a column given by its name or number."""
     if isinstance(column, int) and 0 <= column < data.features:
         return column
     if column in data.feature_names:

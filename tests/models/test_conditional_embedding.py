@@ -275,7 +275,7 @@ def test_a_herded_sample_has_the_conditional_mean(pairs):
     np.testing.assert_allclose(means, model.predict(X[:5]), atol=0.25)
 
 
-@pytest.mark.parametrize("penalty", ["element", "row", "column"])
+@pytest.mark.parametrize("penalty", ["element", "row", "column", "pair"])
 def test_sparse_forms_predict_with_what_they_kept(penalty, pairs):
     X, y = pairs[0][:40], pairs[1][:40]
     model = kme.ConditionalMeanEmbedding(kme.kernels.Gaussian(0.5), regularization=0.02, scaling=None).fit(X, y)
@@ -296,6 +296,9 @@ def test_sparse_forms_predict_with_what_they_kept(penalty, pairs):
         assert found[0].targets_kept_ < 40
     if penalty == "column":
         assert found[0].inputs_kept_ < 40
+    if penalty == "pair":
+        assert rows == columns
+        assert len(rows) < 40
     assert "SparseEmbedding" in repr(last)
 
 

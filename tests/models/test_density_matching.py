@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 import kme_dist as kme
+from kme_dist.core.density import Gaussians, matching_loss, overlap
+from kme_dist.data.rows import rows_of
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.run.executors import SerialExecutor
+from kme_dist.run.means import fit_mean
 
 
 @pytest.fixture
@@ -21,6 +25,32 @@ def test_two_clouds_are_found_again(estimator, mixed):
     np.testing.assert_allclose(fit.means_[order], [[-3, -3], [3, 3]], atol=0.3)
     np.testing.assert_allclose(np.sqrt(fit.variances_[order]), [[0.6, 0.6], [1.2, 1.2]], atol=0.3)
     np.testing.assert_allclose(fit.shares_[order], [0.5, 0.5], atol=0.1)
+
+
+def test_isotropic_components_have_one_variance_each(mixed, rng, tmp_path):
+    kernel = kme.kernels.Gaussian(2.0)
+    fit = kme.MixtureMatching(2, kernel, starts=1, covariance="isotropic").fit(mixed)
+    np.testing.assert_array_equal(fit.variances_[:, 0], fit.variances_[:, 1])
+    np.testing.assert_allclose(np.sort(np.sqrt(fit.variances_[:, 0])), [0.6, 1.2], atol=0.3)
+    stretched = mixed * [1.0, 3.0]
+    round_, free = (
+        kme.MixtureMatching(2, kernel, starts=1, covariance=kind).fit(stretched) for kind in ("isotropic", "diagonal")
+    )
+    assert free.loss_ < round_.loss_  # it has more freedom
+    h, target = 1e-5, fit_mean(kernel, rows_of(mixed), "kme", executor=SerialExecutor())
+
+    def loss(variance):  # of one component, in closed form
+        one = Gaussians(mixed.mean(axis=0)[None], np.full((1, 2), variance))
+        found = overlap(kernel, one, mixed, np.full(len(mixed), target.weights))
+        return matching_loss(kernel, np.ones(1), one, found)[0]
+
+    single = kme.MixtureMatching(1, kernel, starts=1, covariance="isotropic").fit(mixed)
+    best = single.variances_[0, 0]
+    assert single.loss_ <= min(loss(best * (1 - h)), loss(best * (1 + h))) + 1e-12
+    fit.save(tmp_path / "round.zarr")
+    again = kme.load(tmp_path / "round.zarr")
+    assert again.covariance == "isotropic"
+    np.testing.assert_array_equal(again.score_samples(mixed), fit.score_samples(mixed))
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
@@ -56,6 +86,8 @@ def test_a_data_set_on_disk_and_back(mixed, tmp_path):
 def test_mistakes_are_named(mixed):
     with pytest.raises(ConfigError, match=r"Laplace.*closed form"):
         kme.MixtureMatching(2, "laplace").fit(mixed)
+    with pytest.raises(ConfigError, match="covariance='full'"):
+        kme.MixtureMatching(2, covariance="full").fit(mixed)
     with pytest.raises(ConfigError, match="n_components=0"):
         kme.MixtureMatching(0).fit(mixed)
     with pytest.raises(DataError, match="features"):

@@ -1,0 +1,221 @@
+"""Kernel tests of independence, and of independence given a third variable. In memory or out of core.
+
+>>> import numpy as np
+>>> rng = np.random.default_rng(0)
+>>> z, noise = rng.normal(size=(200, 1)), rng.normal(size=(2, 200, 1))
+>>> x, y = z + 0.5 * noise[0], z**2 + 0.5 * noise[1]
+>>> hsic_test(x, y).rejects(), conditional_independence_test(x, y, z).rejects()
+(True, False)
+
+Variables are arrays, lists of objects that a kernel accepts, data sets, or, with `data=`, columns of one data set
+(None: its labels). With a `client` the tiles are computed by its workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import blas_threads
+from kme_dist.core.conditional import Delta
+from kme_dist.core.independence import gamma_law, statistics
+from kme_dist.core.kernels import Kernel
+from kme_dist.core.kernels.base import select
+from kme_dist.core.pivots import choose_centres
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.data.validation import as_values, check_not_path
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.base import check_texts
+from kme_dist.models.cme_choice import input_kernels, score_kernels, target_kernel
+from kme_dist.models.settings import RandomState, drawn_seed, integer, seed
+from kme_dist.run.conditional import as_targets, column_position
+from kme_dist.run.executors import Executor
+from kme_dist.run.independence import Variable, hsic_sums, residual_features, signed_draws, squared_sum
+from kme_dist.run.workers import executor_for
+
+_KERNEL_ROWS = 2_000  # rows for the median distance
+_SELECTION_ROWS = 1_000  # rows to choose the regressions with
+_CHOICE_ROWS = 20_000  # rows to choose centres from
+_NULLS = {"unbiased": ("permutation",), "biased": ("permutation", "gamma")}
+_LEAST_ROWS = 6  # the gamma law needs more than five
+
+
+@dataclass(frozen=True)
+class IndependenceTest:
+    """A measure of dependence and its p-value under the null that the variables are independent (given the third)."""
+
+    statistic: float
+    p_value: float
+    method: str
+    null: str
+    kernels: tuple[Kernel, ...]
+    null_values: np.ndarray = field(repr=False)  # draws of the statistic under the null; empty for a gamma law
+
+    def rejects(self, level: float = 0.05) -> bool:
+        """Whether the null hypothesis is rejected at this level."""
+        return self.p_value <= level
+
+
+def hsic_test(
+    X: Any,
+    Y: Any,
+    kernel: str | Kernel = "gaussian",
+    target_kernel: str | Kernel = "gaussian",
+    *,
+    data: Dataset | None = None,
+    method: str = "unbiased",
+    null: str | None = None,
+    permutations: int = 200,
+    client: Any = None,
+    random_state: RandomState = 0,
+) -> IndependenceTest:
+    """Are X and Y independent? The Hilbert-Schmidt independence criterion of their kernels.
+
+    Parameters
+    ----------
+    X, Y : the variables, with the same number of rows: arrays, lists or data sets; with `data`, names of columns (None:
+        the labels).
+    kernel, target_kernel : of X and of Y; a name gets the median distance as its length scale, "delta" is for labels.
+    method : the estimate of HSIC, "unbiased" or "biased" (tr KHLH / n², never negative).
+    null : "permutation" (exact level: rows are permuted within random blocks of 512, all permutations in one pass over
+        the tiles), or for "biased" also "gamma" (asymptotic, a second pass instead of permutations).
+    permutations : their number.
+    """
+    if method not in _NULLS:
+        raise ConfigError(f"method={method!r} is unknown; choose one of {', '.join(_NULLS)}")
+    null = _NULLS[method][0] if null is None else null
+    if null not in _NULLS[method]:
+        raise ConfigError(f"null={null!r}: for method {method!r} choose {' or '.join(map(repr, _NULLS[method]))}")
+    drawn, executor = _checked(permutations, random_state, client)
+    x, y = _variables({"X": X, "Y": Y}, data, (kernel, target_kernel), None)
+    found = (_kernel(kernel, x, drawn), _kernel(target_kernel, y, drawn))
+    order = np.random.default_rng([drawn, 8]).permutation(x.count)
+    x, y = x.shuffled(order), y.shuffled(order)
+    count = permutations if null == "permutation" else 0
+    sums = hsic_sums(found, x, y, permutations=count, seed=drawn, executor=executor)
+    values = statistics(sums.K, sums.L, sums.forms, sums.orders, method)
+    statistic = float(values[0])
+    if null == "permutation":
+        rounding = 1e-13 * abs(sums.K.total * sums.L.total) / x.count**4
+        return IndependenceTest(statistic, _share(values, rounding), method, null, found, values[1:])
+    law = gamma_law(sums.K, sums.L, squared_sum(found, x, y, sums, executor=executor))
+    return IndependenceTest(statistic, law.p_value(statistic), method, null, found, np.zeros(0))
+
+
+def conditional_independence_test(
+    X: Any,
+    Y: Any,
+    Z: Any,
+    kernel: str | Kernel = "gaussian",
+    target_kernels: tuple[str | Kernel, str | Kernel] = ("gaussian", "gaussian"),
+    *,
+    data: Dataset | None = None,
+    draws: int = 500,
+    centres: int = 500,
+    target_centres: int = 100,
+    client: Any = None,
+    random_state: RandomState = 0,
+) -> IndependenceTest:
+    """Are X and Y independent given Z? The covariance of what conditional embeddings leave of either, at every z.
+
+    l(x, ·) and l(y, ·) are regressed on z by conditional mean embeddings whose kernel and λ minimise the leave-one-out
+    error. The statistic is the squared norm of the covariance of their residuals, weighted by a kernel of z (see
+    `kme_dist.core.independence`); its null law comes from random signs of the products. The level is asymptotic: it
+    holds as far as the regressions remove the influence of z.
+
+    Parameters
+    ----------
+    X, Y, Z : as in `hsic_test`; numbers are standardised.
+    kernel : of Z: a name (length scale by leave-one-out) or a kernel.
+    target_kernels : of X and of Y, as in `hsic_test`.
+    draws : of the null law.
+    centres, target_centres : rows of Z, and of X and Y, on which the regressions are projected; all rows if fewer.
+    """
+    integer(1).check("centres", centres)
+    integer(1).check("target_centres", target_centres)
+    drawn, executor = _checked(draws, random_state, client)
+    x, y, z = _variables({"X": X, "Y": Y, "Z": Z}, data, (*target_kernels, kernel), "standard")
+    if z.labels and isinstance(kernel, str) and kernel != "delta":
+        raise ConfigError(f"Z has labels: kernel={kernel!r} must be 'delta', or a kernel of labels")
+    some, pool = (z.sample(size, drawn) for size in (_SELECTION_ROWS, _CHOICE_ROWS))
+    candidates = [Delta()] if kernel == "delta" else input_kernels(kernel, None, some, drawn)
+    residuals = []
+    with blas_threads(1):
+        for own, given in zip((x, y), target_kernels, strict=True):
+            by = _kernel(given, own, drawn)
+            targets = as_targets(own.sample(_SELECTION_ROWS, drawn), by)
+            scores = score_kernels(
+                candidates, by, some, targets, rows=z.count, regularization=None, folds=None, seed=drawn, centred=True
+            )
+            chosen, lam, _ = min(scores, key=lambda score: score[2])
+            C = select(pool, choose_centres(chosen, pool, centres, "rpcholesky", drawn))
+            targets = as_targets(own.sample(_CHOICE_ROWS, drawn), by)
+            D = select(targets, choose_centres(by, targets, target_centres, "rpcholesky", drawn))
+            residuals.append(residual_features(chosen, C, by, D, own, z, lam, executor=executor))
+    weight = candidates[len(candidates) // 2] if len(candidates) > 1 else candidates[0]
+    values = signed_draws(
+        (residuals[0], residuals[1]), weight, (x, y, z), draws=draws, seed=drawn, executor=executor
+    )  # fmt: skip
+    found = (residuals[0].target_kernel, residuals[1].target_kernel, residuals[0].kernel, residuals[1].kernel)
+    return IndependenceTest(float(values[0]), _share(values, 1e-20), "residuals", "signs", found, values[1:])
+
+
+def _checked(draws: int, random_state: RandomState, client: Any) -> tuple[int, Executor]:
+    integer(1).check("permutations", draws)
+    seed().check("random_state", random_state)
+    return drawn_seed(random_state), executor_for(client)
+
+
+def _share(values: np.ndarray, rounding: float) -> float:
+    """The p-value of the first value among draws of it; values that differ by rounding only are equal."""
+    return (1 + int(np.sum(values[1:] >= values[0] - rounding))) / len(values)
+
+
+def _kernel(given: str | Kernel, variable: Variable, drawn: int) -> Kernel:
+    return target_kernel(given, variable.sample(_KERNEL_ROWS, drawn), drawn)
+
+
+def _variables(
+    given: dict[str, Any], data: Dataset | None, kernels: Sequence[Any], scaling: str | None
+) -> list[Variable]:
+    """The variables by name, checked against each other and their kernels."""
+    found = [_variable(value, data, scaling) for value in given.values()]
+    counts = {name: variable.count for name, variable in zip(given, found, strict=True)}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise DataError(f"variables must have the same number of rows, one for each observation; got {shown}")
+    if found[0].count < _LEAST_ROWS:
+        raise DataError(f"a test of independence requires at least {_LEAST_ROWS} rows, got {found[0].count}")
+    for variable, kernel in zip(found, kernels, strict=True):
+        if kernel != "delta" and not isinstance(kernel, Delta) and variable.rows.in_memory:
+            check_texts(kernel, variable.rows.read()[0])
+    return found
+
+
+def _variable(given: Any, data: Dataset | None, scaling: str | None) -> Variable:
+    if data is not None:
+        if given is None:
+            if data.y is None:
+                raise DataError(f"{data.path} has no labels; name columns instead of None")
+            return Variable(RowsRef.of(data, dtype="float64"), labels=True)
+        names = [given] if isinstance(given, str | int) else list(given)
+        columns = tuple(column_position(data, name) for name in names)
+        scale = None
+        if scaling is not None:
+            whole = Scaling.of(data.split_statistics(data.training_split()), scaling)
+            scale = Scaling(whole.shift[list(columns)], whole.factor[list(columns)])
+        return Variable(RowsRef.of(data, scaling=scale, dtype="float64", columns=columns))
+    check_not_path(given)
+    if isinstance(given, RowSource):
+        return Variable(RowsRef.of(given, scaling=scaling, dtype="float64"))
+    values = as_values(given)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
+        values = values.astype(np.float64).reshape(len(values), -1)
+        if scaling is not None:
+            values = Scaling.learn(values, scaling).apply(values, "float64")
+    return Variable(RowsRef.of(ArrayRows(values, None)))

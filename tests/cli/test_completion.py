@@ -1,0 +1,30 @@
+"""Tab completion: commands and options are completed, and the script for a shell is printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def kme_dist(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "kme_dist", *arguments],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize(("words", "found"), [("kme-dist ins", "inspect"), ("kme-dist inspect --ver", "--verify")])
+def test_commands_and_options_are_completed(words, found):
+    last = str(len(words.split()) - 1)
+    out = kme_dist(_KME_DIST_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=last)
+    assert out.split() == [found]
+
+
+def test_completion_is_installed_for_a_shell(tmp_path):
+    kme_dist("--install-completion", "bash", HOME=str(tmp_path))
+    script = (tmp_path / ".bash_completions" / "kme-dist.sh").read_text()
+    assert "_KME_DIST_COMPLETE=complete_bash" in script
