@@ -69,12 +69,12 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             if X.classes is None:
                 raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
             _check_classes(X.classes)
-            self._record_names(X.feature_names)
+            self._record_dataset(X)
             return with_class_weight(X, self.class_weight), None
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
         X, y, weights = positive_rows(X, y, sample_weights(in_memory(sample_weight), X))
         classes, codes = classes_of(y)
-        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None), weights)
+        data = ArrayRows(X, codes, classes, self._names_of_rows(), weights)
         data = with_class_weight(data, self.class_weight)
         return data, share(data, self._client, stack)
 
@@ -227,7 +227,7 @@ class EmbeddingClassifier(Classifier):
             raise ConfigError(f"groups={groups!r} is unknown; pass 'columns', None or lists of features")
         if isinstance(groups, str):
             groups = self.feature_groups_
-        chosen: Any = range(self.n_features_in_) if groups is None else groups
+        chosen: Any = range(self._width) if groups is None else groups
         members = list(chosen.values()) if isinstance(chosen, Mapping) else list(chosen)
         kernel, lam, inputs = self._kernel_of_rows()
         with blas_threads(1):
@@ -249,25 +249,24 @@ class EmbeddingClassifier(Classifier):
         self._check_fitted()
         if self._groups:
             return {name: list(group) for name, group in self._groups.items()}
-        names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])
-        return {str(name): [i] for i, name in enumerate(names)}
+        return {name: [i] for i, name in enumerate(self.encoded_feature_names_)}
 
     def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
         """The kernel of the fit, its λ, and what makes its inputs of raw rows."""
         raise TypeError(f"{type(self).__name__} must define _kernel_of_rows")
 
     def _positions(self, group: Any) -> list[int]:
-        names = [str(name) for name in getattr(self, "feature_names_in_", [])]
+        names = self._names_of_rows() or []
         found = []
         for feature in [group] if isinstance(group, str | int | np.integer) else group:
             if isinstance(feature, str) and feature in names:
                 found.append(names.index(feature))
-            elif not isinstance(feature, str) and 0 <= int(feature) < self.n_features_in_:
+            elif not isinstance(feature, str) and 0 <= int(feature) < self._width:
                 found.append(int(feature))
             else:
                 raise DataError(
-                    f"feature_importances: {feature!r} is not a feature; pass names of feature_names_in_ or positions "
-                    f"from 0 to {self.n_features_in_ - 1}"
+                    f"feature_importances: {feature!r} is not a feature; pass names of encoded_feature_names_ or "
+                    f"positions from 0 to {self._width - 1}"
                 )
         return found
 
@@ -277,13 +276,8 @@ class EmbeddingClassifier(Classifier):
         X, y = RowsRef.of(data, split=split).sample(most, self._seed())
         self.sample_ = np.asarray(X)[:most].copy(), np.asarray(y)[:most].copy()
         self._importances, self._groups = None, {}
-        if isinstance(data, Dataset) and any(column.kind == "one_hot" for column in data.schema.columns):
-            ends = np.cumsum([len(column.outputs) for column in data.schema.columns])
-            if int(ends[-1]) == data.features:
-                self._groups = {
-                    column.name: list(range(int(end) - len(column.outputs), int(end)))
-                    for column, end in zip(data.schema.columns, ends, strict=True)
-                }
+        if self.encoding_ is not None:
+            self._groups = self.encoding_.groups
 
     # --- storing ---------------------------------------------------------------------------------
 

@@ -360,7 +360,7 @@ class MCEClassifier(EmbeddingClassifier):
         split, fit = data.training_split(split), trained.fit
         self.classes_ = np.asarray(data.classes)
         if isinstance(data, Dataset):
-            self._record_names(data.feature_names)
+            self._record_dataset(data)
         self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
         self.probability_floor_ = recipe.floor(fit.weight, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
