@@ -6,6 +6,7 @@ file, the row (counted from 1) and the column.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,7 @@ from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
 _DAY = {"s": 86_400.0, "ms": 86_400e3, "us": 86_400e6, "ns": 86_400e9}
-# What a text of a column of dates may be: ISO 8601, with a time zone or without, or a time of the day.
-_DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")] + [pa.time64("us")]
+_DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
 
 
 @dataclass(frozen=True)
@@ -242,17 +242,14 @@ class Encoder:
             return days_of(array)
         if not pa.types.is_string(array.type) and not pa.types.is_large_string(array.type):
             raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
-        for kind in _DATE_TYPES:
-            try:
-                return days_of(array.cast(kind))
-            except pa.ArrowInvalid:
-                continue
-        parsed = [_parsed_days(text) for text in array.to_pylist()]
-        if None in parsed:
-            row = parsed.index(None)
-            what = f"{array[row].as_py()[:60]!r} is not a date or time (as 2026-01-31, 2026-01-31 12:00 or 12:00)"
-            raise self._bad(block, row, column.name, what)
-        return np.array(parsed, np.float64)
+        if (found := _parsed_days(array)) is not None:
+            return found
+        parsed = [_parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
+        for row, value in enumerate(parsed):
+            if value is None:
+                what = f"{array[row].as_py()[:60]!r} is not a date or time (as 2026-01-31, 2026-01-31 12:00 or 12:00)"
+                raise self._bad(block, row, column.name, what)
+        return np.concatenate([value for value in parsed if value is not None])
 
     def _note_unseen(self, block: Block, column: Column, texts: pa.Array, strange: np.ndarray) -> None:
         row = int(np.argmax(strange))
@@ -408,13 +405,13 @@ def days_of(array: pa.Array) -> np.ndarray:
     return np.asarray(whole.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / in_one)
 
 
-def _parsed_days(text: str | None) -> float | None:
-    """The days of one text; None if it is not a date, NaN if it is missing."""
-    for kind in _DATE_TYPES:
-        try:
-            return float(days_of(pa.array([text], pa.string()).cast(kind))[0])
-        except pa.ArrowInvalid:
-            continue
+def _parsed_days(texts: pa.Array) -> np.ndarray | None:
+    """The days of texts of one format: ISO 8601 with a time zone or without, or a time of the day; None if they are
+    not."""
+    clock = pc.binary_join_element_wise(pa.scalar("1970-01-01", texts.type), texts, pa.scalar(" ", texts.type))
+    for array, kind in [*((texts, kind) for kind in _DATE_TYPES), (clock, _DATE_TYPES[0])]:
+        with contextlib.suppress(pa.ArrowInvalid):
+            return days_of(array.cast(kind))
     return None
 
 

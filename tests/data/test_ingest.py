@@ -220,6 +220,10 @@ def test_dates_become_days_since_1970(tmp_path):
     np.testing.assert_array_equal(read_table(frame).X, table.X)
     zoned = frame.assign(when=frame["when"].dt.tz_localize("Asia/Tokyo"))
     np.testing.assert_allclose(read_table(zoned).X[:, 0], table.X[:, 0] - 9 / 24)
+    (tmp_path / "t.csv").write_text("at\n06:00\n\n12:00:00\n")
+    clock = read_table(tmp_path / "t.csv", missing=0)
+    assert clock.feature_names == ["at", "at:sin(day)", "at:cos(day)"]
+    np.testing.assert_allclose(clock.X, [[0.25, 1, 0], [0.5, 0, -1]], atol=1e-9)
     (tmp_path / "t.csv").write_text("when\n2024-01-02\nsoon\n")
     with pytest.raises(DataError, match="row 2, column 'when': 'soon' is not a date or time"):
         read_table(tmp_path / "t.csv", schema=table.schema)
