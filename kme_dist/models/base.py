@@ -44,6 +44,7 @@ from kme_dist.data.frames import (
 from kme_dist.data.places import Place
 from kme_dist.data.rows import Scaling
 from kme_dist.data.schema import Schema
+from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
@@ -59,6 +60,7 @@ FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
+_SPARSE_PARTS = ("data", "indices", "indptr")
 _KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
 TEXT_ESTIMATORS = (
     "texts are rows of KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, with a "
@@ -95,6 +97,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     _RULES: ClassVar[Mapping[str, Rule]] = {}
     _FITTED: ClassVar[str] = "embedding_"
+    _SPARSE: ClassVar[bool] = False  # whether rows may be scipy's sparse ones
     _BATCHED: ClassVar[bool] = False  # whether `kme_dist.predict` applies it to data sets, chunk by chunk
     _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that `_unpack` restores, with their learned values
 
@@ -227,7 +230,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         wanted = getattr(self, "n_features_in_", None)
         if wanted is None:
             return
-        if not isinstance(rows, np.ndarray):
+        if not isinstance(rows, np.ndarray) and not devices.is_sparse(rows):
             raise DataError(
                 f"{type(self).__name__} was fitted to rows of {wanted} numbers, got a {type(rows).__name__}; "
                 "pass a table of numbers with the same columns"
@@ -287,13 +290,22 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_labels(y)
         self.fitted_to_dataset_, self.encoding_ = False, None
         with self._explained(X):
-            found: tuple[np.ndarray, np.ndarray] = validate_data(
-                self, X, y, ensure_min_samples=2, dtype=_NUMBERS, **settings
+            rows, labels = validate_data(
+                self, X, y, ensure_min_samples=2, dtype=_NUMBERS, accept_sparse=self._formats, **settings
             )
         if encoding is not None and names is not None:
             self.encoding_, self.n_features_in_ = encoding, len(names)
             self.feature_names_in_ = np.array(names, dtype=object)
-        return found
+        return _as_csr(rows), labels
+
+    @property
+    def _formats(self) -> list[str] | bool:
+        return ["csr"] if self._SPARSE else False
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = self._SPARSE
+        return tags
 
     def _encoded_query(self, X: Any) -> np.ndarray | None:
         """At prediction: the rows of a table, encoded like those of the fit; None for rows of numbers."""
@@ -341,11 +353,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             check_columns(X)
             with self._explained(X):
                 if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-                    rows = validate_data(self, X, reset=False, dtype=_NUMBERS)
+                    rows = validate_data(self, X, reset=False, dtype=_NUMBERS, accept_sparse=self._formats)
                 else:
-                    rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS)
+                    rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS, accept_sparse=self._formats)
                     self._check_columns(X, rows)
-        return devices.to_device(self.scaling_.apply(np.asarray(rows), "float64"), self._device())
+        return devices.to_device(self.scaling_.apply(_as_csr(rows), "float64"), self._device())
 
     @contextlib.contextmanager
     def _explained(self, X: Any) -> Iterator[None]:
@@ -484,7 +496,10 @@ def stored_scaling(arrays: Mapping[str, np.ndarray], at: str = "scaling/") -> Sc
 
 def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
     """Put rows into the arrays of a model; rows that are not numeric (strings) into its facts."""
-    if hasattr(rows, "shape"):
+    if devices.is_sparse(rows):
+        arrays |= {f"{name}_{part}": getattr(rows, part) for part in _SPARSE_PARTS}
+        facts[f"{name}_shape"] = [int(size) for size in rows.shape]
+    elif hasattr(rows, "shape"):
         arrays[name] = np.asarray(rows)
     elif all(isinstance(row, str | int | float | bool) for row in rows):
         facts[name] = list(rows)
@@ -493,7 +508,18 @@ def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
 
 
 def get_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: str) -> Any:
+    if f"{name}_{_SPARSE_PARTS[0]}" in arrays:
+        return from_parts([arrays[f"{name}_{part}"] for part in _SPARSE_PARTS], facts[f"{name}_shape"])
     return arrays[name] if name in arrays else facts[name]
+
+
+def has_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: str) -> bool:
+    return name in arrays or name in facts or f"{name}_{_SPARSE_PARTS[0]}" in arrays
+
+
+def _as_csr(rows: Any) -> Any:
+    """Sparse rows of any kind as a CSR array; others as they are."""
+    return as_sparse_rows(rows) if devices.is_sparse(rows) else np.asarray(rows)
 
 
 def put_labels(labels: np.ndarray, name: str = "classes") -> Facts:

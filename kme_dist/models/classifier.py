@@ -23,7 +23,7 @@ from kme_dist.core.calibration import Calibration, class_probabilities, expectat
 from kme_dist.core.importance import exchange_relevance, sample_rows
 from kme_dist.core.importance import shares as as_shares
 from kme_dist.core.kernels import Kernel
-from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.kernels.base import row_blocks, row_count
 from kme_dist.core.risk import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -36,7 +36,10 @@ from kme_dist.models.base import (
     Facts,
     Own,
     get_labels,
+    get_rows,
+    has_rows,
     put_labels,
+    put_rows,
     scaling_arrays,
     stored_scaling,
 )
@@ -230,10 +233,12 @@ class EmbeddingClassifier(Classifier):
         chosen: Any = range(self._width) if groups is None else groups
         members = list(chosen.values()) if isinstance(chosen, Mapping) else list(chosen)
         kernel, lam, inputs = self._kernel_of_rows()
+        rows, labels = self.sample_
         with blas_threads(1):
             found = exchange_relevance(
                 kernel,
-                *self.sample_,
+                np.asarray(rows),
+                labels,
                 len(self.classes_),
                 lam,
                 [self._positions(group) for group in members],
@@ -274,8 +279,9 @@ class EmbeddingClassifier(Classifier):
         """Keep what relevance is measured on: raw rows, their labels, and the columns that features come from."""
         most = sample_rows(data.features)
         X, y = RowsRef.of(data, split=split).sample(most, self._seed())
-        self.sample_ = np.asarray(X)[:most].copy(), np.asarray(y)[:most].copy()
-        self._importances, self._groups = None, {}
+        self._importances, self._groups, self.sample_ = None, {}, None
+        if hasattr(X, "dtype"):  # other rows have no features
+            self.sample_ = X[:most].copy(), np.asarray(y)[:most].copy()
         if self.encoding_ is not None:
             self._groups = self.encoding_.groups
 
@@ -284,18 +290,19 @@ class EmbeddingClassifier(Classifier):
     def _pack(self) -> tuple[Arrays, Facts]:
         """What all of them store: scaling, labels, floor and the sample; subclasses add their embedding."""
         arrays = scaling_arrays(self.scaling_)
+        facts: Facts = {"feature_groups": self._groups, "probability_floor": self.probability_floor_}
         if self.sample_ is not None:
-            arrays |= {"sample/rows": self.sample_[0], "sample/labels": self.sample_[1]}
-        floor = {"probability_floor": self.probability_floor_}
-        return arrays, {"feature_groups": self._groups, **floor, **put_labels(self.classes_)}
+            arrays["sample/labels"] = self.sample_[1]
+            put_rows(arrays, facts, "sample/rows", self.sample_[0])
+        return arrays, {**facts, **put_labels(self.classes_)}
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         self.scaling_, self.classes_ = stored_scaling(arrays), get_labels(facts)
         self.probability_floor_ = float(facts["probability_floor"])
         self._importances, self._groups = None, dict(facts.get("feature_groups") or {})
         self.sample_ = None  # of models of older versions
-        if "sample/rows" in arrays:
-            self.sample_ = np.asarray(arrays["sample/rows"]), np.asarray(arrays["sample/labels"])
+        if has_rows(arrays, facts, "sample/rows"):
+            self.sample_ = get_rows(arrays, facts, "sample/rows"), np.asarray(arrays["sample/labels"])
 
 
 def with_class_weight(data: Source, class_weight: Any) -> Source:
@@ -328,7 +335,7 @@ def sample_weights(given: Any, X: Any) -> np.ndarray | None:
     """Weights as scikit-learn accepts them (a list, a series, one number for all rows); None stays None."""
     if given is None:
         return None
-    return checked_weights(_check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=False), len(X))
+    return checked_weights(_check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=False), row_count(X))
 
 
 def in_memory(part: Any) -> Any:
