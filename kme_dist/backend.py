@@ -47,6 +47,11 @@ def namespace_of(array: Array) -> Any:
     return np
 
 
+def is_sparse(array: Any) -> bool:
+    """Whether these are rows in scipy's CSR format."""
+    return hasattr(array, "indptr")
+
+
 def is_cupy(array: Array) -> bool:
     return type(array).__module__.split(".")[0] == "cupy"
 
@@ -100,8 +105,8 @@ def to_device(array: Array, backend: str) -> Array:
 
 def to_host(array: Array) -> np.ndarray:
     """A NumPy copy or view; for device arrays this waits for the device."""
-    if isinstance(array, np.ndarray):
-        return array
+    if isinstance(array, np.ndarray) or is_sparse(array):
+        return array  # type: ignore[no-any-return]
     if is_cupy(array):
         return array.get()  # type: ignore[no-any-return]
     if hasattr(array, "__array_namespace__") and hasattr(array, "to_device"):
@@ -126,6 +131,8 @@ def astype(array: Array, dtype: str) -> Array:
     """`array` in single or double precision ("float32" or "float64")."""
     xp = namespace_of(array)
     kind = getattr(xp, dtype)
+    if is_sparse(array):
+        return array.astype(kind, copy=False)
     return array if array.dtype == kind else xp.astype(array, kind)
 
 
@@ -248,12 +255,13 @@ class _Buffer:
 
 
 def matmul(A: Array, B: Array, out: Array = None) -> Array:
-    """A @ B, into `out` when given."""
+    """A @ B, into `out` when given; dense also for sparse A and B."""
     if out is None:
-        return A @ B
-    if isinstance(out, np.ndarray):
+        found = A @ B
+        return found.toarray() if is_sparse(found) else found
+    if isinstance(out, np.ndarray) and isinstance(A, np.ndarray) and isinstance(B, np.ndarray):
         return np.matmul(A, B, out=out)
-    out[...] = A @ B
+    out[...] = matmul(A, B)
     return out
 
 

@@ -66,9 +66,9 @@ def request_of(config: Config, name: str) -> PredictRequest:
         if split is None and "test" in own.splits:
             split = "test"
     elif settings.like is None and own is not None:
-        settings = settings.model_copy(update={"like": own.path})  # Parquet is encoded like the rows of the run
+        settings = settings.model_copy(update={"like": own.path})  # files are encoded like the rows of the run
     model = settings.model or str(folder / MODEL)
-    default = "predictions" if settings.format == "parquet" else PREDICTIONS
+    default = {"parquet": "predictions", "csv": "predictions.csv"}.get(settings.format or "", PREDICTIONS)
     return PredictRequest(name, model, data, settings.out or str(folder / default), split, settings)
 
 
@@ -146,12 +146,15 @@ def predict_rows(
         format=settings.format,
         split=request.split,
         like=settings.like,
+        unseen=settings.unseen,
         id_column=settings.id_column,
         overwrite=overwrite,
         from_scratch=fresh,
         progress=RowProgress(listener),
         watch=reported_to.chunks,
     )
+    for note in outcome.notes:
+        listener.say(f"predict: {note}")
     return _summary(outcome, request)
 
 

@@ -135,7 +135,9 @@ def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) ->
 def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
     """Whether a data set is used in place: it has the required splits, and the settings do not change it."""
     own_label = settings.label is None or settings.label == data.label
-    plain = settings.test_source is None and settings.features is None and settings.missing is None
+    plain = all(
+        given is None for given in (settings.test_source, settings.features, settings.exclude, settings.missing)
+    )
     parts = is_divided(data) or not test_rows
     own_weight = settings.weight is None or settings.weight == data.schema.weight
     return settings.stored_split and parts and plain and own_label and own_weight and data.classes is not None
@@ -282,9 +284,11 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
                 + ("has no weights" if rows.weights is None else f"has its own, {rows.weight!r}")
                 + "; remove data.weight, or ingest the table with --weight"
             )
-        if settings.features is not None:
+        if settings.features is not None or settings.exclude is not None:
             names = rows.feature_names
-            columns = [_position(column, names, source) for column in settings.features]
+            chosen = range(len(names)) if settings.features is None else settings.features
+            without = {_position(column, names, source, "exclude") for column in settings.exclude or ()}
+            columns = [i for i in (_position(column, names, source) for column in chosen) if i not in without]
             rows = replace(rows, X=rows.X[:, columns], feature_names=[names[i] for i in columns], schema=None)
     X = np.ascontiguousarray(rows.X, dtype=np.float64)
     bad = np.argwhere(~np.isfinite(X))
@@ -357,6 +361,8 @@ def _reading(settings: DataConfig) -> dict[str, Any]:
         options["weight"] = settings.weight
     if settings.features is not None:
         options["features"] = tuple(settings.features)
+    if settings.exclude is not None:
+        options["exclude"] = tuple(settings.exclude)
     if settings.missing is not None:
         options["missing"] = settings.missing
     return options
@@ -386,18 +392,16 @@ def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray, weights: np.ndarr
     return parts
 
 
-def _position(column: int | str, names: list[str], source: str) -> int:
+def _position(column: int | str, names: list[str], source: str, key: str = "features") -> int:
     if isinstance(column, int):
         if column < len(names):
             return column
-        raise ConfigError(
-            f"data.features: {source} has no column {column}; it has {len(names)} features, counted from 0"
-        )
+        raise ConfigError(f"data.{key}: {source} has no column {column}; it has {len(names)} features, counted from 0")
     if column in names:
         return names.index(column)
     near = difflib.get_close_matches(column, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(repr, names[:12]))}"
-    raise ConfigError(f"data.features: {source} has no column {column!r}; {hint}")
+    raise ConfigError(f"data.{key}: {source} has no column {column!r}; {hint}")
 
 
 def _first_difference(seen: list[str], wanted: list[str]) -> str:

@@ -2,6 +2,8 @@
 
 kme-dist predict configs/covtype.yaml
 kme-dist predict --model model.zarr --data rows.zarr --out scores.zarr --outputs label,entropy
+kme-dist predict --model runs/x --data new.csv --out scores.csv
+kme-dist score --model runs/x < rows.csv > scores.csv
 kme-dist evaluate --predictions scores.zarr --data rows.zarr
 """
 
@@ -25,8 +27,13 @@ EvaluateConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use -
 
 
 def add_commands(app: typer.Typer) -> None:
-    for command in (predict, evaluate):
+    for command in (predict, score, evaluate):
         app.command()(expand_options(command))
+
+
+Unseen = Annotated[
+    str | None, typer.Option(help="Categories that training rows did not have: zeros (default) or error.")
+]
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,8 @@ class PredictOptions:
     """Section `predict` of a config, as options."""
 
     model: Annotated[str | None, typer.Option(help="Saved model, or a run folder.")] = None
-    data: Annotated[str | None, typer.Option(help="Data set, or Parquet file or folder.")] = None
-    out: Annotated[str | None, typer.Option(help="Where to write the predictions.")] = None
+    data: Annotated[str | None, typer.Option(help="Data set, CSV, Parquet or npy file, or folder.")] = None
+    out: Annotated[str | None, typer.Option(help="Where to write the predictions: NAME.zarr, .parquet or .csv.")] = None
     outputs: Annotated[
         str | None, typer.Option(help="Comma-separated: label, probability, decision, entropy, rkhs_entropy.")
     ] = None
@@ -43,14 +50,15 @@ class PredictOptions:
         list[str] | None, typer.Option(metavar="NAME=FILE", help=r"E\[g(Y) | x] for the g in a YAML or JSON file.")
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Number of top classes.")] = None
-    format: Annotated[str | None, typer.Option(help="Output format: zarr or parquet.")] = None
+    format: Annotated[str | None, typer.Option(help="zarr, parquet or csv; default: by the name of --out.")] = None
     split: Annotated[str | None, typer.Option(help="Split of the data set; default: all rows.")] = None
-    like: Annotated[str | None, typer.Option(help="Data set whose column encoding is reused for Parquet.")] = None
-    id_column: Annotated[str | None, typer.Option(help="Parquet column to copy to the output.")] = None
+    like: Annotated[str | None, typer.Option(help="Data set whose encoding is used instead of the model's.")] = None
+    id_column: Annotated[str | None, typer.Option(help="CSV or Parquet column to copy to the output.")] = None
+    unseen: Unseen = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by the keys of the section."""
-        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column")
+        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column", "unseen")
         found = {key: getattr(self, key) for key in texts}
         found |= {"outputs": split_names(self.outputs), "expectations": split_pairs(self.expectation, "--expectation")}
         return {key: value for key, value in found.items() if value is not None}
@@ -112,6 +120,31 @@ def predict(
         )
     if result["quarantined"]:
         raise typer.Exit(pipeline.EXIT_QUARANTINED)
+
+
+def score(
+    output: Output,
+    model: Annotated[str, typer.Option(help="Saved model, or a run folder.")],
+    outputs: Annotated[
+        str, typer.Option(help="Comma-separated: label, probability, decision, entropy, rkhs_entropy.")
+    ] = "label,probability",
+    id_column: Annotated[str | None, typer.Option(help="Column to copy to the output.")] = None,
+    format: Annotated[str, typer.Option(help="Output format: csv or jsonl.")] = "csv",
+    unseen: Unseen = None,
+) -> None:
+    """Predict rows from stdin (CSV with a header, or one JSON object per line) to stdout, in this process."""
+    if output.as_json:
+        format = "jsonl"
+    for note in load("pipelines.score").run(
+        model,
+        sys.stdin.buffer,
+        sys.stdout.buffer,
+        format=format,
+        outputs=split_names(outputs) or [],
+        id_column=id_column,
+        unseen=unseen or "zeros",
+    ):
+        output.say(f"score: {note}")
 
 
 def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, config: EvaluateConfig = None) -> None:

@@ -36,6 +36,7 @@ RUN_KEYS = frozenset(
 )
 BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer")
 
+_Missing = Literal["error", "drop", "mean", "median", "indicator"]
 Column = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 
 
@@ -61,9 +62,15 @@ class DataConfig(_Section):
         min_length=1,
         description="columns to use, by name or position; absent: all",
     )
-    missing: Literal["error", "drop", "mean", "median"] | Annotated[float, Field(allow_inf_nan=False)] | None = Field(
+    exclude: list[Column] | None = Field(
+        default=None, min_length=1, description="columns to leave out, by name or position"
+    )
+    missing: (
+        Literal["error", "drop", "mean", "median", "indicator"] | Annotated[float, Field(allow_inf_nan=False)] | None
+    ) = Field(
         default=None,
-        description="how to handle missing values of a file: error, drop, mean, median, or a number to fill in",
+        description="how to handle missing values of a file: error, drop, mean, median, indicator (the mean, and a "
+        "further feature that is 1 where the value is missing), or a number to fill in",
     )
     test_source: str | None = Field(
         default=None,
@@ -255,13 +262,18 @@ class PredictConfig(_Section):
 
     model: str | None = Field(default=None, min_length=1, description="saved model; absent: that of the run folder")
     data: str | None = Field(
-        default=None, min_length=1, description="data set, or Parquet file or folder; absent: the test rows of the run"
+        default=None,
+        min_length=1,
+        description="data set, Parquet file or folder, CSV or npy file; absent: the test rows of the run",
     )
     split: str | None = Field(default=None, min_length=1, description="split of the data set; absent: all rows")
     out: str | None = Field(
         default=None, min_length=1, description="destination; absent: predictions.zarr in the run folder"
     )
-    format: Literal["zarr", "parquet"] = Field(default="zarr", description="Zarr arrays, or one Parquet file per chunk")
+    format: Literal["zarr", "parquet", "csv"] | None = Field(
+        default=None,
+        description="Zarr arrays, one Parquet file per chunk, or one CSV file; absent: by the name of the destination",
+    )
     outputs: list[Literal["label", "probability", "decision", "entropy", "rkhs_entropy"]] = Field(
         default=["label", "probability", "entropy"], description="outputs stored for each row"
     )
@@ -271,9 +283,15 @@ class PredictConfig(_Section):
     )
     top_k: Annotated[int, Field(gt=0)] | None = Field(default=None, description="number of top classes to store")
     like: str | None = Field(
-        default=None, min_length=1, description="data set whose encoding is used for Parquet; absent: that of the run"
+        default=None, min_length=1, description="data set whose encoding is used for files; absent: that of the model"
     )
-    id_column: str | None = Field(default=None, min_length=1, description="Parquet column to copy to the predictions")
+    unseen: Literal["zeros", "error"] = Field(
+        default="zeros",
+        description="categories that training rows did not have: none of the known ones (zeros), or an error",
+    )
+    id_column: str | None = Field(
+        default=None, min_length=1, description="column of a CSV or Parquet file to copy to the predictions"
+    )
 
 
 class OutputConfig(_Section):

@@ -111,7 +111,7 @@ class FeatureEmbedding:
     def decision(self, X: Array) -> Array:
         """Decision probabilities (or scores) at the rows of X, chunk by chunk."""
         parts = []
-        for rows in row_blocks(max(1, len(X)), _FEATURE_ROWS):
+        for rows in row_blocks(max(1, row_count(X)), _FEATURE_ROWS):
             Z = self.features.forward(X[rows, :])
             parts.append(
                 Z @ like(to_host(self.weights), Z) if self.on_features is None else self.on_features.decision(Z)
@@ -259,7 +259,7 @@ def _refined(
     """A factorisation in single precision, half the time and memory of double, with residuals in double until they are
     small. The factor lies below the diagonal; K itself is still above it."""
     diag = kernel.diag(X)
-    K = kernel.gram(X, out=space.square(len(X), diag))
+    K = kernel.gram(X, out=space.square(row_count(X), diag))
     set_diagonal(K, diag + np.float32(shift))
     factor = cholesky(K)
     Y = np.asarray(one_hot(y, n_classes, np.zeros(0)))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core.embedding import leave_one_out, log_loss
-from kme_dist.core.kernels.base import Kernel, select
+from kme_dist.core.kernels.base import Kernel, row_count, select
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import Need, need_of_solve
 from kme_dist.core.risk import positive_rows, total_weight
@@ -47,7 +47,7 @@ def retune_regularization(
     Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of that size is evaluated, at the same
     shift nλ: the shift acts as a noise variance, which does not depend on the number of rows.
     """
-    space, n, total = workspace or Workspace(), len(X), total_weight(weights, len(X))
+    space, n, total = workspace or Workspace(), row_count(X), total_weight(weights, row_count(X))
     if n > LOO_ROWS:
         rows = np.sort(np.random.default_rng(seed).choice(n, LOO_ROWS, replace=False))
         X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]

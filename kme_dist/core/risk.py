@@ -12,13 +12,14 @@ whose code needs a constant shift uses the same system in another form, âˆšw K â
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kme_dist.backend import Array, astype, like, namespace_of, precision, to_host
+from kme_dist.backend import Array, astype, is_sparse, like, namespace_of, precision, to_host
 from kme_dist.core.kernels.base import select
 from kme_dist.errors import ConfigError, DataError
 
@@ -70,13 +71,14 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
     """
     if getattr(X, "ndim", 0) != 2 or len(y) < 2:
         return Merged(X, y, weights, None)
-    host = np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
+    host = to_host(X) if is_sparse(X) else np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
     # Sums of a row are the same for equal rows: where all differ there is nothing to merge.
     factors = np.random.default_rng(0).uniform(1, 2, host.shape[1])  # double: few sums are equal by rounding
-    sums = np.sum(host * factors, axis=1)
+    sums = host @ factors if is_sparse(host) else np.sum(host * factors, axis=1)
     if len(np.unique(sums)) == len(sums):
         return Merged(X, y, weights, None)
-    keys = np.concatenate([host.astype(np.float64), y[:, None].astype(np.float64)], axis=1)
+    rows = _numbers_of_rows(host)[:, None] if is_sparse(host) else host.astype(np.float64)
+    keys = np.concatenate([rows, y[:, None].astype(np.float64)], axis=1)
     _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     index = np.asarray(index).reshape(-1)
     if len(first) == len(y):
@@ -87,6 +89,14 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
     index, first = place[index], first[order]
     own = np.ones(len(y)) if weights is None else weights
     return Merged(select(X, first), y[first], np.bincount(index, own, minlength=len(first)), index)
+
+
+def _numbers_of_rows(X: Any) -> np.ndarray:
+    """A number for every sparse row, the same for equal rows."""
+    seen: dict[tuple[bytes, bytes], int] = {}
+    spans = [slice(int(a), int(b)) for a, b in itertools.pairwise(X.indptr)]
+    found = [seen.setdefault((X.indices[s].tobytes(), X.data[s].tobytes()), len(seen)) for s in spans]
+    return np.array(found, np.float64)
 
 
 def with_copies(X: Any, y: np.ndarray, weights: np.ndarray | None, count: int, seed: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.data.dataset import RowSource, Span, generated_names, joined
+from kme_dist.data.sparse import from_parts, is_sparse, sparse_parts
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest, padded_sum, weight_totals
 from kme_dist.errors import DataError
@@ -28,7 +29,8 @@ OUTPUT_ROWS = 8192  # rows of a chunk of predictions, where the rows have no chu
 
 
 class ArrayRows(RowSource):
-    """Rows and labels in memory. X is a matrix, or a list that a kernel accepts; y holds codes into `classes`."""
+    """Rows and labels in memory. X is a matrix (also a sparse one), or a list that a kernel accepts; y holds codes into
+    `classes`."""
 
     kind = "array"
     output_rows = OUTPUT_ROWS
@@ -78,9 +80,12 @@ class ArrayRows(RowSource):
 
     def spill(self, folder: str | Path) -> ArrayRows:
         """Write the arrays to `folder`; afterwards it is pickled as the file names. Returns itself."""
-        if not isinstance(self._X, np.ndarray) or self._y is None:
+        if not isinstance(self._X, np.ndarray) and not is_sparse(self._X):
+            return self  # texts and other rows are sent with the tasks
+        if self._y is None:
             raise DataError("only numeric matrices with labels can be shared with workers; ingest other rows first")
-        arrays = {"X": self._X, "y": self._y} | ({} if self._weights is None else {"weight": self._weights})
+        parts = sparse_parts(self._X) if is_sparse(self._X) else {"X": self._X}
+        arrays = {**parts, "y": self._y} | ({} if self._weights is None else {"weight": self._weights})
         files = {name: os.path.join(folder, f"{name}.npy") for name in arrays}
         for name, file in files.items():
             np.save(file, arrays[name], allow_pickle=False)
@@ -89,6 +94,8 @@ class ArrayRows(RowSource):
 
     @functools.cached_property
     def statistics(self) -> Statistics:  # type: ignore[override]
+        if is_sparse(self._X):
+            return self._measured_from_zero()
         numbers = isinstance(self._X, np.ndarray)
         return self._measured(self._X.reshape(self.rows, -1)) if numbers else Statistics.empty(self.features)
 
@@ -106,6 +113,15 @@ class ArrayRows(RowSource):
             part = slice(start, start + self._shard_rows)
             total = total + Statistics.of(values[part], None if self._weights is None else self._weights[part])
         return Statistics.from_json(total.to_json(), values.shape[1])
+
+    def _measured_from_zero(self) -> Statistics:
+        """Of sparse rows: the range from 0 to the largest absolute value, squares around 0: a scaling by them does not
+        shift, and 0 stays 0."""
+        X, w = self._X, np.ones(self.rows) if self._weights is None else self._weights
+        used = X if self._weights is None else X[np.flatnonzero(w)]
+        largest = np.asarray(abs(used).max(axis=0).toarray()).ravel() if used.shape[0] else np.zeros(self.features)
+        zeros, squares = np.zeros(self.features), np.asarray(w @ (X * X))
+        return Statistics(self.rows, zeros, largest, zeros, squares, None if self._weights is None else float(w.sum()))
 
     def split_statistics(self, split: str | None = None) -> Statistics:
         self.ranges(split)
@@ -156,12 +172,14 @@ class ArrayRows(RowSource):
     def identity(self, ranges: tuple[Span, ...]) -> str:
         sha = hashlib.sha256()
         for start, stop in ranges:
-            sha.update(np.ascontiguousarray(self._X[start:stop]).data)
+            for part in _bytes_of(self._X[start:stop]):
+                sha.update(part)
         return sha.hexdigest()[:32]
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         X, y = self.read_rows(start, stop)
-        found = [digest(np.asarray(X, np.float64)), digest(np.asarray(y))]
+        own = digest(np.asarray(X, np.float64)) if isinstance(X, np.ndarray) else _digest_of(X)
+        found = [own, digest(np.asarray(y))]
         found += [] if self._weights is None else [digest(self._weights[start:stop])]
         return (*found, *(() if self.class_factors is None else (repr(self.class_factors),)))
 
@@ -170,7 +188,8 @@ class ArrayRows(RowSource):
         sha = hashlib.sha256(
             repr((self.rows, None if self.classes is None else list(self.classes), self.feature_names)).encode()
         )
-        sha.update(np.ascontiguousarray(self._X).data if isinstance(self._X, np.ndarray) else repr(self._X).encode())
+        for part in _bytes_of(self._X):
+            sha.update(part)
         if self._y is not None:
             sha.update(np.ascontiguousarray(self._y).data)
         if self._weights is not None:
@@ -180,13 +199,31 @@ class ArrayRows(RowSource):
         return sha.hexdigest()
 
 
+def _bytes_of(X: Any) -> list[Any]:
+    """What identifies rows of any kind."""
+    if is_sparse(X):
+        return [np.ascontiguousarray(part).data for part in sparse_parts(X).values()]
+    return [np.ascontiguousarray(X).data if isinstance(X, np.ndarray) else repr(X).encode()]
+
+
+def _digest_of(X: Any) -> str:
+    sha = hashlib.sha256()
+    for part in _bytes_of(X):
+        sha.update(part)
+    return sha.hexdigest()[:32]
+
+
 @functools.lru_cache(maxsize=2)
 def _mapped_arrays(files: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     return tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files)
 
 
 def _mapped(files: tuple[str, ...], classes: Any, feature_names: list[str], weighted: Any = None) -> ArrayRows:
-    X, y, *weights = _mapped_arrays(files)
+    first, *rest = _mapped_arrays(files)
+    if os.path.basename(files[0]) == "data.npy":
+        indices, indptr, shape, *rest = rest
+        first = from_parts((first, indices, indptr), shape.tolist())
+    X, y, *weights = first, *rest
     return _restored(X, y, weights[0] if weights else None, classes, feature_names, weighted)
 
 

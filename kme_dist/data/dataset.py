@@ -27,6 +27,7 @@ import pyarrow as pa
 from kme_dist.data.chunks import StoredArray, check_size, read_attributes
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.schema import Schema
+from kme_dist.data.sparse import is_sparse, joined_sparse
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_seal
 from kme_dist.data.writer import digest
@@ -450,6 +451,8 @@ def joined(parts: Sequence[Any]) -> Any:
         return parts[0]
     if isinstance(parts[0], list):
         return [row for part in parts for row in part]
+    if is_sparse(parts[0]):
+        return joined_sparse(parts)
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
 
 

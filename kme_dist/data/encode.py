@@ -6,6 +6,7 @@ file, the row (counted from 1) and the column.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kme_dist.data.readers import Block, MatrixSource, Source, TableSource
-from kme_dist.data.schema import Column, Schema, finder
-from kme_dist.errors import DataError
+from kme_dist.data.schema import PERIODS, Column, Schema, finder
+from kme_dist.errors import ConfigError, DataError
+
+UNSEEN = ("zeros", "error")
+_DAY = {"s": 86_400.0, "ms": 86_400e3, "us": 86_400e6, "ns": 86_400e9}
+_DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,11 @@ class Encoded:
 
 
 class Encoder:
-    """Converts blocks to rows. Its only growing state are the classes found so far, in order of first occurrence."""
+    """Converts blocks to rows. Its only growing state are the classes found so far, in order of first occurrence.
+
+    `unseen` is the rule for a category that the schema does not have: "error", or "zeros": it is none of the known
+    categories (all zeros; -1 if ordinal), and counted in `self.unseen`, by column, with the first of them.
+    """
 
     def __init__(
         self,
@@ -41,7 +50,11 @@ class Encoder:
         extras: Sequence[str | int] = (),
         max_classes: int = 10_000,
         first_row: int = 0,
+        unseen: str = "error",
     ) -> None:
+        if unseen not in UNSEEN:
+            raise ConfigError(f"unseen is {unseen!r}; it must be one of {', '.join(UNSEEN)}.")
+        self.refuse_unseen, self.unseen = unseen == "error", dict[str, tuple[int, str]]()
         self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
         names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
         self.extras = [finder(source.name, names)(name) for name in extras]
@@ -49,7 +62,7 @@ class Encoder:
         self.fixed_classes = schema.classes is not None
         # A category such as city=Paris is a feature, but the column of the file is city.
         self._columns_of_features = [c.name for c in schema.columns for _ in c.outputs]
-        self._fills = np.array([np.nan if c.fill is None else c.fill for c in schema.columns])
+        self._fills = np.array([fill for c in schema.columns for fill in c.fills])
 
     def encoded(self) -> Iterator[Encoded]:
         """The whole source, block by block."""
@@ -129,9 +142,9 @@ class Encoder:
             return self._from_matrix(block, block.matrix)
         assert block.table is not None
         columns = self.schema.columns
-        if all(c.kind == "number" for c in columns) and self.schema.dtype != "uint8":
+        if all(c.kind == "number" and not c.indicator for c in columns) and self.schema.dtype != "uint8":
             target = pa.float64() if self.schema.dtype == "float64" else pa.float32()
-            arrays = [_as_number(block.table.column(i), target) for i in range(len(columns))]
+            arrays = [self._as_number(block, c.name, block.table.column(i), target) for i, c in enumerate(columns)]
             batch = pa.RecordBatch.from_arrays(arrays, names=[str(i) for i in range(len(arrays))])
             return batch.to_tensor(null_to_nan=True, row_major=True).to_numpy()  # type: ignore[no-any-return]
         parts = [self._column_values(block, c, block.table.column(i)) for i, c in enumerate(columns)]
@@ -143,18 +156,15 @@ class Encoder:
             raise DataError(
                 f"{block.origin} has {matrix.shape[1]} columns; at least {columns[-1].position + 1} are required."
             )
-        if all(c.kind == "number" for c in columns):
+        if all(c.kind == "number" and not c.indicator for c in columns):
             positions = [c.position for c in columns]
             whole = positions == list(range(matrix.shape[1]))
             return self._typed(block, matrix if whole else matrix[:, positions])
         parts = []
         for column in columns:
             values = matrix[:, column.position]
-            parts.append(
-                self._typed(block, values[:, None])
-                if column.kind == "number"
-                else self._column_values(block, column, pa.array(texts_of(values)))
-            )
+            texts = column.kind in ("one_hot", "ordinal")
+            parts.append(self._column_values(block, column, pa.array(texts_of(values) if texts else values)))
         return np.concatenate(parts, axis=1)
 
     def _typed(self, block: Block, X: np.ndarray) -> np.ndarray:
@@ -167,34 +177,90 @@ class Encoder:
             return np.ascontiguousarray(X, dtype=self.schema.dtype)
 
     def _column_values(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
+        if column.kind in ("number", "date"):
+            return self._typed(block, self._numbers(block, column, array))
         dtype = np.dtype(self.schema.dtype)
-        if column.kind == "number":
-            values = _as_number(array, pa.float64()).to_numpy(zero_copy_only=False)
-            return self._typed(block, values[:, None])
         texts = as_text(array)
         codes = pc.index_in(texts, value_set=pa.array(column.categories, pa.string()))
         indices = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False)
         missing = texts.is_null().to_numpy(zero_copy_only=False)
         strange = (indices < 0) & ~missing
         if strange.any():
-            row = int(np.argmax(strange))
-            raise DataError(
-                f"{block.origin}: row {block.first_row + row + 1}, column {column.name!r}: the category "
-                f"{texts[row].as_py()!r} is unknown; known: {', '.join(column.categories[:20])}."
-            )
+            self._note_unseen(block, column, texts, strange)
+        filled = self.schema.missing == "fill"
         if column.kind == "ordinal":
             out: np.ndarray = indices.astype(dtype)[:, None]
-            if missing.any() and dtype.kind == "f":
-                out[missing] = np.nan if self.schema.missing != "fill" else -1
-            return out
-        out = np.zeros((len(indices), len(column.categories)), dtype)
-        present = np.flatnonzero(~missing)
-        out[present, indices[present]] = 1
-        if missing.any() and self.schema.missing != "fill" and out.shape[1]:
-            if dtype.kind != "f":
-                raise self._bad(block, int(np.argmax(missing)), column.name, "the category is missing")
-            out[missing, 0] = np.nan  # reported by _treat
-        return out
+            if missing.any() and dtype.kind == "f" and not filled:
+                out[missing] = np.nan
+        else:
+            out = np.zeros((len(indices), len(column.categories)), dtype)
+            known = np.flatnonzero(indices >= 0)
+            out[known, indices[known]] = 1
+            if missing.any() and not filled and out.shape[1]:
+                if dtype.kind != "f":
+                    raise self._bad(block, int(np.argmax(missing)), column.name, "the category is missing")
+                out[missing, 0] = np.nan  # reported by _treat
+        return np.concatenate([out, missing[:, None].astype(dtype)], axis=1) if column.indicator else out
+
+    def _numbers(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
+        """A number; or the days of a date since 1970, its place in each period, and whether it is missing."""
+        if column.kind == "number":
+            values = self._as_number(block, column.name, array).to_numpy(zero_copy_only=False)
+        else:
+            values = self._days(block, column, array)
+        parts = [values]
+        for period in column.periods:
+            angle = 2 * np.pi * (values / PERIODS[period])
+            parts += [np.sin(angle), np.cos(angle)]
+        return np.stack(parts + ([np.isnan(values)] if column.indicator else []), axis=1)
+
+    def _as_number(self, block: Block, column: str, array: pa.Array, target: pa.DataType | None = None) -> pa.Array:
+        target = target or pa.float64()
+        if array.type == target:
+            return array
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        texts = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+        if (
+            texts
+            and pc.all(pc.is_in(pc.utf8_lower(array.drop_null()), pa.array(["true", "false"], array.type))).as_py()
+        ):
+            array = array.cast(pa.bool_())
+        if pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
+            array = array.cast(pa.uint8() if pa.types.is_boolean(array.type) else pa.float64())
+        try:
+            return array.cast(target, safe=False)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            values = array.to_pylist()
+        row = next((i for i, value in enumerate(values) if value is not None and not is_number(value)), 0)
+        raise self._bad(block, row, column, f"{str(values[row])[:60]!r} is not a number")
+
+    def _days(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        if pa.types.is_temporal(array.type) or pa.types.is_null(array.type):
+            return days_of(array)
+        if not pa.types.is_string(array.type) and not pa.types.is_large_string(array.type):
+            raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
+        if (found := _parsed_days(array)) is not None:
+            return found
+        parsed = [_parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
+        for row, value in enumerate(parsed):
+            if value is None:
+                what = f"{array[row].as_py()[:60]!r} is not a date or time (as 2026-01-31, 2026-01-31 12:00 or 12:00)"
+                raise self._bad(block, row, column.name, what)
+        return np.concatenate([value for value in parsed if value is not None])
+
+    def _note_unseen(self, block: Block, column: Column, texts: pa.Array, strange: np.ndarray) -> None:
+        row = int(np.argmax(strange))
+        value = texts[row].as_py()
+        if self.refuse_unseen:
+            raise DataError(
+                f"{block.origin}: row {block.first_row + row + 1}, column {column.name!r}: the category "
+                f"{value!r} is unknown; known: {', '.join(column.categories[:20])}."
+            )
+        count, first = self.unseen.get(column.name, (0, value))
+        self.unseen[column.name] = (count + int(strange.sum()), first)
 
     def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Missing and infinite values, by the policy. Marks rows to drop in `keep`."""
@@ -210,12 +276,9 @@ class Encoder:
             return X
         if self.schema.missing == "error":
             row, j = (int(v) for v in np.argwhere(missing)[0])
-            hint = "correct it, or set `missing` to drop, mean, median or a number"
+            hint = "correct it, or set `missing` to indicator, drop, mean, median or a number"
             raise self._bad(block, row, j, f"the value is missing; {hint}")
-        fills = np.concatenate(
-            [np.full(len(c.outputs), f) for c, f in zip(self.schema.columns, self._fills, strict=True)]
-        )
-        return np.where(missing, fills.astype(X.dtype), X)
+        return np.where(missing, self._fills.astype(X.dtype), X)
 
     def _bad(self, block: Block, row: int, column: int | str, what: str) -> DataError:
         name = column if isinstance(column, str) else self._columns_of_features[column]
@@ -234,7 +297,7 @@ class Encoder:
         if self.schema.weight is None:
             return None
         if block.table is not None:
-            array = _as_number(block.table.column(self.schema.weight), pa.float64())
+            array = self._as_number(block, self.schema.weight, block.table.column(self.schema.weight))
             return np.array(array.to_numpy(zero_copy_only=False), np.float64)
         if block.weights is not None:
             return np.asarray(block.weights, np.float64)
@@ -270,7 +333,7 @@ class Encoder:
             whole = self.schema.label_kind == "integer" and values.dtype.kind == "f"
             array = pa.array(np.ascontiguousarray(values.astype(np.int64) if whole else values))
         if self.schema.task == "regression":
-            array = _as_number(array, pa.float64())
+            array = self._as_number(block, str(self.schema.label), array)
         missing = array.is_null(nan_is_null=pa.types.is_floating(array.type))
         return array, missing.to_numpy(zero_copy_only=False) if pc.any(missing).as_py() else None
 
@@ -324,14 +387,32 @@ def found_index(encoded: Any, code: int) -> int:
     return int(np.argmax(encoded.indices.to_numpy(zero_copy_only=False) == code))
 
 
-def _as_number(array: pa.Array, target: pa.DataType) -> pa.Array:
-    if array.type == target:
-        return array
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
-        array = array.cast(pa.uint8() if pa.types.is_boolean(array.type) else pa.float64())
-    return array.cast(target, safe=False)
+def is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def days_of(array: pa.Array) -> np.ndarray:
+    """Dates and times as days since 1970 (UTC), times of the day and durations as days; NaN where missing."""
+    kind = array.type
+    if pa.types.is_null(kind):
+        return np.full(len(array), np.nan)
+    in_one = 1.0 if pa.types.is_date32(kind) else _DAY["ms"] if pa.types.is_date64(kind) else _DAY[kind.unit]
+    whole = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    return np.asarray(whole.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / in_one)
+
+
+def _parsed_days(texts: pa.Array) -> np.ndarray | None:
+    """The days of texts of one format: ISO 8601 with a time zone or without, or a time of the day; None if they are
+    not."""
+    clock = pc.binary_join_element_wise(pa.scalar("1970-01-01", texts.type), texts, pa.scalar(" ", texts.type))
+    for array, kind in [*((texts, kind) for kind in _DATE_TYPES), (clock, _DATE_TYPES[0])]:
+        with contextlib.suppress(pa.ArrowInvalid):
+            return days_of(array.cast(kind))
+    return None
 
 
 def as_text(array: pa.Array) -> pa.Array:

@@ -163,11 +163,12 @@ def _table_source(table: Table, options: FileOptions) -> MatrixSource:
     return replace(source, blocks=blocks)
 
 
-def _schema_like(example: Dataset, source: Source, options: TableOptions) -> Schema:
+def _schema_like(example: Dataset | Schema, source: Source, options: TableOptions) -> Schema:
     """The encoding of another data set, for rows that may have no labels."""
+    schema = example if isinstance(example, Schema) else example.schema
     if options.label is not None or options.features is not None or options.weight is not None:
-        raise ConfigError(f"like: label, weight and features are those of {example.path}; do not pass them.")
-    schema = example.schema
+        path = "the model" if isinstance(example, Schema) else example.path
+        raise ConfigError(f"like: label, weight and features are those of {path}; do not pass them.")
     if isinstance(source, MatrixSource):
         _check_width(source, schema, options)
         labelled = source.target_dtype is not None or schema.label_position is not None
@@ -201,7 +202,8 @@ def ingest(
     *,
     label: str | int | None = None,
     weight: str | int | None = None,
-    like: str | Path | Dataset | None = None,
+    like: str | Path | Dataset | Schema | None = None,
+    unseen: str = "error",
     shuffle: int | None = None,
     split: Any = None,
     split_key: str | int | None = None,
@@ -227,8 +229,9 @@ def ingest(
     label : column of the classes or targets, by name or position; None: no labels (npz, IDX and LIBSVM contain them)
     weight : column of the weights of rows, numbers >= 0, by name or position: weight 2 counts as the row twice, 0 as no
         row; it is not a feature
-    like : a data set whose encoding is reused: columns, categories, fill values, classes; labels and weights
-        may be absent
+    like : a data set (or the schema of one) whose encoding is reused: columns, categories, fill values, classes; labels
+        and weights may be absent
+    unseen : with `like`, for a category that it does not have: "error", or "zeros", which counts them in the attributes
     shuffle : seed of a global random order, so that a batch is one contiguous read; None keeps the order
     split : "train=0.8,test=0.2", or row ranges "train=0:60000,test=60000:70000", or a mapping of the same; with
         `split_key` rows with equal keys stay together, with `stratify` class proportions are kept; `split_column` is a
@@ -262,12 +265,13 @@ def ingest(
             if isinstance(source, Table) and source.weights is not None:
                 schema = replace(schema, weight=source.weight)
         else:
-            schema = _schema_like(like if isinstance(like, Dataset) else open_dataset(like), opened, table)
+            like = like if isinstance(like, Dataset | Schema) else open_dataset(like)
+            schema = _schema_like(like, opened, table)
         if division is not None and division.stratify and schema.task != "classification":
             raise ConfigError("stratify requires classes; this data set has none.")
         job = IngestPlan(
             opened,
-            Encoder(opened, schema, extras, table.max_classes),
+            Encoder(opened, schema, extras, table.max_classes, unseen=unseen),
             schema,
             division,
             shuffle if shuffle is not None or division is None or not division.by_rank else division.seed,
@@ -281,7 +285,8 @@ def ingest(
         layout = ChunkLayout.choose(row_bytes, min(parse_bytes(chunk_bytes), shard_limit), shard_limit, compression)
         with _staging(place, scratch) as (target, scratch_folder):
             writer = job.new_writer(target, layout)
-            if client is None or not _in_parallel(client, job, writer):
+            alone = client is None or not job.encoder.refuse_unseen  # which counts them
+            if alone or not _in_parallel(client, job, writer):
                 job.run(writer, scratch_folder)
             job.finish(writer, target, still_held)
     return open_dataset(place)
@@ -576,7 +581,13 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
         "shard_rows": writer.layout.shard_rows,
         "compression": "zstd" if writer.layout.compressed else "none",
         "digests": {"algorithm": "sha256/128", **writer.digests},
-        "source": {"name": job.source.name, "rows": job.seen, "dropped": job.seen - writer.total},
+        "source": {"name": job.source.name, "rows": job.seen, "dropped": job.seen - writer.total, **_unseen(job)},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "written_by": f"kme-dist {written_by}",
     }
+
+
+def _unseen(job: IngestPlan) -> dict[str, Any]:
+    """Categories that the encoding did not have: their number and the first one, by column."""
+    found = job.encoder.unseen
+    return {"unseen": {name: list(entry) for name, entry in found.items()}} if found else {}

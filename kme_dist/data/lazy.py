@@ -1,6 +1,6 @@
 """Rows that are read on demand: Parquet files, Dask arrays; and `open_rows` for any source.
 
-rows = open_rows("new.parquet", features=54, feature_names=names, like=training_data)
+rows = open_rows("new.parquet", ModelColumns(54, names, encoding))
 rows.part(0, 8192)                   # sent to a worker as file names and a window, or as a small Dask graph
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,15 @@ import pyarrow.parquet as pq
 from kme_dist.data.arrays import OUTPUT_ROWS, ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource, Span, joined, open_dataset, short_digest
 from kme_dist.data.encode import Encoder
+from kme_dist.data.frames import Unseen, encode_table, is_table
+from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.readers import FileOptions, TableSource, open_source
 from kme_dist.data.rows import RowsRef
-from kme_dist.data.schema import Column, Schema
 from kme_dist.errors import ConfigError, DataError
 
-# The same columns in another order: the way out for a data frame, and for a data set.
-_REORDER = (
-    "pass the columns in the order of the fit: X[model.feature_names_in_]",
-    "ingest its source again with `like`, the data set of the fit, whose order of columns is then used",
-)
+# The same columns in another order: the way out for a data set; other columns are found by name.
+_REORDER = "ingest its source again with `like`, the data set of the fit, whose order of columns is then used"
 _CACHE_BYTES = 8 << 20  # of a data set that is read once, sequentially
 
 
@@ -39,9 +35,7 @@ class ParquetRows(RowSource):
 
     kind = "parquet"
 
-    def __init__(
-        self, path: str, names: Sequence[str] | None, features: int, like: Dataset | None, id_column: str | None
-    ) -> None:
+    def __init__(self, path: str, columns: ModelColumns, id_column: str | None = None, unseen: str = "error") -> None:
         source = open_source(path, FileOptions(format="parquet"))
         assert isinstance(source, TableSource)
         root = Path(path)
@@ -51,8 +45,9 @@ class ParquetRows(RowSource):
         for file in files:
             facts, rows = file.stat(), pq.read_metadata(file).num_rows
             self._stamps.append((str(file), rows, facts.st_size, facts.st_mtime_ns))
-        self._schema = _parquet_schema(source, names, features, like, id_column)
-        self._id_column = id_column
+        self._schema = columns.schema_for(source, id_column)
+        self._id_column, self._unseen = id_column, unseen
+        self.ignored = columns.ignored(source, self._schema, id_column)
         if id_column is not None:
             if id_column not in source.kinds:
                 raise ConfigError(f"{path} has no column {id_column!r}; its columns: {', '.join(source.kinds)}")
@@ -72,18 +67,23 @@ class ParquetRows(RowSource):
         return slice(first, int(np.searchsorted(self._begins, stop, side="left")))
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  (a task asks for rows, then for the ids of the same rows)
-    def _blocks(self, start: int, stop: int) -> list[Any]:
+    def _blocks(self, start: int, stop: int) -> tuple[list[Any], Unseen]:
         files = self._files(start, stop)
         begin = int(self._begins[files.start])
         names = [file for file, *_ in self._stamps[files]]
         source = open_source(names, FileOptions(window=(start - begin, stop - begin)))
-        return list(Encoder(source, self._schema, [] if self._id_column is None else [self._id_column]).encoded())
+        ids = [] if self._id_column is None else [self._id_column]
+        encoder = Encoder(source, self._schema, ids, unseen=self._unseen)
+        return list(encoder.encoded()), encoder.unseen
+
+    def unseen_in(self, start: int, stop: int) -> Unseen:
+        return self._blocks(start, stop)[1]
 
     def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, None]:
-        return np.concatenate([block.X for block in self._blocks(start, stop)]), None
+        return np.concatenate([block.X for block in self._blocks(start, stop)[0]]), None
 
     def read_ids(self, start: int, stop: int) -> Any:
-        parts = [block.extras[self._id_column] for block in self._blocks(start, stop)]
+        parts = [block.extras[self._id_column] for block in self._blocks(start, stop)[0]]
         ids = joined([part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part for part in parts])
         assert self.id_field is not None
         return ids if self.id_field[1] == "text" else ids.cast(self.id_field[1]).to_numpy(zero_copy_only=False)
@@ -93,7 +93,7 @@ class ParquetRows(RowSource):
         begin = int(self._begins[files.start])
         few = object.__new__(ParquetRows)
         few._stamps, few._schema, few._id_column = self._stamps[files], self._schema, self._id_column
-        few.id_field = self.id_field
+        few.id_field, few._unseen, few.ignored = self.id_field, self._unseen, self.ignored
         few._begin(self.path)
         return few, tuple((start - begin, stop - begin) for start, stop in ranges)
 
@@ -101,30 +101,6 @@ class ParquetRows(RowSource):
         start, stop = ranges[0][0], ranges[-1][1]
         stamps = [[Path(file).name, *facts] for file, *facts in self._stamps[self._files(start, stop)]]
         return short_digest([stamps, start, stop])
-
-
-def _parquet_schema(
-    source: TableSource, names: Sequence[str] | None, features: int, like: Dataset | None, id_column: str | None
-) -> Schema:
-    if like is not None:
-        absent = [column.name for column in like.schema.columns if column.name not in source.kinds]
-        if absent:
-            raise DataError(
-                f"{source.name}: the column {absent[0]!r} of {like.path} is missing; found "
-                f"{', '.join(source.kinds)}. Add it, or rename the column that holds it"
-            )
-        missing = "error" if like.schema.missing == "drop" else like.schema.missing
-        return replace(like.schema.without_label(), missing=missing)
-    wanted = list(names) if names else [c for c, kind in source.kinds.items() if c != id_column and kind != "text"]
-    absent = [name for name in wanted if name not in source.kinds]
-    if absent or len(wanted) != features:
-        raise DataError(
-            f"{source.name}: the model has {features} features"
-            + (f", but there is no column {absent[0]!r}" if absent else f", but {len(wanted)} columns are numeric")
-            + "; pass the data set it was learned from as `like`, so that its encoding is reused"
-        )
-    columns = tuple(Column(name, "number", i) for i, name in enumerate(wanted))
-    return Schema(columns, None, "none", None, "none", "float64", "error", (features,))
 
 
 class DaskRows(RowSource):
@@ -167,67 +143,70 @@ class DaskRows(RowSource):
 
 def open_rows(
     data: Any,
+    columns: ModelColumns,
     *,
-    features: int,
-    feature_names: Sequence[str] | None = None,
     split: str | None = None,
-    like: str | Path | Dataset | None = None,
     id_column: str | None = None,
+    unseen: str = "error",
 ) -> RowsRef:
-    """The rows to predict: a data set or its path, Parquet, a NumPy or Dask array, or a data frame.
+    """The rows to predict: a data set or its path, Parquet, a NumPy or Dask array, or a table in memory.
 
     Raises an error if the features differ from those of the model.
     """
-    source = _source_of(data, features, feature_names, like, id_column)
+    source = _source_of(data, columns, id_column, unseen)
     if split is not None and not isinstance(source, Dataset):
         raise ConfigError(f"split={split!r}: only data sets have splits; {source.path} is not a data set")
-    if id_column is not None and not isinstance(source, ParquetRows):
-        raise ConfigError(f"id_column={id_column!r}: only supported for Parquet; data sets use row numbers")
-    if source.features != features:
+    if id_column is not None and (source.id_field is None or isinstance(source, Dataset)):
+        raise ConfigError(f"id_column={id_column!r}: only supported for Parquet and CSV; data sets use row numbers")
+    if source.features != columns.features:
         found = f"{source.features} feature{'' if source.features == 1 else 's'}"
-        raise DataError(f"{source.path}: {found}, the model was fitted with {features}; pass the columns of the fit")
+        raise DataError(
+            f"{source.path}: {found}, the model was fitted with {columns.features}; pass the columns of the fit"
+        )
     known = source.feature_names if source.named or isinstance(source, Dataset) else None
-    if feature_names and known and list(feature_names) != known:
-        pairs = zip(feature_names, known, strict=True)
+    if columns.names and known and list(columns.names) != known:
+        pairs = zip(columns.names, known, strict=True)
         at, (wanted, seen) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        same = sorted(feature_names) == sorted(known)
+        same = sorted(columns.names) == sorted(known)
         raise DataError(
             f"{source.path}: feature {at} is {seen!r}, the model was fitted with {wanted!r} there; "
-            + (_REORDER[isinstance(source, Dataset)] if same else "pass the columns of the fit")
+            + (_REORDER if same else "pass the columns of the fit")
         )
     ranges = tuple(span for span in source.ranges(split) if span[0] < span[1])
     return RowsRef(os.urandom(8).hex(), source, ranges, split=split)
 
 
-def _source_of(
-    data: Any,
-    features: int,
-    feature_names: Sequence[str] | None,
-    like: str | Path | Dataset | None,
-    id_column: str | None,
-) -> RowSource:
+def _source_of(data: Any, columns: ModelColumns, id_column: str | None, unseen: str) -> RowSource:
     if isinstance(data, str | Path | Place):
         place = Place.of(data)
         if place.exists(METADATA_KEY):
             return open_dataset(place, cache_bytes=_CACHE_BYTES)
-        if place.is_local and place.path.suffix.lower() in (".csv", ".tsv", ".txt", ".npy", ".npz"):
-            raise DataError(
-                f"{place}: only data sets, Parquet files and arrays can be predicted; create a data set first: "
-                f"kme-dist ingest {place} {place.path.with_suffix('.zarr')}"
-            )
         if place.is_local and place.path.exists():
-            example = open_dataset(like) if isinstance(like, str | Path) else like
-            return ParquetRows(str(place.path), feature_names, features, example, id_column)
-        raise DataError(f"{place} is neither a data set nor a Parquet folder.")
+            return ParquetRows(str(place.path), columns, id_column, unseen)
+        raise DataError(f"{place} is neither a data set nor a Parquet, CSV or npy file.")
     if isinstance(data, Dataset):
         return open_dataset(data.place, verify=data.verify_reads, cache_bytes=_CACHE_BYTES)
+    if isinstance(data, RowSource):
+        return data
     if hasattr(data, "dask"):
         _check_numbers(data)
         return DaskRows(data)
+    if is_table(data):
+        return TableRows(data, columns, unseen)
     X = np.asarray(data)
     _check_numbers(X)
-    names = [str(name) for name in data.columns] if hasattr(data, "columns") else None
-    return ArrayRows(X, None, feature_names=names)
+    return ArrayRows(X, None)
+
+
+class TableRows(ArrayRows):
+    """The encoded rows of a table in memory."""
+
+    def __init__(self, table: Any, columns: ModelColumns, unseen: str) -> None:
+        source = open_source(table)
+        schema = columns.schema_for(source)
+        X, self.unseen = encode_table(table, schema, unseen)
+        self.ignored = columns.ignored(source, schema, None)
+        super().__init__(X, None, feature_names=schema.feature_names if columns.names else None)
 
 
 def _check_numbers(X: Any) -> None:

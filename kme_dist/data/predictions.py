@@ -20,8 +20,10 @@ label -1, NaN elsewhere (null in Parquet).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import csv
 
 from kme_dist.data.chunks import StoredArray, encode_shard, read_attributes, read_metadata, write_attributes
 from kme_dist.data.places import METADATA_KEY, Place
@@ -69,6 +72,8 @@ class Receipt:
     input: str
     digest: str
     bytes: int
+    # Unknown categories: their number and the first of them, by column.
+    unseen: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -356,6 +361,32 @@ class Predictions:
 def open_predictions(path: str | Path | Place) -> Predictions:
     """Open the predictions at a local folder, or a file://, s3:// or gs:// address."""
     return Predictions(Place.of(path))
+
+
+def join_as_csv(parts: Place, target: Place) -> None:
+    """Write predictions stored as Parquet to one CSV file, with a column `row` if they have no ids; atomically."""
+    found = open_predictions(parts)
+    partial = target.sibling(f".{target.name}.partial").path
+    named = {"row", "id"} & {field.name for field in found.layout.fields}
+    header, first = True, 0
+    with open(partial, "wb") as sink:
+        for chunk in range(found.chunks):
+            table = found._part(chunk)
+            if not named:
+                table = table.add_column(0, "row", pa.array(np.arange(first, first + table.num_rows)))
+            write_csv(table, sink, header=header)
+            header, first = False, first + table.num_rows
+        if not found.chunks:
+            names = [name for field in found.layout.fields for name, _ in _columns(field, found.layout.classes)]
+            sink.write((",".join([*([] if named else ["row"]), *names]) + "\n").encode())
+        sink.flush()
+        os.fsync(sink.fileno())
+    os.replace(partial, target.path)
+
+
+def write_csv(table: pa.Table, sink: Any, *, header: bool) -> None:
+    """Append the rows of a table to an open file; missing values are empty fields."""
+    csv.write_csv(table, sink, csv.WriteOptions(include_header=header, quoting_style="needed"))
 
 
 # --- Parquet ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from kme_dist.errors import ConfigError, DataError
 
-Kind = Literal["number", "integer", "boolean", "text", "date", "other"]
+Kind = Literal["number", "integer", "boolean", "text", "category", "date", "other"]
 FORMATS = ("csv", "parquet", "npy", "npz", "libsvm", "idx", "zarr")
 _SUFFIXES = {
     ".csv": "csv",
@@ -42,7 +42,7 @@ COMPRESSIONS = (".gz", ".zst", ".bz2", ".lz4")
 MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A", "?", "-nan", "<NA>")
 
 # Advice for a column that cannot be used; an option of `kme-dist ingest` and a key of section `data` of a config.
-LEAVE_OUT = "leave the column out: list the others in `features`"
+LEAVE_OUT = "leave the column out: list it in `exclude`"
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,8 @@ def _open_object(source: Any, options: FileOptions) -> Source:
         from kme_dist.data.cluster import open_dask
 
         return open_dask(source, options)
+    if hasattr(source, "__arrow_c_stream__"):  # polars and other tables
+        return _arrow_source(pa.table(source), f"{module} table", options)
     raise DataError(
         f"a source of type {type(source).__name__} is not supported; give a path, an Arrow table, a pandas "
         "or Dask data frame, "
@@ -255,8 +257,8 @@ def _open_object(source: Any, options: FileOptions) -> Source:
 def kind_of(data_type: pa.DataType) -> Kind:
     """The kind of a column, from its Arrow type."""
     types = pa.types
-    if types.is_dictionary(data_type):
-        return kind_of(data_type.value_type)
+    if types.is_dictionary(data_type):  # numbers that were declared to be categories
+        return "text" if kind_of(data_type.value_type) == "text" else "category"
     if types.is_boolean(data_type):
         return "boolean"
     if types.is_integer(data_type):
@@ -286,9 +288,20 @@ def _from_pandas(frame: Any) -> pa.Table:
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise DataError(
-            f"pandas data frame: a column mixes types of values ({'; '.join(map(str, error.args))})."
-        ) from error
+        raise DataError(f"pandas data frame: {_mixed(frame) or '; '.join(map(str, error.args))}.") from error
+
+
+def _mixed(frame: Any) -> str:
+    """The column that mixes texts with other values, and where; empty if there is none."""
+    for name in frame.columns:
+        first: dict[bool, tuple[int, Any]] = {}
+        for row, value in enumerate(frame[name].to_numpy(dtype=object)):
+            if value is not None and value == value:
+                first.setdefault(isinstance(value, str), (row, value))
+        if len(first) == 2:
+            seen = " and ".join(f"{value!r} ({type(value).__name__}) in row {row}" for row, value in first.values())
+            return f"the column {name!r} mixes types of values, {seen}; make them all numbers or all texts"
+    return ""
 
 
 def _arrow_source(table: pa.Table, name: str, options: FileOptions) -> TableSource:

@@ -27,6 +27,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import CACHE_BYTES, RowSource, Span, joined, spans_within
 from kme_dist.data.plan import BatchPlan, BatchRef
 from kme_dist.data.prefetch import Prefetched
+from kme_dist.data.sparse import SparseRows, is_sparse
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
@@ -65,10 +66,17 @@ class Scaling:
         """This scaling followed by a factor for each column."""
         return replace(self, factor=self.factor * weights)
 
-    def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
+    def apply(self, X: Any, dtype: str) -> Any:
+        if is_sparse(X):
+            return self._applied_to_sparse(X, dtype)
         # C-ordered whatever the order of X: products in another memory order would round differently.
         scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype, order="C")
         return scaled
+
+    def _applied_to_sparse(self, X: Any, dtype: str) -> Any:
+        if self.shift.any():  # learned from dense rows: 0 does not stay 0
+            return self.apply(X.toarray(), dtype)
+        return SparseRows(X.multiply(self.factor)).astype(dtype, copy=False)
 
 
 @dataclass(frozen=True)

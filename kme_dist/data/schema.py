@@ -15,7 +15,8 @@ from kme_dist.data.readers import LEAVE_OUT, Kind, MatrixSource, Source, TableSo
 from kme_dist.errors import ConfigError, DataError
 
 Task = Literal["classification", "regression", "none"]
-MISSING = ("error", "drop", "mean", "median")
+MISSING = ("error", "drop", "mean", "median", "indicator")
+PERIODS = {"year": 365.2425, "week": 7.0, "day": 1.0}  # of dates, in days
 DTYPES = ("auto", "float32", "float64", "uint8")
 
 
@@ -29,7 +30,7 @@ class TableOptions:
     task: str = "auto"
     one_hot: tuple[str | int, ...] | Literal["auto"] = "auto"  # "auto": every text column not in `ordinal`
     ordinal: tuple[str | int, ...] = ()
-    missing: str | float = "error"  # "error", "drop", "mean", "median", or a number to fill in
+    missing: str | float = "error"  # "error", "drop", "mean", "median", "indicator", or a number to fill in
     dtype: str = "auto"  # the narrowest of uint8, float32 and float64 that holds every value of the source's type
     max_categories: int = 256
     max_classes: int = 10_000
@@ -51,14 +52,41 @@ class Column:
     """One source column among the features."""
 
     name: str
-    kind: str  # number, one_hot, ordinal
+    kind: str  # number, one_hot, ordinal, date
     position: int = 0  # of a matrix
     categories: tuple[str, ...] = ()
     fill: float | None = None  # fill value of missing numbers; None: see Schema.missing
+    periods: tuple[str, ...] = ()  # of a date: its place in the year, week or day, as sine and cosine
+    indicator: bool = False  # whether a further feature is 1 where the value is missing
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the feature is the number in the column, which has to be there."""
+        return self.kind == "number" and self.fill is None and not self.indicator
 
     @property
     def outputs(self) -> list[str]:
-        return [f"{self.name}={c}" for c in self.categories] if self.kind == "one_hot" else [self.name]
+        """The names of its features."""
+        values = [f"{self.name}={c}" for c in self.categories] if self.kind == "one_hot" else [self.name]
+        waves = [f"{self.name}:{wave}({period})" for period in self.periods for wave in ("sin", "cos")]
+        return [*values, *waves, *([f"{self.name}:missing"] if self.indicator else [])]
+
+    @property
+    def fills(self) -> list[float]:
+        """What each feature is where the value is missing; NaN: not known."""
+        first = [0.0] * len(self.categories) if self.kind == "one_hot" else [np.nan if self.fill is None else self.fill]
+        return [*first, *[0.0] * (2 * len(self.periods)), *([1.0] if self.indicator else [])]
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"name": self.name, "kind": self.kind, "position": self.position}
+        found |= {"categories": list(self.categories), "fill": self.fill}
+        further = {"periods": list(self.periods), "indicator": self.indicator}
+        return found | {key: value for key, value in further.items() if value}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Column:
+        names = (stored["name"], stored["kind"], int(stored["position"]), tuple(stored["categories"]))
+        return cls(*names, stored["fill"], tuple(stored.get("periods", ())), bool(stored.get("indicator", False)))
 
 
 @dataclass(frozen=True)
@@ -87,14 +115,9 @@ class Schema:
         return np.dtype(np.int64 if self.task == "classification" else np.float64)
 
     def to_json(self) -> dict[str, Any]:
-        columns = [
-            {"name": c.name, "kind": c.kind, "position": c.position, "categories": list(c.categories), "fill": c.fill}
-            for c in self.columns
-        ]
-        if all(c.kind == "number" and c.fill is None for c in self.columns):
-            columns = []  # feature names and their order say it all
         return {
-            "columns": columns,
+            # If all are plain, feature names and their order say it all.
+            "columns": [column.to_json() for column in self.columns] if self.encodes else [],
             "label": self.label,
             "label_kind": self.label_kind,
             "label_position": self.label_position,
@@ -105,10 +128,7 @@ class Schema:
     @classmethod
     def from_json(cls, attributes: Mapping[str, Any]) -> Schema:
         stored = attributes["schema"]
-        columns = tuple(
-            Column(c["name"], c["kind"], int(c["position"]), tuple(c["categories"]), c["fill"])
-            for c in stored["columns"]
-        ) or tuple(Column(name, "number", i) for i, name in enumerate(attributes["feature_names"]))
+        columns = tuple(map(Column.from_json, stored["columns"])) or plain_columns(attributes["feature_names"])
         return cls(
             columns,
             stored["label"],
@@ -125,6 +145,23 @@ class Schema:
         )
 
     @property
+    def encodes(self) -> bool:
+        """Whether features differ from the columns that they are read from."""
+        return not all(column.is_plain for column in self.columns)
+
+    def encoding_json(self) -> dict[str, Any]:
+        """Only how features are encoded, as a model keeps it; `from_json` restores it."""
+        plain = self.without_label()
+        about = {"task": plain.task, "dtype": plain.dtype, "sample_shape": list(plain.sample_shape)}
+        return {"schema": plain.to_json(), "feature_names": plain.feature_names, **about}
+
+    @property
+    def groups(self) -> dict[str, list[int]]:
+        """The positions of the features of each column."""
+        ends = np.cumsum([0, *(len(column.outputs) for column in self.columns)]).tolist()
+        return {column.name: list(range(ends[i], ends[i + 1])) for i, column in enumerate(self.columns)}
+
+    @property
     def positions(self) -> list[int]:
         """Columns of a matrix that are read."""
         others = [at for at in (self.label_position, self.weight_position) if at is not None]
@@ -132,7 +169,13 @@ class Schema:
 
     def without_label(self) -> Schema:
         """For rows to predict, which need no labels and no weights."""
-        return replace(self, label=None, label_kind="none", task="none", classes=None, weight=None)
+        names: dict[str, Any] = {"label": None, "label_position": None, "weight": None, "weight_position": None}
+        return replace(self, label_kind="none", task="none", classes=None, class_names=None, **names)
+
+
+def plain_columns(names: Sequence[str]) -> tuple[Column, ...]:
+    """Columns of numbers, used as they are."""
+    return tuple(Column(str(name), "number", i) for i, name in enumerate(names))
 
 
 def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
@@ -235,6 +278,8 @@ def _label_plan(
         return None, "none", None, "none"
     else:
         kind = kinds[label]
+    if kind == "category":
+        return label, "integer", position, "classification"
     if kind in ("date", "other"):
         raise DataError(f"{source.name}: the label {label!r} holds {kind} values; it must be a class or a number.")
     task: Task = "regression" if kind == "number" else "classification"
@@ -255,13 +300,10 @@ def _column(
     if options.one_hot != "auto" and name in {find(c) for c in options.one_hot}:
         return Column(name, "one_hot", position)
     if kind == "date":
-        raise DataError(
-            f"{where}: the column {name!r} holds dates or times. Convert them to numbers (days since, "
-            f"hour of day), or {LEAVE_OUT}."
-        )
+        return Column(name, "date", position)
     if kind == "other":
         raise DataError(f"{where}: the column {name!r} holds neither numbers nor text; {LEAVE_OUT}.")
-    if kind == "text":
+    if kind in ("text", "category"):
         if options.one_hot != "auto":
             raise DataError(f"{where}: the column {name!r} holds text and is not in one_hot; add it, or {LEAVE_OUT}.")
         return Column(name, "one_hot", position)

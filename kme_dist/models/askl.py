@@ -286,7 +286,7 @@ class _ASKL(Estimator):
     def _start(self) -> maps.Spectral:
         """The initial feature map."""
         return maps.spectral(
-            self.n_features_in_,
+            self._width,
             int(self.features),
             deviation=float(self.deviation),
             stationary=VARIANTS[self.variant].stationary,
@@ -481,7 +481,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
                 raise DataError(
                     f"{X.path}: fit(dataset) requires a data set with numeric targets, no y and no sample_weight"
                 )
-            self._record_names(X.feature_names)
+            self._record_dataset(X)
             data = X
         else:
             X, y = self._fit_rows(X, y, y_numeric=True)

@@ -8,7 +8,8 @@ A subclass defines:
     _pack, _unpack      a fitted model to arrays and facts, and back
 
 `fit` records the columns (`feature_names_in_`, `n_features_in_`), every later call checks them, and they are stored
-with the model. Generated names of a data set (x0, x1, ...) are positions, not names.
+with the model. Generated names of a data set (x0, x1, ...) are positions, not names. If rows come from a table with
+categories, dates or missing values, the model also keeps their encoding (`encoding_`) and applies it to new tables.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -28,8 +30,21 @@ from kme_dist import backend as devices
 from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, generated_names
+from kme_dist.data.frames import (
+    column_names,
+    encode_table,
+    for_new_rows,
+    is_table,
+    needs_encoding,
+    table_schema,
+    unseen_words,
+    with_names,
+    without_column,
+)
 from kme_dist.data.places import Place
 from kme_dist.data.rows import Scaling
+from kme_dist.data.schema import Schema
+from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
@@ -45,6 +60,7 @@ FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
+_SPARSE_PARTS = ("data", "indices", "indptr")
 _KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
 TEXT_ESTIMATORS = (
     "texts are rows of KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, with a "
@@ -82,6 +98,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     _RULES: ClassVar[Mapping[str, Rule]] = {}
     _FITTED: ClassVar[str] = "embedding_"
+    _SPARSE: ClassVar[bool] = False  # whether rows may be scipy's sparse ones
     _BATCHED: ClassVar[bool] = False  # whether `kme_dist.predict` applies it to data sets, chunk by chunk
     _IN_FACTS: ClassVar[tuple[str, ...]] = ()  # settings that `_unpack` restores, with their learned values
 
@@ -95,6 +112,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     n_features_in_: int
     feature_names_in_: np.ndarray
     fitted_to_dataset_: bool
+    encoding_: Schema | None = None  # how rows are encoded; None: they are numbers
 
     # --- settings --------------------------------------------------------------------------------
 
@@ -176,22 +194,28 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _record_columns(self, X: Any, rows: Any) -> None:
         """At fit: set `feature_names_in_` if X has names, `n_features_in_` if its rows are a matrix."""
         if isinstance(X, Dataset):
-            self._record_names(X.feature_names)
+            self._record_dataset(X)
             return
-        self.fitted_to_dataset_ = False
+        self.fitted_to_dataset_, self.encoding_ = False, None
         validate_data(self, X, "no_validation", reset=True, skip_check_array=True, ensure_2d=False)
         if isinstance(rows, np.ndarray) and rows.ndim == 2:
             self.n_features_in_ = int(rows.shape[1])
         elif hasattr(self, "n_features_in_"):
             del self.n_features_in_
 
+    def _record_dataset(self, data: Dataset) -> None:
+        """The same for a data set, with its encoding."""
+        self._record_names(data.feature_names)
+        if data.schema.encodes and data.schema.feature_names == data.feature_names:
+            self.encoding_ = for_new_rows(data.schema)
+
     def _record_names(self, names: Sequence[Any]) -> None:
-        """The same for a data set.
+        """The names of the features of a data set.
 
         Its rows are read as plain arrays, so plain arrays may be predicted without scikit-learn's warning for a model
         with feature names; names of tables are checked.
         """
-        self.fitted_to_dataset_ = True
+        self.fitted_to_dataset_, self.encoding_ = True, None
         self.n_features_in_ = len(names)
         if hasattr(self, "feature_names_in_"):
             del self.feature_names_in_
@@ -207,7 +231,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         wanted = getattr(self, "n_features_in_", None)
         if wanted is None:
             return
-        if not isinstance(rows, np.ndarray):
+        if not isinstance(rows, np.ndarray) and not devices.is_sparse(rows):
             raise DataError(
                 f"{type(self).__name__} was fitted to rows of {wanted} numbers, got a {type(rows).__name__}; "
                 "pass a table of numbers with the same columns"
@@ -217,6 +241,24 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 f"X has {rows.shape[1]} features, but {type(self).__name__} is expecting {wanted} features as "
                 "input; pass the columns of the fit"
             )
+
+    @property
+    def encoded_feature_names_(self) -> list[str]:
+        """The names of the features that the kernel gets: several for a category or a date of `feature_names_in_`."""
+        self._check_fitted()
+        return self._names_of_rows() or [f"x{i}" for i in range(self._width)]
+
+    def _names_of_rows(self) -> list[str] | None:
+        """The names of encoded rows; None if they have none."""
+        if self.encoding_ is not None:
+            return self.encoding_.feature_names
+        names = getattr(self, "feature_names_in_", None)
+        return None if names is None else [str(name) for name in names]
+
+    @property
+    def _width(self) -> int:
+        """The number of features of encoded rows."""
+        return int(self.n_features_in_) if self.encoding_ is None else len(self.encoding_.feature_names)
 
     def _check_same_width(self, X: Any) -> None:
         """Before a warm start: X has the number of features of the fit before."""
@@ -232,18 +274,66 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     # --- rows ------------------------------------------------------------------------------------
 
     def _fit_rows(self, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
-        """At fit: scikit-learn's `validate_data`, after refusing paths, dates and labels of mixed types."""
+        """At fit: scikit-learn's `validate_data`, after encoding tables and refusing paths, dates in arrays and labels
+        of mixed types. y may be the name of a column of a table."""
         if isinstance(X, Dataset):
             raise DataError(f"{type(self).__name__} is fitted to rows in memory; read them: X, y = dataset.read()")
         check_not_path(X)
+        if isinstance(y, str) and is_table(X):
+            if y not in column_names(X):
+                raise DataError(f"y={y!r} is not a column of X; its columns: {', '.join(column_names(X)[:20])}")
+            X, y = without_column(X, y)
+        encoding, names = None, None
+        if needs_encoding(X):
+            encoding, names = table_schema(X), column_names(X)
+            X, _ = encode_table(X, encoding)
         check_columns(X)
         check_labels(y)
-        self.fitted_to_dataset_ = False
+        self.fitted_to_dataset_, self.encoding_ = False, None
         with self._explained(X):
-            found: tuple[np.ndarray, np.ndarray] = validate_data(
-                self, X, y, ensure_min_samples=2, dtype=_NUMBERS, **settings
+            rows, labels = validate_data(
+                self, X, y, ensure_min_samples=2, dtype=_NUMBERS, accept_sparse=self._formats, **settings
             )
-        return found
+        if encoding is not None and names is not None:
+            self.encoding_, self.n_features_in_ = encoding, len(names)
+            self.feature_names_in_ = np.array(names, dtype=object)
+        return _as_csr(rows), labels
+
+    @property
+    def _formats(self) -> list[str] | bool:
+        return ["csr"] if self._SPARSE else False
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = self._SPARSE
+        return tags
+
+    def _encoded_query(self, X: Any) -> np.ndarray | None:
+        """At prediction: the rows of a table, encoded like those of the fit; None for rows of numbers."""
+        encoding = self.encoding_
+        if encoding is None:
+            return None
+        if is_table(X):
+            names = column_names(X)
+            if self.fitted_to_dataset_ and names == encoding.feature_names:
+                return None  # encoded already
+        elif self.fitted_to_dataset_:
+            return None
+        else:
+            if np.ndim(X) != 2 or np.shape(X)[1] != self.n_features_in_:
+                raise DataError(
+                    f"{type(self).__name__} was fitted to a table with the columns "
+                    f"{', '.join(map(repr, self.feature_names_in_.tolist()[:12]))}; pass a table with these columns"
+                )
+            warnings.warn(
+                f"X does not have valid feature names, but {type(self).__name__} was fitted with feature names",
+                stacklevel=4,
+            )
+            X = with_names(X, [str(name) for name in self.feature_names_in_])
+        rows, unseen = encode_table(X, encoding)
+        if unseen:
+            warnings.warn(unseen_words(unseen), stacklevel=4)
+        return check_array(rows, input_name="X", estimator=self, dtype=_NUMBERS)  # type: ignore[no-any-return]
 
     def _query_rows(self, X: Any) -> Any:
         """At prediction: rows with the columns of the fit, scaled, on the device, in double precision.
@@ -259,14 +349,16 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 f"{X.path if isinstance(X, Dataset) else X}; read its rows: X, y = {read}.read()"
                 + ("; or predict it chunk by chunk: kme_dist.predict(model, data, out)" if self._BATCHED else "")
             )
-        check_columns(X)
-        with self._explained(X):
-            if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
-                rows = validate_data(self, X, reset=False, dtype=_NUMBERS)
-            else:
-                rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS)
-                self._check_columns(X, rows)
-        return devices.to_device(self.scaling_.apply(np.asarray(rows), "float64"), self._device())
+        rows = self._encoded_query(X)
+        if rows is None:
+            check_columns(X)
+            with self._explained(X):
+                if not getattr(self, "fitted_to_dataset_", False) or hasattr(X, "columns"):
+                    rows = validate_data(self, X, reset=False, dtype=_NUMBERS, accept_sparse=self._formats)
+                else:
+                    rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS, accept_sparse=self._formats)
+                    self._check_columns(X, rows)
+        return devices.to_device(self.scaling_.apply(_as_csr(rows), "float64"), self._device())
 
     @contextlib.contextmanager
     def _explained(self, X: Any) -> Iterator[None]:
@@ -298,6 +390,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             "feature_names": names,
             "n_features_in": getattr(self, "n_features_in_", None),
             "fitted_to_dataset": bool(getattr(self, "fitted_to_dataset_", False)),
+            **({} if self.encoding_ is None else {"encoding": self.encoding_.encoding_json()}),
             **facts,
         }
         store.save_arrays(path, {name: devices.to_host(array) for name, array in arrays.items()}, attributes)
@@ -342,6 +435,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.n_features_in_ = int(found["n_features_in"])
         elif "n_features_in" in found and hasattr(self, "n_features_in_"):
             del self.n_features_in_
+        self.encoding_ = Schema.from_json(found["encoding"]) if found.get("encoding") else None
 
 
 def model_place(path: str | Path | Place) -> Place:
@@ -403,7 +497,10 @@ def stored_scaling(arrays: Mapping[str, np.ndarray], at: str = "scaling/") -> Sc
 
 def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
     """Put rows into the arrays of a model; rows that are not numeric (strings) into its facts."""
-    if hasattr(rows, "shape"):
+    if devices.is_sparse(rows):
+        arrays |= {f"{name}_{part}": getattr(rows, part) for part in _SPARSE_PARTS}
+        facts[f"{name}_shape"] = [int(size) for size in rows.shape]
+    elif hasattr(rows, "shape"):
         arrays[name] = np.asarray(rows)
     elif all(isinstance(row, str | int | float | bool) for row in rows):
         facts[name] = list(rows)
@@ -412,7 +509,18 @@ def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
 
 
 def get_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: str) -> Any:
+    if f"{name}_{_SPARSE_PARTS[0]}" in arrays:
+        return from_parts([arrays[f"{name}_{part}"] for part in _SPARSE_PARTS], facts[f"{name}_shape"])
     return arrays[name] if name in arrays else facts[name]
+
+
+def has_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: str) -> bool:
+    return name in arrays or name in facts or f"{name}_{_SPARSE_PARTS[0]}" in arrays
+
+
+def _as_csr(rows: Any) -> Any:
+    """Sparse rows of any kind as a CSR array; others as they are."""
+    return as_sparse_rows(rows) if devices.is_sparse(rows) else np.asarray(rows)
 
 
 def put_labels(labels: np.ndarray, name: str = "classes") -> Facts:

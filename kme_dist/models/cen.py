@@ -31,7 +31,7 @@ from kme_dist.core import kernels, optim
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.core.regularization import retune_regularization
-from kme_dist.data.dataset import RowSource
+from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import Scaling
 from kme_dist.errors import ConfigError
 from kme_dist.models.account import Account
@@ -239,7 +239,10 @@ class CENClassifier(EmbeddingClassifier):
         self.embedding_ = mce.FeatureEmbedding(features, self.weights_)
         self.scaling_, self.regularization_, self.probability_floor_ = fit.scaling, fit.regularization, floor
         self.classes_ = np.asarray(data.classes)
-        self._record_names(data.feature_names)
+        if isinstance(data, Dataset):
+            self._record_dataset(data)
+        else:
+            self._record_names(data.feature_names)
         self._keep_sample(data, data.training_split())
         self.bound_ = math.nan
         self._reset_curves()
@@ -447,7 +450,7 @@ class CENClassifier(EmbeddingClassifier):
         )
 
     def _start(self) -> Any:
-        d, network = self.n_features_in_, self.network
+        d, network = self._width, self.network
         if network is None:
             return maps.dense_network(d, tuple(self.hidden), self.activation, seed=self._seed())
         return as_features(network, d, self._seed())

@@ -23,7 +23,7 @@ from kme_dist.core.calibration import Calibration, class_probabilities, expectat
 from kme_dist.core.importance import exchange_relevance, sample_rows
 from kme_dist.core.importance import shares as as_shares
 from kme_dist.core.kernels import Kernel
-from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.kernels.base import row_blocks, row_count
 from kme_dist.core.risk import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -36,7 +36,10 @@ from kme_dist.models.base import (
     Facts,
     Own,
     get_labels,
+    get_rows,
+    has_rows,
     put_labels,
+    put_rows,
     scaling_arrays,
     stored_scaling,
 )
@@ -69,12 +72,12 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             if X.classes is None:
                 raise DataError(f"{X.path} has no class labels; ingest it again with the column named by `label`")
             _check_classes(X.classes)
-            self._record_names(X.feature_names)
+            self._record_dataset(X)
             return with_class_weight(X, self.class_weight), None
         X, y = self._fit_rows(*(in_memory(part) for part in (X, y)))
         X, y, weights = positive_rows(X, y, sample_weights(in_memory(sample_weight), X))
         classes, codes = classes_of(y)
-        data = ArrayRows(X, codes, classes, getattr(self, "feature_names_in_", None), weights)
+        data = ArrayRows(X, codes, classes, self._names_of_rows(), weights)
         data = with_class_weight(data, self.class_weight)
         return data, share(data, self._client, stack)
 
@@ -227,13 +230,15 @@ class EmbeddingClassifier(Classifier):
             raise ConfigError(f"groups={groups!r} is unknown; pass 'columns', None or lists of features")
         if isinstance(groups, str):
             groups = self.feature_groups_
-        chosen: Any = range(self.n_features_in_) if groups is None else groups
+        chosen: Any = range(self._width) if groups is None else groups
         members = list(chosen.values()) if isinstance(chosen, Mapping) else list(chosen)
         kernel, lam, inputs = self._kernel_of_rows()
+        rows, labels = self.sample_
         with blas_threads(1):
             found = exchange_relevance(
                 kernel,
-                *self.sample_,
+                np.asarray(rows),
+                labels,
                 len(self.classes_),
                 lam,
                 [self._positions(group) for group in members],
@@ -249,25 +254,24 @@ class EmbeddingClassifier(Classifier):
         self._check_fitted()
         if self._groups:
             return {name: list(group) for name, group in self._groups.items()}
-        names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])
-        return {str(name): [i] for i, name in enumerate(names)}
+        return {name: [i] for i, name in enumerate(self.encoded_feature_names_)}
 
     def _kernel_of_rows(self) -> tuple[Kernel, float, Callable[[np.ndarray], np.ndarray]]:
         """The kernel of the fit, its λ, and what makes its inputs of raw rows."""
         raise TypeError(f"{type(self).__name__} must define _kernel_of_rows")
 
     def _positions(self, group: Any) -> list[int]:
-        names = [str(name) for name in getattr(self, "feature_names_in_", [])]
+        names = self._names_of_rows() or []
         found = []
         for feature in [group] if isinstance(group, str | int | np.integer) else group:
             if isinstance(feature, str) and feature in names:
                 found.append(names.index(feature))
-            elif not isinstance(feature, str) and 0 <= int(feature) < self.n_features_in_:
+            elif not isinstance(feature, str) and 0 <= int(feature) < self._width:
                 found.append(int(feature))
             else:
                 raise DataError(
-                    f"feature_importances: {feature!r} is not a feature; pass names of feature_names_in_ or positions "
-                    f"from 0 to {self.n_features_in_ - 1}"
+                    f"feature_importances: {feature!r} is not a feature; pass names of encoded_feature_names_ or "
+                    f"positions from 0 to {self._width - 1}"
                 )
         return found
 
@@ -275,33 +279,30 @@ class EmbeddingClassifier(Classifier):
         """Keep what relevance is measured on: raw rows, their labels, and the columns that features come from."""
         most = sample_rows(data.features)
         X, y = RowsRef.of(data, split=split).sample(most, self._seed())
-        self.sample_ = np.asarray(X)[:most].copy(), np.asarray(y)[:most].copy()
-        self._importances, self._groups = None, {}
-        if isinstance(data, Dataset) and any(column.kind == "one_hot" for column in data.schema.columns):
-            ends = np.cumsum([len(column.outputs) for column in data.schema.columns])
-            if int(ends[-1]) == data.features:
-                self._groups = {
-                    column.name: list(range(int(end) - len(column.outputs), int(end)))
-                    for column, end in zip(data.schema.columns, ends, strict=True)
-                }
+        self._importances, self._groups, self.sample_ = None, {}, None
+        if hasattr(X, "dtype"):  # other rows have no features
+            self.sample_ = X[:most].copy(), np.asarray(y)[:most].copy()
+        if self.encoding_ is not None:
+            self._groups = self.encoding_.groups
 
     # --- storing ---------------------------------------------------------------------------------
 
     def _pack(self) -> tuple[Arrays, Facts]:
         """What all of them store: scaling, labels, floor and the sample; subclasses add their embedding."""
         arrays = scaling_arrays(self.scaling_)
+        facts: Facts = {"feature_groups": self._groups, "probability_floor": self.probability_floor_}
         if self.sample_ is not None:
-            arrays |= {"sample/rows": self.sample_[0], "sample/labels": self.sample_[1]}
-        floor = {"probability_floor": self.probability_floor_}
-        return arrays, {"feature_groups": self._groups, **floor, **put_labels(self.classes_)}
+            arrays["sample/labels"] = self.sample_[1]
+            put_rows(arrays, facts, "sample/rows", self.sample_[0])
+        return arrays, {**facts, **put_labels(self.classes_)}
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         self.scaling_, self.classes_ = stored_scaling(arrays), get_labels(facts)
         self.probability_floor_ = float(facts["probability_floor"])
         self._importances, self._groups = None, dict(facts.get("feature_groups") or {})
         self.sample_ = None  # of models of older versions
-        if "sample/rows" in arrays:
-            self.sample_ = np.asarray(arrays["sample/rows"]), np.asarray(arrays["sample/labels"])
+        if has_rows(arrays, facts, "sample/rows"):
+            self.sample_ = get_rows(arrays, facts, "sample/rows"), np.asarray(arrays["sample/labels"])
 
 
 def with_class_weight(data: Source, class_weight: Any) -> Source:
@@ -334,7 +335,7 @@ def sample_weights(given: Any, X: Any) -> np.ndarray | None:
     """Weights as scikit-learn accepts them (a list, a series, one number for all rows); None stays None."""
     if given is None:
         return None
-    return checked_weights(_check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=False), len(X))
+    return checked_weights(_check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=False), row_count(X))
 
 
 def in_memory(part: Any) -> Any:

@@ -34,7 +34,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.account import Account
-from kme_dist.models.base import Arrays, Facts, Own, on_workers
+from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
 from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
 from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, truth, truth_or
 from kme_dist.run.fit import Fit
@@ -116,6 +116,7 @@ class MCEClassifier(EmbeddingClassifier):
     (2, 3)
     """
 
+    _SPARSE: ClassVar[bool] = True
     _RULES: ClassVar[Mapping[str, Rule]] = {
         **EmbeddingClassifier._RULES,
         "calibration": one_of("auto", *KINDS),
@@ -360,7 +361,7 @@ class MCEClassifier(EmbeddingClassifier):
         split, fit = data.training_split(split), trained.fit
         self.classes_ = np.asarray(data.classes)
         if isinstance(data, Dataset):
-            self._record_names(data.feature_names)
+            self._record_dataset(data)
         self.scaling_, self.embedding_ = fit.scaling, self._on_device(fit.embedding)
         self.probability_floor_ = recipe.floor(fit.weight, len(self.classes_))
         self.objective_, self.loo_log_loss_ = trained.best.name, dict(trained.losses)
@@ -377,7 +378,9 @@ class MCEClassifier(EmbeddingClassifier):
         device = self._device()
         if isinstance(embedding, FeatureEmbedding):
             return dataclasses.replace(embedding, weights=devices.to_device(embedding.weights, device))
-        moved = {name: devices.to_device(getattr(embedding, name), device) for name in ("centres", "weights")}
+        moved = {"weights": devices.to_device(embedding.weights, device)}
+        if hasattr(embedding.centres, "dtype"):
+            moved["centres"] = devices.to_device(embedding.centres, device)
         return dataclasses.replace(embedding, **moved)
 
     def _bound(self, fit: Fit, data: RowSource, split: str | None) -> float:
@@ -481,7 +484,7 @@ class MCEClassifier(EmbeddingClassifier):
         map_arrays, map_config = features_of(self.scaling_)
         arrays |= {"weights": self.embedding_.weights, **map_arrays}
         if not isinstance(self.embedding_, FeatureEmbedding):
-            arrays["centres"] = self.embedding_.centres
+            put_rows(arrays, facts, "centres", self.embedding_.centres)
         return arrays, {
             **facts,
             "kernel": self.kernel_.to_config(),
@@ -505,8 +508,9 @@ class MCEClassifier(EmbeddingClassifier):
         self.regularization_ = float(facts["regularization"])
         weights = arrays["weights"]
         lam = float(facts.get("embedding_regularization", facts["regularization"]))
-        if "centres" in arrays:
-            self.embedding_ = self._on_device(mce.Embedding(self.kernel_, arrays["centres"], weights, lam))
+        if has_rows(arrays, facts, "centres"):
+            centres = get_rows(arrays, facts, "centres")
+            self.embedding_ = self._on_device(mce.Embedding(self.kernel_, centres, weights, lam))
         else:
             self.embedding_ = self._on_device(FeatureEmbedding(Identity(), weights, regularization=lam))
         stored = restore_features(facts["feature_map"], arrays, own) if facts.get("feature_map") else None

@@ -5,6 +5,8 @@
     kme.predict(model, "parquet-folder", "scores", executor=client, format="parquet",
                 outputs=("label", "entropy"), expectations={"cost": [0, 1, 5]}, top_k=3)
     kme.open_predictions("scores.zarr").labels(0, 10)
+    kme.predict("runs/x", "new.csv", "scores.csv")              # columns by name, encoded like the training rows
+    kme.predict(model, data_frame)                              # without a path: a table of the same columns
 
 A second call computes only what is missing: chunks left by an interruption, or rows appended since. Workers open model
 and data by their paths, so both must be where every worker can read them.
@@ -12,23 +14,31 @@ and data by their paths, so both must be where every worker can read them.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, with_argmax
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.data.chunks import read_attributes
-from kme_dist.data.dataset import short_digest
-from kme_dist.data.lazy import open_rows
+from kme_dist.data.dataset import Dataset, open_dataset, short_digest
+from kme_dist.data.encode import Encoder
+from kme_dist.data.frames import Unseen, is_table, unseen_words
+from kme_dist.data.lazy import ParquetRows, open_rows
+from kme_dist.data.new_rows import ModelColumns, StagedRows, needs_staging, staged
 from kme_dist.data.places import Place
-from kme_dist.data.predictions import Field, OutputLayout, Receipt
+from kme_dist.data.predictions import Field, OutputLayout, Receipt, join_as_csv, parquet_table
+from kme_dist.data.readers import Source, open_source
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Estimator, load, model_place
@@ -44,7 +54,7 @@ from kme_dist.run.predict import (
 from kme_dist.run.workers import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
-FORMATS = ("zarr", "parquet")
+FORMATS = ("zarr", "parquet", "csv")
 MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier")  # what batch inference can apply
 PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 
@@ -110,38 +120,48 @@ class PredictionPlan:
 def predict(
     model: Any,
     data: Any,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
     executor: Any = None,
     outputs: Sequence[str] = ("label", "probability"),
     expectations: Mapping[str, Any] | None = None,
     raw_expectations: bool = False,
     top_k: int | None = None,
-    format: str = "zarr",
+    format: str | None = None,
     split: str | None = None,
     like: Any = None,
     id_column: str | None = None,
+    unseen: str = "zeros",
     dtype: str = "auto",
     overwrite: bool = False,
     from_scratch: bool = False,
     progress: Progress | None = None,
     watch: Watch | None = None,
-) -> PredictionOutcome:
+) -> Any:
     """Predict every row of `data` and store the result at `out`, chunk by chunk, each exactly once.
+
+    Columns of files and tables are found by name, in any order, and encoded like the rows of the fit; other columns are
+    ignored, missing ones an error. Without `out` the predictions are returned as a table.
 
     Parameters
     ----------
     model : path of a saved model or of a run folder, or a fitted model (which is saved beside `out`, for the workers)
-    data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
+    data : a data set or its path, a Parquet file or folder, a CSV or npy file (and others that `ingest` reads), a data
+        frame or an Arrow table, a NumPy or Dask array
+    out : path of the predictions; None returns them, as a data frame for a data frame, else as an Arrow table
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
     expectations : name -> g, for E[g(Y) | x] under the probabilities; forms of g: `models.expressions`
     raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: may exceed the values of g
     top_k : number of top classes, as `top_label` and `top_probability`
-    format : "zarr" (arrays in one group) or "parquet" (one file for each chunk)
+    format : "zarr" (arrays in one group), "parquet" (one file for each chunk) or "csv" (one file); None: by the name of
+        `out`, Zarr if it ends in neither
     split : of a data set; None takes all rows
-    like : a data set whose encoding is used for Parquet; id_column : a column to copy to the output
-    dtype : "float32", "float64", or "auto": single precision if it gives the same probabilities to 1e-3
+    like : a data set whose encoding is used instead of the model's; id_column : a column to copy to the output
+    unseen : for categories that training rows did not have: "zeros" encodes them as none of the known ones and counts
+        them in `notes`, "error" refuses them
+    dtype : "float32", "float64", or "auto": double for files and tables, for data sets and Dask arrays single precision
+        if it gives the same probabilities to 1e-3
     overwrite : replace the predictions of another model, or of data that changed
     from_scratch : recompute every chunk, also finished ones
     progress : called with the rows done and the total rows
@@ -151,26 +171,54 @@ def predict(
     -------
     PredictionOutcome : counts, seconds, and chunks that could not be computed (`quarantined`), which have no outputs
     """
+    asked = (outputs, expectations, raw_expectations, top_k)
+    if out is None:
+        return _as_table(model, data, asked, split=split, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
     place = Place.of(out)
-    address, digest, fitted = _locate(model, place)
-    wanted = Outputs.of(outputs, expectations, raw_expectations, top_k, fitted.classes_)
-    if format not in FORMATS:
-        raise ConfigError(f"format={format!r} is unknown; choose 'zarr' or 'parquet'")
-    names = getattr(fitted, "feature_names_in_", None)
-    source = open_rows(
-        data,
-        features=int(fitted.n_features_in_),
-        feature_names=None if names is None else [str(name) for name in names],
-        split=split,
-        like=like,
-        id_column=id_column,
-    )
-    if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
-        raise ConfigError(f"id_column={id_column!r} is text, which Zarr arrays cannot hold; choose format='parquet'")
-    working = _precision(fitted, dtype)
+    format = _format_of(place, format)
+    parts = _csv_parts(place, overwrite) if format == "csv" else place
+    with contextlib.ExitStack() as stack:
+        address, digest, fitted = _locate(model, parts)
+        columns, ignored = _columns_of(fitted, like), list[str]()
+        if needs_staging(data):
+            rows = staged(data, parts, columns, unseen=unseen, id_column=id_column)
+            data, ignored = stack.enter_context(rows)
+        source = open_rows(data, columns, split=split, id_column=id_column, unseen=unseen)
+        if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
+            raise ConfigError(
+                f"id_column={id_column!r} is text, which Zarr arrays cannot hold; choose format='parquet'"
+            )
+        outcome = _predict_rows(
+            (address, digest, fitted),
+            source,
+            Outputs.of(*asked, classes=fitted.classes_),
+            OutputLayout(parts.address, "parquet" if format == "csv" else format, source.source.output_rows, (), ()),
+            dtype=dtype,
+            executor=executor if hasattr(executor, "stream") else executor_for(executor),
+            overwrite=overwrite or format == "csv",
+            from_scratch=from_scratch,
+            progress=progress,
+            watch=watch,
+        )
+        if format == "csv":
+            join_as_csv(parts, place)
+            if not outcome.quarantined:
+                parts.delete_all()
+            outcome = dataclasses.replace(outcome, path=place.address)
+        found = getattr(source.source, "unseen", {}) | outcome.unseen
+        return dataclasses.replace(outcome, unseen=found, notes=_notes(ignored, source.source, found))
+
+
+def _predict_rows(
+    model: tuple[str, str, Any], source: RowsRef, wanted: Outputs, layout: OutputLayout, *, dtype: str, **how: Any
+) -> PredictionOutcome:
+    address, digest, fitted = model
+    format = layout.format
+    exact = source.source.kind in ("parquet", "array") or isinstance(source.source, StagedRows)
+    working = "float64" if dtype == "auto" and exact else _precision(fitted, dtype)
     fields = wanted.fields(len(fitted.classes_), source.id_field)
     classes = fitted.classes_.tolist()
-    layout = OutputLayout(place.address, format, source.source.output_rows, fields, tuple(classes))
+    layout = dataclasses.replace(layout, fields=fields, classes=tuple(classes))
     computed_from = {
         "model": digest,
         "outputs": [[field.name, field.dtype, list(field.row_shape)] for field in fields],
@@ -181,7 +229,7 @@ def predict(
         "data": source.describe(),
     }
     if wanted.expectations:  # older records have no such entry and only raw expectations
-        computed_from["expected_under"] = "decisions" if raw_expectations else "probabilities"
+        computed_from["expected_under"] = "decisions" if wanted.raw_expectations else "probabilities"
     job = short_digest(computed_from)
     state = {
         "job": job,
@@ -194,18 +242,112 @@ def predict(
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
     }
     plan = PredictionPlan(job, address, digest, working, layout, wanted)
-    return run_chunks(
-        state,
-        layout,
-        source,
-        predict_chunk,
-        (plan,),
-        executor=executor if hasattr(executor, "stream") else executor_for(executor),
-        overwrite=overwrite,
-        from_scratch=from_scratch,
-        progress=progress,
-        watch=watch,
-    )
+    return run_chunks(state, layout, source, predict_chunk, (plan,), **how)
+
+
+def _format_of(place: Place, format: str | None) -> str:
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"format={format!r} is unknown; choose 'zarr', 'parquet' or 'csv'")
+    suffix = place.name.rpartition(".")[2].lower()
+    return format or {"parquet": "parquet", "pq": "parquet", "csv": "csv"}.get(suffix, "zarr")
+
+
+def _csv_parts(place: Place, overwrite: bool) -> Place:
+    """Where the chunks of a CSV file are stored until it is complete."""
+    if not place.is_local:
+        raise ConfigError(f"{place}: CSV is written to a local disk only; choose format='parquet'")
+    parts = place.sibling(f".{place.name}.parts")
+    if place.path.is_dir() or (place.path.exists() and not overwrite and not parts.path.exists()):
+        raise ConfigError(f"{place} exists; choose another path, or replace the file with --overwrite")
+    return parts
+
+
+def _columns_of(fitted: Any, like: Any) -> ModelColumns:
+    names, encoding = fitted._names_of_rows(), fitted.encoding_
+    if like is not None:
+        encoding = (like if isinstance(like, Dataset) else open_dataset(like)).schema
+    return ModelColumns(fitted._width, None if names is None else tuple(names), encoding)
+
+
+def _notes(ignored: Sequence[str], source: Any, unseen: Unseen) -> tuple[str, ...]:
+    """One line on columns that were not used, one on unknown categories."""
+    ignored = ignored or getattr(source, "ignored", [])
+    shown = ", ".join(map(repr, ignored[:12])) + (f" and {len(ignored) - 12} more" if len(ignored) > 12 else "")
+    lines = [f"ignored columns that the model does not use: {shown}" if ignored else "", unseen_words(unseen)]
+    return tuple(line for line in lines if line)
+
+
+# --- tables in, tables out ------------------------------------------------------------------------------------
+
+
+class TableScorer:
+    """Predictions of a table, block by block, in this process: what `kme-dist score` writes."""
+
+    def __init__(
+        self,
+        fitted: Any,
+        source: Source,
+        wanted: Outputs,
+        *,
+        like: Any = None,
+        id_column: str | None = None,
+        unseen: str = "zeros",
+        dtype: str = "float64",
+    ) -> None:
+        columns = _columns_of(fitted, like)
+        schema = columns.schema_for(source, id_column)
+        self._encoder = Encoder(source, schema, [] if id_column is None else [id_column], unseen=unseen)
+        self._ignored = columns.ignored(source, schema, id_column)
+        self._scorer, self._wanted = _Scorer(fitted, dtype), wanted
+
+    def tables(self) -> Iterator[pa.Table]:
+        """One for each block of the source; without rows a single one, with its columns."""
+        empty = True
+        for block in self._encoder.encoded():
+            yield self._scorer.table(block.X, self._wanted, *block.extras.values())
+            empty = False
+        if empty:
+            ids = [pa.array([], pa.string()) for _ in self._encoder.extras]
+            yield self._scorer.table(np.zeros((0, 0)), self._wanted, *ids)
+
+    @property
+    def unseen(self) -> Unseen:
+        """Unknown categories in the tables so far."""
+        return self._encoder.unseen
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return _notes(self._ignored, None, self.unseen)
+
+
+def _as_table(
+    model: Any,
+    data: Any,
+    asked: tuple[Any, Any, bool, int | None],
+    *,
+    split: str | None,
+    like: Any,
+    id_column: str | None,
+    unseen: str,
+    dtype: str,
+) -> Any:
+    """The predictions of rows that fit in memory."""
+    fitted = load(model) if isinstance(model, str | Path) else model
+    _check_model(fitted)
+    wanted = Outputs.of(*asked, classes=fitted.classes_)
+    dtype = "float64" if dtype == "auto" else _precision(fitted, dtype)
+    if needs_staging(data) or is_table(data):
+        opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data)
+        tables = TableScorer(fitted, opened, wanted, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
+        table = pa.concat_tables(tables.tables())
+        if tables.unseen:
+            warnings.warn(unseen_words(tables.unseen), stacklevel=3)
+        return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
+    rows = open_rows(data, _columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
+    X = rows.read()[0].reshape(rows.count, -1)
+    _check_finite(X, 0)
+    ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
+    return _Scorer(fitted, dtype).table(X, wanted, *ids)
 
 
 def predict_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef) -> Receipt:
@@ -224,9 +366,10 @@ def compute_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef
         raise DataError(f"chunk {chunk} has {len(X)} rows, expected {rows.count}")
     _check_finite(X, chunk * plan.layout.chunk_rows)
     arrays = scorer.outputs(X, plan.wanted)
+    unseen = rows.source.unseen_in(*rows.ranges[0]) if isinstance(rows.source, ParquetRows) else None
     if ids is not None:
         arrays["row" if "row" in {f.name for f in plan.layout.fields} else "id"] = ids
-    return store_chunk(plan.layout, plan.job, chunk, identity, arrays, rows.count)
+    return store_chunk(plan.layout, plan.job, chunk, identity, arrays, rows.count, unseen)
 
 
 class _Scorer:
@@ -244,6 +387,14 @@ class _Scorer:
         scaled = ((self.model.scaling_.apply(X[part], self.dtype), None) for part in row_blocks(len(X), block))
         found = [devices.to_host(self._decide(rows)) for rows, _ in devices.moved_ahead(scaled, self._device)]
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def table(self, X: np.ndarray, wanted: Outputs, ids: Any = None) -> pa.Table:
+        """The outputs as a table, with the columns of a Parquet file of predictions."""
+        classes = self.model.classes_.tolist()
+        fields = wanted.fields(len(classes), None)
+        arrays = self.outputs(X, wanted) if len(X) else {field.name: field.empty(0) for field in fields}
+        table = parquet_table(fields, classes, arrays)
+        return table if ids is None else table.add_column(0, "id", ids)
 
     def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
         f = self.decision(X)
@@ -319,7 +470,7 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     """Peak memory of prediction on a worker: Python with its libraries, the model twice (as stored and as prepared),
     one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
     fitted = load(model)
-    source = open_rows(data, features=int(fitted.n_features_in_), split=split)
+    source = open_rows(data, _columns_of(fitted, None), split=split)
     dtype = _precision(fitted, "auto")
     wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(fitted.classes_)
     centres = int(fitted.embedding_.weights.shape[0])

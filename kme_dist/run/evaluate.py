@@ -13,6 +13,7 @@ import numpy as np
 from kme_dist.core.metrics import Tally
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.lazy import open_rows
+from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
@@ -39,7 +40,7 @@ def tally_predictions(
         raise DataError(
             f"{data.path}: class {unknown[0]!r} is unknown to the model; its classes are {', '.join(known)}"
         )
-    source = open_rows(data, features=data.features, split=split)
+    source = open_rows(data, ModelColumns(data.features), split=split)
     rows = source.count
     if rows != predictions.rows:
         raise DataError(

@@ -25,7 +25,7 @@ from kme_dist.backend import Array, astype, like, namespace_of, precision, to_ho
 from kme_dist.core import optim
 from kme_dist.core.calibrated import SHARPNESS, START_SHARPNESS, calibrated_objective
 from kme_dist.core.features import dropout_mask, truncated_normal
-from kme_dist.core.kernels.base import Kernel, row_blocks, select
+from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, select
 from kme_dist.core.masked import masked_objective
 from kme_dist.core.objective import (
     LOSS_FLOOR,
@@ -246,10 +246,10 @@ def batch_objective(
         "workspace": workspace,
         "weights": weights,
     }
-    if settings.objective == "validation" and len(X) > 1:
+    if settings.objective == "validation" and row_count(X) > 1:
         # A new split in every step: if the batch has all rows, this is what prevents overfitting.
-        order = np.random.default_rng([settings.seed, step, 1]).permutation(len(X))
-        train = min(max(round(settings.train_share * len(X)), 1), len(X) - 1)
+        order = np.random.default_rng([settings.seed, step, 1]).permutation(row_count(X))
+        train = min(max(round(settings.train_share * row_count(X)), 1), row_count(X) - 1)
         common["weights"] = None if weights is None else weights[order]
         return validation_objective(kernel, select(X, order), y[order], train_rows=train, **common)
     if settings.objective == "loo":

@@ -11,7 +11,7 @@ import numpy as np
 
 from kme_dist.backend import to_host
 from kme_dist.core import features as maps
-from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.kernels.base import row_blocks, row_count
 from kme_dist.data.rows import Scaling
 
 _TILE_ROWS = 4_096
@@ -51,7 +51,8 @@ class FeatureScaling(Scaling):
     after: np.ndarray | None = None  # factors of the features
 
     def apply(self, X: np.ndarray, dtype: str) -> np.ndarray:
-        tiles = [self._tile(X[rows], dtype) for rows in row_blocks(len(X), _TILE_ROWS)]  # hidden layers may be wide
+        # In tiles, since hidden layers may be wide.
+        tiles = [self._tile(X[rows], dtype) for rows in row_blocks(row_count(X), _TILE_ROWS)]
         return tiles[0] if len(tiles) == 1 else np.concatenate(tiles) if tiles else self._tile(X, dtype)
 
     def _tile(self, X: np.ndarray, dtype: str) -> np.ndarray:

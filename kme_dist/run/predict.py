@@ -1,6 +1,6 @@
 """Process every chunk of an input exactly once: finished chunks are kept, failing ones quarantined.
 
-    rows = open_rows(dataset_or_path_or_array, features=54)                       # kme_dist.data.lazy
+    rows = open_rows(dataset_or_path_or_array, ModelColumns(54))                  # kme_dist.data.lazy
     outcome = run_chunks(state, layout, rows, predict_chunk, (plan,), executor=SerialExecutor())
 
 Every chunk of the input is one task, which reads its rows by path (rows in memory are sent with the task), computes,
@@ -65,6 +65,8 @@ class PredictionOutcome:
     quarantined: list[dict[str, Any]]
     seconds: float
     rows_per_second: float
+    unseen: dict[str, Any]  # categories that the model does not know: their number and the first, by column
+    notes: tuple[str, ...] = ()  # what was assumed or ignored, one line each
 
 
 Compute = Callable[..., Receipt]
@@ -246,6 +248,7 @@ def _finish(
         quarantined=quarantined,
         seconds=round(seconds, 3),
         rows_per_second=round(job.computed_rows / seconds, 1) if seconds else 0.0,
+        unseen=_all_unseen(job.done),
     )
     still_held()
     gather_receipts(place, [job.done[chunk] for chunk in sorted(job.done)])
@@ -259,6 +262,15 @@ def _finish(
     return outcome
 
 
+def _all_unseen(done: Mapping[int, Receipt]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for chunk in sorted(done):
+        for name, (count, first) in done[chunk].unseen.items():
+            before = found.get(name, (0, first))
+            found[name] = (before[0] + count, before[1])
+    return found
+
+
 def recorded_chunk(layout: OutputLayout, job: str, chunk: int, identity: str) -> Receipt | None:
     """On a worker: the receipt, if the chunk is done already. A worker may die between storing a chunk and returning
     its receipt; the call is then repeated, but not the work."""
@@ -267,7 +279,13 @@ def recorded_chunk(layout: OutputLayout, job: str, chunk: int, identity: str) ->
 
 
 def store_chunk(
-    layout: OutputLayout, job: str, chunk: int, identity: str, arrays: Mapping[str, Any], rows: int
+    layout: OutputLayout,
+    job: str,
+    chunk: int,
+    identity: str,
+    arrays: Mapping[str, Any],
+    rows: int,
+    unseen: Mapping[str, Any] | None = None,
 ) -> Receipt:
     """On a worker: store the chunk, then its receipt. RetryError if another job has replaced this one meanwhile."""
     place = layout.place
@@ -276,7 +294,7 @@ def store_chunk(
         raise RetryError(f"{place}: another job has replaced this one; nothing was written")
     with metered("write"):
         digest, stored = layout.write(chunk, arrays)
-        receipt = Receipt(job, chunk, rows, identity, digest, stored)
+        receipt = Receipt(job, chunk, rows, identity, digest, stored, dict(unseen or {}))
         write_receipt(place, receipt)
     return receipt
 

@@ -26,6 +26,7 @@ from kme_dist.core.features import Identity
 from kme_dist.core.grid import cross_validate, with_length_scale
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
+from kme_dist.core.kernels.sparse import deviations_of
 from kme_dist.core.risk import merge_equal_rows, positive_rows
 from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, tune
 from kme_dist.data.dataset import RowSource
@@ -457,7 +458,7 @@ def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, s
     size, evaluated = _COMPARED_ROWS
     X, y, w = _shuffled_sample(rows, size, seed)
     if spread:
-        deviations = np.std(X, axis=0, dtype=np.float64) if getattr(X, "ndim", 0) == 2 else np.empty(0)
+        deviations = deviations_of(X) if getattr(X, "ndim", 0) == 2 else np.empty(0)
         names = [n for n in length_scale_names(kernel) if kernel.parameters[n].shape == deviations.shape]
         if not names or not np.any(deviations > 0):
             return None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import json
 import os
 import re
 import struct
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -22,6 +24,7 @@ from kme_dist.cli.app import IngestOptions
 from kme_dist.config import DataConfig
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest, parse_bytes, read_table
+from kme_dist.data.schema import Schema
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, DataError
@@ -203,9 +206,45 @@ def test_ordinal_columns_become_one_number(mixed):
     np.testing.assert_array_equal(table.X, [[1, 3], [0, 4], [1, 5]])
 
 
-def test_dates_are_refused_by_name(mixed):
-    with pytest.raises(DataError, match="'when' holds dates"):
-        read_table(mixed, missing="drop")
+def test_dates_become_days_since_1970(tmp_path):
+    """With their place in every period that they cover twice, and in the day if their times differ."""
+    (tmp_path / "t.csv").write_text("when\n2024-01-02\n2024-01-03 12:00\n2024-01-20T06:00\n")
+    table = read_table(tmp_path / "t.csv")
+    waves = [f"when:{wave}({period})" for period in ("week", "day") for wave in ("sin", "cos")]
+    assert table.feature_names == ["when", *waves]
+    np.testing.assert_allclose(table.X[:, 0], [19724, 19725.5, 19742.25])
+    np.testing.assert_allclose(table.X[:, 3:], [[0, 1], [0, -1], [1, 0]], atol=1e-9)
+    again = read_table(tmp_path / "t.csv", schema=table.schema)
+    np.testing.assert_array_equal(again.X, table.X)
+    frame = pd.DataFrame({"when": pd.to_datetime(["2024-01-02 00:00", "2024-01-03 12:00", "2024-01-20 06:00"])})
+    np.testing.assert_array_equal(read_table(frame).X, table.X)
+    zoned = frame.assign(when=frame["when"].dt.tz_localize("Asia/Tokyo"))
+    np.testing.assert_allclose(read_table(zoned).X[:, 0], table.X[:, 0] - 9 / 24)
+    (tmp_path / "t.csv").write_text("at\n06:00\n\n12:00:00\n")
+    clock = read_table(tmp_path / "t.csv", missing=0)
+    assert clock.feature_names == ["at", "at:sin(day)", "at:cos(day)"]
+    np.testing.assert_allclose(clock.X, [[0.25, 1, 0], [0.5, 0, -1]], atol=1e-9)
+    (tmp_path / "t.csv").write_text("when\n2024-01-02\nsoon\n")
+    with pytest.raises(DataError, match="row 2, column 'when': 'soon' is not a date or time"):
+        read_table(tmp_path / "t.csv", schema=table.schema)
+
+
+def test_missing_values_may_have_features_of_their_own():
+    """Only columns with missing values get one; the fill is the mean, or no category at all."""
+    frame = pd.DataFrame({"a": [1.0, None, 4.0], "b": [1, 2, 3], "c": ["x", None, "y"], "d": [True, None, False]})
+    table = read_table(frame, missing="indicator")
+    assert table.feature_names == ["a", "a:missing", "b", "c=x", "c=y", "c:missing", "d", "d:missing"]
+    wanted = [[1, 0, 1, 1, 0, 0, 1, 0], [2.5, 1, 2, 0, 0, 1, 0.5, 1], [4, 0, 3, 0, 1, 0, 0, 0]]
+    np.testing.assert_array_equal(table.X, wanted)
+    stored = json.loads(json.dumps(table.schema.encoding_json()))
+    assert Schema.from_json(stored) == table.schema
+
+
+def test_a_text_in_a_column_of_numbers_is_named(tmp_path):
+    schema = read_table(pd.DataFrame({"a": [1.0, 2.0]})).schema
+    with pytest.raises(DataError, match="row 2, column 'a': 'two' is not a number"):
+        read_table(pd.DataFrame({"a": ["1", "two"]}), schema=schema)
+    np.testing.assert_array_equal(read_table(pd.DataFrame({"a": ["true", "FALSE"]}), schema=schema).X, [[1], [0]])
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("mean", 2.0), ("median", 1.5), (-1.0, -1.0), ("drop", None)])
@@ -522,13 +561,12 @@ def test_no_rows_have_no_mean(tmp_path, missing):
 @pytest.mark.parametrize(
     "table",
     [
-        "when,y\n2024-01-02,a\n2024-01-03,b\n",
         "name,y\n" + "".join(f"person {i},a\n" for i in range(300)),
         "x,y\n1.5,a\n2.5,a\noops,b\n3.5,b\n",
         "x,y\n1.5,a\n,b\n",
         "x,y\n1.5,a\n2.5,\n",
     ],
-    ids=["dates", "identifiers", "a word", "missing", "missing label"],
+    ids=["identifiers", "a word", "missing", "missing label"],
 )
 def test_advice_works_on_the_command_line_in_a_config_and_in_python(tmp_path, table):
     """An option that a message names (in backticks) is one of `ingest` and a key of section `data`."""
@@ -539,4 +577,4 @@ def test_advice_works_on_the_command_line_in_a_config_and_in_python(tmp_path, ta
     assert named
     assert set(named) <= set(DataConfig.model_fields)
     assert set(named) <= {field.name for field in dataclasses.fields(IngestOptions)}
-    assert not re.search(r"\w+=['\[]|exclude|one_hot|max_categories", str(error.value)), "the spelling of Python alone"
+    assert not re.search(r"\w+=['\[]|one_hot|max_categories", str(error.value)), "the spelling of Python alone"

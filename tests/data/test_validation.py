@@ -187,10 +187,16 @@ DATES = pd.DataFrame({"size": X[:, 0], "when": pd.date_range("2024-01-01", perio
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_column_of_dates_is_named(name):
+def test_a_column_of_dates_is_encoded_or_named(name):
     make, targets, ask = MODELS[name]
-    with pytest.raises(DataError, match=r"column 'when' holds dates.*convert it first"):
-        make().fit(DATES, targets)
+    if name in ("parzen", "askl", "askl numbers", "cen"):
+        model = make().fit(DATES, targets)
+        assert model.encoded_feature_names_[:2] == ["size", "when"]
+        given = getattr(model, ask)
+        np.testing.assert_array_equal(given(DATES[["when", "size"]]), given(DATES))
+    else:
+        with pytest.raises(DataError, match=r"column 'when' holds dates.*convert it first"):
+            make().fit(DATES, targets)
     with pytest.raises(DataError, match="column 'when' holds dates"):
         getattr(make().fit(DATES.assign(when=X[:, 1]), targets), ask)(DATES)
 
@@ -288,7 +294,7 @@ def test_texts_need_a_kernel_of_texts():
 def test_a_text_in_a_table_is_named_by_row_and_column():
     mixed = FRAME.astype(object)
     mixed.loc[4, "age"] = "old"
-    with pytest.raises(DataError, match="the text 'old' in row 4, column 'age'; encode that column"):
+    with pytest.raises(DataError, match=r"column 'age' mixes types of values, .*'old' \(str\) in row 4"):
         kme.MCEClassifier().fit(mixed, Y)
     with pytest.raises(DataError, match="the text 'old' in row 4, column 2"):
         kme.ParzenClassifier().fit(X, Y).predict(mixed.to_numpy())

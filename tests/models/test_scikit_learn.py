@@ -273,7 +273,7 @@ def test_groups_that_do_not_exist_are_named(iris):
     clf = MCEClassifier(steps=1).fit(*iris)
     for groups in ([["size"]], [[7]], [[-1]]):
         with pytest.raises(
-            DataError, match="is not a feature; pass names of feature_names_in_ or positions from 0 to 3"
+            DataError, match="is not a feature; pass names of encoded_feature_names_ or positions from 0 to 3"
         ):
             clf.feature_importances(groups)
     with pytest.raises(ConfigError, match="groups='all' is unknown"):

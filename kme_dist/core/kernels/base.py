@@ -16,6 +16,7 @@ from kme_dist.backend import (
     Array,
     astype,
     empty_square,
+    is_sparse,
     like,
     matmul,
     namespace_of,
@@ -347,6 +348,8 @@ class Frame:
         """X - origin; in double where X's precision cannot represent the origin, since both sides must share it."""
         if self.origin is None:
             return X
+        if is_sparse(X):
+            X = X.toarray()
         if precision(X) == "float32" and (self.origin.astype(np.float32) != self.origin).any():
             X = astype(X, "float64")
         return X - like(self.origin, X)
@@ -359,6 +362,8 @@ def origin_of(X: Array) -> np.ndarray | None:
     interquartile range). It is rounded to a multiple of a power of two below the spread, so that x - origin is exact
     for the rows around it. A function of the rows only.
     """
+    if is_sparse(X):  # most entries are 0, and stay so
+        return None
     step = max(1, -(-X.shape[0] // _ORIGIN_ROWS))
     sample = np.sort(np.asarray(to_host(X[::step, :]), dtype=np.float64), axis=0)
     n = len(sample)
@@ -464,7 +469,7 @@ def by_shape(per_feature: Array, parameter: np.ndarray) -> Array:
 def median_length_scale(X: np.ndarray, seed: int, pairs: int = 10_000) -> float:
     """The median distance between random pairs of rows: the heuristic for one common length scale."""
     rng = np.random.default_rng(seed)
-    i, j = rng.integers(0, len(X), size=(2, pairs))
+    i, j = rng.integers(0, row_count(X), size=(2, pairs))
     distances = np.sqrt(np.sum((X[i[i != j]] - X[j[i != j]]).astype(np.float64) ** 2, axis=1))
     distances = distances[distances > 0]
     return float(np.median(distances)) if distances.size else 1.0

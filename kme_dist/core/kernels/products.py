@@ -22,6 +22,7 @@ from kme_dist.core.kernels.base import (
     by_shape,
     check_vectors,
 )
+from kme_dist.core.kernels.sparse import divided, squared_norms, summed
 from kme_dist.errors import ConfigError, DataError
 
 
@@ -44,7 +45,7 @@ class Polynomial(Kernel):
 
     def prepare(self, X: Array) -> Array:
         check_vectors(X, self, self.length_scale)
-        return X if self.length_scale is None else X / like(self.length_scale, X)
+        return X if self.length_scale is None else divided(X, self.length_scale)
 
     def _offset(self) -> float:
         return 0.0 if self.offset is None else float(self.offset)
@@ -64,7 +65,7 @@ class Polynomial(Kernel):
 
     def diag(self, X: Array) -> Array:
         Z = self.prepare(X)
-        base = namespace_of(Z).sum(Z * Z, axis=1) + self._offset()
+        base = squared_norms(Z)[:, 0] + self._offset()
         return float(self.scale) ** 2 * base**self.degree
 
     def _base_bar(self, X: Array, X2: Array, K_bar: Array) -> Array:
@@ -81,7 +82,7 @@ class Polynomial(Kernel):
         if self.offset is not None:
             gradients["offset"] = self._offset() * xp.sum(B_bar)
         if self.length_scale is not None:
-            gradients["length_scale"] = by_shape(-2 * xp.sum(X * (B_bar @ X2), axis=0), self.length_scale)
+            gradients["length_scale"] = by_shape(-2 * summed(X, B_bar @ X2), self.length_scale)
         return gradients
 
     def input_pullback(self, X: Array, X2: Array, K_bar: Array) -> tuple[Array, Array]:

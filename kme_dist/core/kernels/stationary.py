@@ -15,6 +15,7 @@ from kme_dist.backend import (
     clamp_min,
     inplace,
     is_cupy,
+    is_sparse,
     like,
     matmul,
     namespace_of,
@@ -29,6 +30,7 @@ from kme_dist.core.kernels.base import (
     check_vectors,
     row_blocks,
 )
+from kme_dist.core.kernels.sparse import Bordered, beside, divided, squared_norms, summed
 from kme_dist.errors import ConfigError
 from kme_dist.meter import metered
 
@@ -44,7 +46,7 @@ def clamp_max(A: Array, bound: float, X: Any, X2: Any) -> Array:
     if isinstance(A, np.ndarray):
         # In tiles on the diagonal some entries exceed the bound by rounding; elsewhere hardly any do, and the largest
         # entry is the cheapest test.
-        head = min(A.shape) if np.may_share_memory(X[1], X2[1]) else 0
+        head = min(A.shape) if isinstance(X[1], Bordered) or np.may_share_memory(X[1], X2[1]) else 0
         if head:
             _lower(A[:head, :head], bound)
         for rest in (A[head:, :], A[:head, head:]):
@@ -98,13 +100,14 @@ def weighted_spread(N: Array, X: Any, X2: Any, steep: bool = False) -> tuple[Arr
     d = X[1].shape[1] - 2
     Z, Z2 = X[1][:, :d], X2[1][:, :d]
     total, apart = None, None
-    if steep or _reach_far(N, X, X2):  # near pairs from differences, as in `exact_where_near`, the others expanded
+    if not is_sparse(Z) and (steep or _reach_far(N, X, X2)):
+        # Near pairs from differences, as in `exact_where_near`, the others expanded.
         total, near = xp.sum(N), _near(_expanded(Z, Z2), X, X2)
         weights = N[near] if xp is np else xp.where(near, N, N * 0)
         apart = xp.stack([xp.sum(weights * difference**2) for difference in _near_differences(near, X, X2)])
         N = xp.where(near, N * 0, N)
     rows, columns = N @ X2[1][:, d], X[1][:, d] @ N  # column d of prepared rows holds ones
-    crossed = xp.sum(Z2 * (N.T @ Z), axis=0)
+    crossed = summed(Z2, N.T @ Z)
     spread = rows @ (Z * Z) + columns @ (Z2 * Z2) - 2 * crossed
     return (spread, xp.sum(rows)) if apart is None else (spread + apart, total)
 
@@ -146,7 +149,7 @@ class Stationary(Differences):
 
     def embed(self, X: Array) -> Array:
         """Rows z whose plain squared distances are s."""
-        return self.check(X) / like(self.length_scale, X)
+        return divided(self.check(X), self.length_scale)
 
     def check(self, X: Any) -> Array:
         return check_vectors(X, self, self.length_scale)
@@ -154,19 +157,21 @@ class Stationary(Differences):
     def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
         # s_ij = [-2 z_i, |z_i|², 1] · [z_j, 1, |z_j|²]: one matrix product yields squared distances.
         Z, squares = self._centred(X, frame)
-        xp, ones = namespace_of(Z), squares * 0 + 1
-        left, right = xp.concat([-2 * Z, squares, ones], axis=1), xp.concat([Z, ones, squares], axis=1)
+        ones = squares * 0 + 1
+        left, right = beside(-2 * Z, squares, ones), beside(Z, ones, squares)
         return left, right, X, Frame(frame.origin, _largest(squares))
 
     def _centred(self, X: Array, frame: Frame) -> tuple[Array, Array]:
         """z and |z|². Subtracts before dividing by length scales: the quotient would lose the digits."""
         Z = self.embed(frame.subtract(X))
-        return Z, namespace_of(Z).sum(Z * Z, axis=1, keepdims=True)
+        return Z, squared_norms(Z)
 
     def squared_distances(self, X: Any, X2: Any, out: Array = None) -> Array:
         """s for a tile of prepared rows."""
         X = self.aligned(X, X2)
         s = clamp_min(matmul(X[0], X2[1].T, out), 0.0)
+        if isinstance(X[1], Bordered):
+            return s
         return exact_where_near(s, X, X2) if self.steep or _reach_far(s, X, X2) else s
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
@@ -183,6 +188,8 @@ class Stationary(Differences):
         return Differences.times(self, X, X2, V, total, out) if found is None else found
 
     def diag(self, X: Array) -> Array:
+        if is_sparse(X):
+            return np.full(X.shape[0], float(self.scale) ** 2, self.check(X).dtype)
         return self.check(X)[:, 0] * 0 + float(self.scale) ** 2
 
     def slope_tile(self, X: Any, X2: Any, K: Array | None, K_bar: Array) -> tuple[Array, Array]:
@@ -232,9 +239,9 @@ class Gaussian(Stationary):
     def prepared(self, X: Array, frame: Frame) -> tuple[Any, ...]:
         # The exponent log scale² - s/2 straight from the matrix product; one exponential finishes the tile.
         Z, squares = self._centred(X, frame)
-        xp, halves = namespace_of(Z), -0.5 * squares
+        halves = -0.5 * squares
         ones, shifted = halves * 0 + 1, halves + 2 * math.log(float(self.scale))
-        left, right = xp.concat([Z, shifted, ones], axis=1), xp.concat([Z, ones, halves], axis=1)
+        left, right = beside(Z, shifted, ones), beside(Z, ones, halves)
         return left, right, X, Frame(frame.origin, _largest(squares))
 
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> Array:
@@ -242,7 +249,7 @@ class Gaussian(Stationary):
             return K
         X = self.aligned(X, X2)
         exponent = matmul(X[0], X2[1].T, out)
-        if _reach_far(exponent, X, X2):
+        if _reach_far(exponent, X, X2) and not isinstance(X[1], Bordered):
             top = 2 * math.log(float(self.scale))
             exponent[...] = top - 0.5 * exact_where_near(2 * (top - exponent), X, X2)
         # Rounding may leave near-duplicates slightly above scale², which is the maximum.

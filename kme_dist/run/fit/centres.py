@@ -74,5 +74,5 @@ def centres_on_worker(
     X, _, _ = sampled(rows, size, seed)
     if how == "leverage":
         chosen, rates = by_leverage(kernel, X, count, seed, threads)
-        return np.asarray(X[chosen]), rates
-    return np.asarray(X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)]), None
+        return X[chosen], rates
+    return X[choose_centres(kernel, X.astype(np.float64), count, how, seed, threads)], None

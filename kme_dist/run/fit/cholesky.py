@@ -8,7 +8,7 @@ import numpy as np
 
 from kme_dist.backend import to_device
 from kme_dist.core.embedding import Embedding
-from kme_dist.core.kernels.base import Kernel
+from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.exact import Exact, solution_and_left_out
@@ -40,8 +40,8 @@ class Cholesky(Exact):
         X, _ = p.rows.read(0, p.rows.count)
         held = p.rows.count**2 * np.dtype(p.rows.dtype).itemsize
         V = found
-        if len(found) < len(X):
-            V = np.zeros((len(X), found.shape[1]), found.dtype)
+        if len(found) < row_count(X):
+            V = np.zeros((row_count(X), found.shape[1]), found.dtype)
             V[np.asarray(p.rows.weights()) > 0] = found
         (X,) = with_weight(p.rows, X)
         return Solved(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,8 @@ class Panels:
     scratch: Scratch
     cached: bool
 
-    def X(self, i: int) -> np.ndarray:
-        return np.asarray(self.rows.read(*self.blocks[i])[0])
+    def X(self, i: int) -> Any:
+        return self.rows.read(*self.blocks[i])[0]
 
     def root(self, i: int) -> np.ndarray | None:
         return roots(self.rows, *self.blocks[i])
@@ -93,7 +94,7 @@ def multiply_panel(panels: Panels, i: int, name: str) -> np.ndarray:
 def multiply_rows(panels: Panels, span: Span, name: str) -> np.ndarray:
     """K(rows of a span, all rows) S. Runs on a worker."""
     S = panels.scratch.load(name)
-    X, own, total = np.asarray(panels.rows.read(*span)[0]), roots(panels.rows, *span), 0.0
+    X, own, total = panels.rows.read(*span)[0], roots(panels.rows, *span), 0.0
     for j, (start, stop) in enumerate(panels.blocks):
         tile = between(panels.kernel.gram(X, panels.X(j)), own, panels.root(j))
         total = total + np.asarray(tile) @ S[start:stop]

@@ -21,6 +21,7 @@ from kme_dist.backend import blas_threads, cholesky
 from kme_dist.core import cg
 from kme_dist.core.cg import MAX_STEPS, Product, Start, block_cg
 from kme_dist.core.embedding import Embedding
+from kme_dist.core.kernels.sparse import as_rows_of
 from kme_dist.core.pivots import accept, block_size, columns, propose
 from kme_dist.core.precision import Need, refines, warn_of_padding
 from kme_dist.core.regularization import LOO_ROWS
@@ -48,7 +49,8 @@ def extend_factor(panels: Panels, i: int, number: int) -> np.ndarray:
     F = np.zeros((len(X), 0), X.dtype) if F is None else F
     root = panels.root(i)
     both = (None, None) if root is None else (root, np.array(where.load(f"roots-{number}")))
-    added = columns(panels.kernel, panels.kernel.prepare(X), panels.kernel.prepare(pivots), F, beside, L, both)
+    prepared = panels.kernel.prepare(as_rows_of(X, pivots))
+    added = columns(panels.kernel, panels.kernel.prepare(X), prepared, F, beside, L, both)
     where.save(f"F-{i}-{number}", np.ascontiguousarray(added), copy=False)
     return np.asarray(np.sum(added.astype(np.float64) ** 2, axis=1))
 
@@ -262,7 +264,7 @@ class Preconditioner:
             if not len(kept):
                 residual[proposed] = 0.0
                 continue
-            for key, array in (("pivots", X[kept]), ("beside", beside[kept]), ("corner", L)):
+            for key, array in (("pivots", np.asarray(X[kept])), ("beside", beside[kept]), ("corner", L)):
                 panels.scratch.save(f"{key}-{rounds}", array)
             if own is not None:
                 panels.scratch.save(f"roots-{rounds}", own[kept])

@@ -1,0 +1,96 @@
+"""Sparse rows (scipy's CSR arrays) for kernels of inner products and of differences, never converted to dense ones.
+
+    divided(X, length_scale)       x_d / length_scale_d
+    squared_norms(Z)               |z|², as a column
+    beside(Z, a, b)                [Z, a, b]; for sparse Z a `Bordered`, since the columns a and b are dense
+    summed(Z, Y)                   Σ_i Z_id Y_id for every column d
+    deviations_of(X)               the standard deviation of every column
+    as_rows_of(X, rows)            rows like those of X, sparse or dense
+
+All of them take dense rows as well, on any device. Products of two sparse tiles cost the pairs of entries that both
+rows have, and the result, a tile of the Gram matrix, is dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kme_dist.backend import Array, is_sparse, like, namespace_of
+
+
+class Bordered:
+    """[Z, a, b] for sparse Z. Has what tiles of prepared rows need: slices of rows, Z or a single column, products."""
+
+    ndim = 2
+
+    def __init__(self, Z: Any, ends: np.ndarray) -> None:
+        self.Z, self.ends = Z, ends
+        self.shape, self.dtype = (Z.shape[0], Z.shape[1] + ends.shape[1]), Z.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) else (index, ...)
+        width = self.Z.shape[1]
+        if columns is ...:
+            return Bordered(self.Z[rows], self.ends[rows])
+        if isinstance(columns, slice):
+            if columns != slice(None, width):
+                raise IndexError(f"columns {columns} of sparse rows")
+            return self.Z[rows]
+        return self.ends[rows, columns - width]
+
+    @property
+    def T(self) -> _Transposed:
+        return _Transposed(self)
+
+    def __matmul__(self, other: Any) -> np.ndarray:
+        """[Z, a, b] [Z', a', b']ᵀ as a dense tile; the other side may be dense."""
+        width = self.Z.shape[1]
+        if isinstance(other, _Transposed):
+            return np.asarray((self.Z @ other.rows.Z.T).toarray() + self.ends @ other.rows.ends.T)
+        return np.asarray(self.Z @ other[:width, :] + self.ends @ other[width:, :])
+
+
+class _Transposed:
+    """The transpose of a `Bordered`, as a factor on the right."""
+
+    __array_ufunc__ = None  # a product with a dense array is ours
+
+    def __init__(self, rows: Bordered) -> None:
+        self.rows = rows
+
+    def __rmatmul__(self, other: np.ndarray) -> np.ndarray:
+        return np.asarray((self.rows @ other.T).T)
+
+
+def divided(X: Array, length_scale: Any) -> Array:
+    if not is_sparse(X):
+        return X / like(length_scale, X)
+    return X.multiply(1.0 / np.asarray(length_scale)).tocsr().astype(X.dtype, copy=False)
+
+
+def squared_norms(Z: Array) -> Array:
+    if is_sparse(Z):
+        return np.asarray((Z * Z).sum(axis=1)).reshape(-1, 1)
+    return namespace_of(Z).sum(Z * Z, axis=1, keepdims=True)
+
+
+def beside(Z: Array, a: Array, b: Array) -> Any:
+    return Bordered(Z, np.concatenate([a, b], axis=1)) if is_sparse(Z) else namespace_of(Z).concat([Z, a, b], axis=1)
+
+
+def summed(Z: Array, Y: Array) -> Array:
+    return np.asarray(Z.multiply(Y).sum(axis=0)).ravel() if is_sparse(Z) else namespace_of(Z).sum(Z * Y, axis=0)
+
+
+def deviations_of(X: Any) -> np.ndarray:
+    if not is_sparse(X):
+        return np.asarray(np.std(X, axis=0, dtype=np.float64))
+    X = X.astype(np.float64, copy=False)
+    mean, squares = (np.asarray(part.mean(axis=0)).ravel() for part in (X, X * X))
+    return np.asarray(np.sqrt(np.maximum(squares - mean**2, 0.0)))
+
+
+def as_rows_of(X: Any, rows: np.ndarray) -> Any:
+    return type(X)(rows) if is_sparse(X) else rows

@@ -1,0 +1,104 @@
+"""Tables in memory (pandas, Arrow, polars, ...) as rows of numbers, encoded as `ingest` encodes files.
+
+is_table(X)                        whether X has named columns
+needs_encoding(X)                  whether they are more than complete numbers
+schema = table_schema(X)           one-hot categories, days of dates, means and indicators for missing values
+encode_table(X, schema)            the rows by that schema; columns are found by name, in any order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from kme_dist.data.encode import Encoder
+from kme_dist.data.readers import LEAVE_OUT, TableSource, open_source
+from kme_dist.data.schema import Schema, TableOptions
+from kme_dist.data.survey import plan_schema
+from kme_dist.errors import DataError
+
+Unseen = dict[str, tuple[int, str]]  # the number of unknown categories and the first one, by column
+
+
+def is_table(X: Any) -> bool:
+    if isinstance(X, pa.Table | pa.RecordBatch):
+        return True
+    return hasattr(X, "columns") and not hasattr(X, "dask") and len(getattr(X, "shape", ())) == 2
+
+
+def column_names(X: Any) -> list[str]:
+    return [str(name) for name in (X.schema.names if isinstance(X, pa.Table | pa.RecordBatch) else X.columns)]
+
+
+def needs_encoding(X: Any) -> bool:
+    """Whether the rows of a table have to be encoded: a data frame of complete numbers is a matrix already."""
+    if not is_table(X):
+        return False
+    if not hasattr(X, "isna"):  # not pandas: columns are found by name in any case
+        return True
+    plain = all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in X.dtypes)
+    return not plain or bool(X.isna().to_numpy().any())
+
+
+def table_schema(X: Any) -> Schema:
+    """How to encode the rows of a table: the means of numbers and dates, all zeros for a category, and a further
+    feature that is 1 where the value is missing, for every column with missing values."""
+    source = open_source(X)
+    try:
+        return plan_schema(source, TableOptions(missing="indicator"))
+    except DataError as error:
+        raise DataError(str(error).replace(LEAVE_OUT, "leave the column out: X.drop(columns=[...])")) from None
+
+
+def encode_table(X: Any, schema: Schema, unseen: str = "zeros") -> tuple[np.ndarray, Unseen]:
+    """The rows of a table by a schema, and the categories that it does not have."""
+    source = open_source(X)
+    assert isinstance(source, TableSource)
+    check_columns_of(source.name, source.kinds, schema)
+    encoder = Encoder(source, schema, unseen=unseen)
+    parts = [block.X for block in encoder.encoded()]
+    empty = np.zeros((0, len(schema.feature_names)), schema.dtype)
+    return (parts[0] if len(parts) == 1 else np.concatenate([empty, *parts])), encoder.unseen
+
+
+def for_new_rows(schema: Schema) -> Schema:
+    """The encoding of rows to predict: without labels, and none of them is dropped."""
+    return replace(schema.without_label(), missing="error" if schema.missing == "drop" else schema.missing)
+
+
+def check_columns_of(where: str, columns: Mapping[str, Any] | Sequence[str], schema: Schema) -> None:
+    """Raise an error that names the columns of a schema that are missing."""
+    absent = [column.name for column in schema.columns if column.name not in columns]
+    if absent:
+        what = f"the columns {', '.join(map(repr, absent[:12]))} are" if absent[1:] else f"the column {absent[0]!r} is"
+        raise DataError(f"{where}: {what} missing; found {', '.join(map(repr, columns))}.")
+
+
+def with_names(X: Any, names: Sequence[str]) -> pa.Table:
+    """An array as a table with these names, column by column."""
+    values = np.asarray(X, dtype=object) if not isinstance(X, np.ndarray) else X
+    try:
+        return pa.table({name: pa.array(values[:, i].tolist(), from_pandas=True) for i, name in enumerate(names)})
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(f"a column of X mixes types of values ({error}); pass a data frame") from None
+
+
+def without_column(X: Any, name: str) -> tuple[Any, Any]:
+    """A table without one of its columns, and that column."""
+    if isinstance(X, pa.Table | pa.RecordBatch):
+        table = pa.table(X) if isinstance(X, pa.RecordBatch) else X
+        return table.drop_columns([name]), np.asarray(table.column(name).to_pylist())
+    return (X.drop(columns=name) if hasattr(X, "isna") else X.drop(name)), np.asarray(X[name])
+
+
+def unseen_words(unseen: Unseen) -> str:
+    """One line on categories that are not those of the training rows; empty without any."""
+    found = [
+        f"{count:,} row{'' if count == 1 else 's'} of column {name!r} (first: {first[:60]!r})"
+        for name, (count, first) in unseen.items()
+    ]
+    return f"unknown categories, encoded as none of the known ones: {', '.join(found)}" if found else ""

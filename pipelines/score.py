@@ -1,0 +1,76 @@
+"""`kme-dist score --model M < rows.csv > scores.csv`: small tables from stdin to stdout, without a cluster.
+
+Input is CSV with a header, or JSON lines (one object for each row) if its first character is `{`. Columns are found by
+name and encoded like the training rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.json as pj
+
+from kme_dist import load
+from kme_dist.data.predictions import write_csv
+from kme_dist.data.readers import FileOptions, open_source
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.predict import Outputs, TableScorer
+
+FORMATS = ("csv", "jsonl")
+
+
+def run(
+    model: str,
+    rows: IO[bytes],
+    sink: IO[bytes],
+    *,
+    format: str = "csv",
+    outputs: Sequence[str] = ("label", "probability"),
+    id_column: str | None = None,
+    unseen: str = "zeros",
+) -> tuple[str, ...]:
+    """Predict the rows of a stream and write them to `sink`; returns what was ignored or assumed, in lines."""
+    if format not in FORMATS:
+        raise ConfigError(f"format={format!r} is unknown; choose 'csv' or 'jsonl'")
+    fitted = load(model)
+    wanted = Outputs.of(outputs, None, False, None, fitted.classes_)
+    with tempfile.TemporaryDirectory(prefix="kme-score-") as folder:
+        file = Path(folder) / "stdin.csv"
+        with open(file, "wb") as copy:  # the reader looks at the first rows before it reads all of them
+            shutil.copyfileobj(rows, copy)
+        scorer = TableScorer(fitted, _opened(file), wanted, id_column=id_column, unseen=unseen)
+        header = True
+        for table in scorer.tables():
+            if format == "csv":
+                write_csv(table, sink, header=header)
+            else:
+                sink.writelines(json.dumps(row).encode() + b"\n" for row in table.to_pylist())
+            header = False
+        sink.flush()
+        return scorer.notes
+
+
+def _opened(file: Path) -> Any:
+    with open(file, "rb") as stream:
+        first = stream.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")[:1]
+    if not first:
+        raise DataError("stdin is empty; pass rows as CSV with a header, or as JSON lines")
+    if first != b"{":
+        return open_source(file, FileOptions(format="csv"))
+    try:
+        return open_source(pj.read_json(file))
+    except pa.ArrowInvalid as error:
+        raise DataError(f"stdin: not valid JSON lines ({error}).") from None
+
+
+if __name__ == "__main__":
+    from kme_dist.cli import main
+
+    main(["score", *sys.argv[1:]])

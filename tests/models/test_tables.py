@@ -1,0 +1,162 @@
+"""Data frames as people have them: estimators encode categories, dates, booleans and holes, and keep the encoding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import kme_dist as kme
+from kme_dist.errors import DataError
+
+WAYS = {
+    "mce": lambda: kme.MCEClassifier(objective="rcb", steps=3, random_state=0),
+    "cen": lambda: kme.CENClassifier(hidden=(4,), steps=3),
+    "askl": lambda: kme.ASKLClassifier(features=8, epochs=1, loss="cross_entropy"),
+    "parzen": lambda: kme.ParzenClassifier(folds=2),
+}
+
+
+def table(n=120, seed=0):
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame(
+        {
+            "colour": pd.Categorical(rng.choice(["red", "green", "blue"], n)),
+            "level": pd.Categorical(rng.choice([10, 20, 30], n)),  # numbers that are names
+            "size": rng.normal(size=n),
+            "when": pd.Timestamp("2023-01-01") + pd.to_timedelta(rng.integers(0, 900, n), "D"),
+            "old": rng.random(n) > 0.5,
+            "shop": rng.choice(["north", "south"], n).astype(object),
+        }
+    )
+    y = np.where((frame["colour"] == "red") ^ (frame["size"] > 0), "yes", "no")
+    frame.loc[rng.random(n) < 0.1, "size"] = np.nan
+    frame.loc[rng.random(n) < 0.1, "when"] = pd.NaT
+    frame.loc[rng.random(n) < 0.1, "shop"] = None
+    return frame, y
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_table_is_encoded_and_its_encoding_is_saved(way, tmp_path):
+    frame, y = table()
+    model = WAYS[way]().fit(frame, y)
+    assert model.feature_names_in_.tolist() == frame.columns.tolist()
+    assert model.n_features_in_ == 6
+    names = model.encoded_feature_names_
+    assert names[:6] == ["colour=blue", "colour=green", "colour=red", "level=10", "level=20", "level=30"]
+    assert {"size:missing", "when:missing", "shop:missing", "when:sin(year)", "shop=north"} <= set(names)
+    assert "old:missing" not in names
+    wanted = model.predict_proba(frame)
+    shuffled = frame[["shop", "when", "old", "size", "level", "colour"]].assign(more=1)
+    np.testing.assert_array_equal(model.predict_proba(shuffled), wanted)
+    np.testing.assert_array_equal(model.predict_proba(pa.Table.from_pandas(frame)), wanted)
+    model.save(tmp_path / "m.zarr")
+    loaded = kme.load(tmp_path / "m.zarr")
+    assert loaded.encoding_ == model.encoding_
+    assert loaded.n_features_in_ == 6
+    np.testing.assert_allclose(loaded.predict_proba(shuffled), wanted, atol=1e-6)
+
+
+def test_the_encoding_is_that_of_ingest(tmp_path):
+    """The same rows as a data set, fitted in the same way: the same numbers in, the same probabilities out."""
+    frame, y = table()
+    data = kme.ingest(frame.assign(y=y), tmp_path / "d.zarr", label="y", missing="indicator")
+    settings = {"kernel": "gaussian", "steps": 0, "objective": "rcb"}
+    stored, direct = kme.MCEClassifier(**settings).fit(data), kme.MCEClassifier(**settings).fit(frame, y)
+    assert stored.encoding_.columns == direct.encoding_.columns
+    assert stored.encoded_feature_names_ == direct.encoded_feature_names_ == data.feature_names
+    np.testing.assert_array_equal(stored.predict_proba(frame), direct.predict_proba(frame))
+    np.testing.assert_array_equal(stored.predict_proba(data.read()[0]), direct.predict_proba(frame))
+
+
+def test_an_unknown_category_is_none_of_the_known_ones_and_is_counted():
+    frame, y = table()
+    model = WAYS["mce"]().fit(frame, y)
+    new = frame.head(5).assign(colour=["red", "mauve", "mauve", None, "blue"])
+    with pytest.warns(UserWarning, match=r"2 rows of column 'colour' \(first: 'mauve'\)"):
+        found = model.predict_proba(new)
+    known = frame.head(5).assign(colour=["red", None, None, None, "blue"])  # no colour was missing at the fit
+    np.testing.assert_array_equal(found, model.predict_proba(known))
+    with pytest.raises(DataError, match="row 2, column 'colour': the category 'mauve' is unknown"):
+        kme.predict(model, new, unseen="error")
+
+
+def test_a_hole_in_a_column_without_holes_is_the_mean():
+    frame, y = table()
+    model = WAYS["mce"]().fit(frame.assign(size=frame["size"].fillna(0.5)), y)
+    assert "size:missing" not in model.encoded_feature_names_
+    hole, mean = frame.head(1).assign(size=np.nan), frame["size"].fillna(0.5).mean()
+    np.testing.assert_allclose(model.predict_proba(hole), model.predict_proba(hole.assign(size=mean)))
+
+
+def test_missing_columns_are_named_and_arrays_go_by_position():
+    frame, y = table()
+    model = WAYS["mce"]().fit(frame, y)
+    with pytest.raises(DataError, match="the columns 'level', 'old' are missing; found 'colour', 'size'"):
+        model.predict(frame.drop(columns=["level", "old"]))
+    with pytest.raises(DataError, match=r"fitted to a table with the columns 'colour', 'level'"):
+        model.predict(np.zeros((3, 4)))
+    with pytest.warns(UserWarning, match="X does not have valid feature names"):
+        by_position = model.predict_proba(frame.to_numpy(dtype=object))
+    np.testing.assert_array_equal(by_position, model.predict_proba(frame))
+
+
+def test_the_labels_may_be_a_column_of_the_table():
+    frame, y = table()
+    whole = frame.assign(kind=y)
+    wanted = WAYS["mce"]().fit(frame, y).predict_proba(frame)
+    for given in (whole, pa.Table.from_pandas(whole)):
+        model = WAYS["mce"]().fit(given, "kind")
+        assert model.feature_names_in_.tolist() == frame.columns.tolist()
+        np.testing.assert_array_equal(model.predict_proba(given), wanted)
+    with pytest.raises(DataError, match="y='kinds' is not a column of X"):
+        WAYS["mce"]().fit(whole, "kinds")
+
+
+def test_numbers_without_holes_are_used_as_they_are():
+    frame, y = table()
+    plain = frame[["size", "old"]].fillna(0.0)
+    model = WAYS["mce"]().fit(plain, y)
+    assert model.encoding_ is None
+    with pytest.raises(DataError, match=r"X\[model.feature_names_in_\]"):  # scikit-learn's rule for such tables
+        model.predict(plain[["old", "size"]])
+    array = plain.to_numpy(dtype=float)
+    array[3, 0] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        WAYS["mce"]().fit(array, y)
+    refitted = model.fit(frame, y).fit(plain, y)
+    assert refitted.encoding_ is None
+
+
+def test_relevance_of_a_column_is_that_of_all_its_features():
+    frame, y = table(300)
+    model = kme.MCEClassifier(objective="median").fit(frame, y)
+    groups = model.feature_groups_
+    assert list(groups) == frame.columns.tolist()
+    assert groups["colour"] == [0, 1, 2]
+    shares = dict(zip(groups, model.feature_importances("columns"), strict=True))
+    assert shares["colour"] + shares["size"] > 0.7
+
+
+def test_free_text_is_refused_with_the_way_out():
+    frame, y = table(300)
+    with pytest.raises(DataError, match=r"'note' has more than 256 .*X\.drop\(columns="):
+        kme.MCEClassifier().fit(frame.assign(note=[f"note {i}" for i in range(300)]), y)
+
+
+def test_tables_in_tables_out():
+    frame, y = table()
+    model = WAYS["mce"]().fit(frame, y)
+    named = frame.set_axis([f"r{i}" for i in range(len(frame))])
+    found = kme.predict(model, named, outputs=("label", "probability", "entropy"))
+    assert found.index.tolist() == named.index.tolist()
+    assert found.columns.tolist() == ["label", "probability_no", "probability_yes", "entropy"]
+    np.testing.assert_allclose(found[["probability_no", "probability_yes"]], model.predict_proba(frame), atol=1e-6)
+    assert (found["label"].to_numpy() == model.predict(frame)).all()
+    arrow = kme.predict(model, pa.Table.from_pandas(frame))
+    assert isinstance(arrow, pa.Table)
+    assert arrow["label"].to_pylist() == found["label"].tolist()
+    assert len(kme.predict(model, frame.head(0))) == 0
+    plain = WAYS["mce"]().fit(frame[["size"]].fillna(0.0).to_numpy(), y)
+    assert kme.predict(plain, np.zeros((3, 1)), top_k=1)["top_label_1"].to_pylist() == [plain.predict([[0.0]])[0]] * 3

@@ -1,0 +1,287 @@
+"""From `run` to new rows: a CSV file with text, dates and holes, and every way to predict rows like its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import kme_dist as kme
+from kme_dist.cli.app import execute
+from kme_dist.config import parse_config
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.pipelines import score
+from kme_dist.pipelines.run import run
+
+CONFIG = """
+data: {source: train.csv, label: kind, missing: indicator, exclude: [note]}
+model: {objective: rcb}
+learn: {steps: 3}
+cluster: {kind: serial}
+output: {folder: run}
+"""
+COLUMNS = ["probability_no", "probability_yes"]
+
+
+def people(n, seed):
+    rng = np.random.default_rng(seed)
+    city, age = rng.choice(["Rome", "Paris", "Oslo"], n).astype(object), rng.normal(40, 10, n).round(1)
+    day = pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 1500, n), "D")
+    frame = pd.DataFrame({"city": city, "age": age, "since": day.strftime("%Y-%m-%d")})
+    frame["member"] = np.where(rng.random(n) > 0.5, "true", "false")
+    frame["kind"] = np.where((city == "Rome") ^ (age > 42), "yes", "no")
+    frame["note"] = [f"note {i}" for i in range(n)]
+    for name, share in (("age", 0.1), ("city", 0.1), ("since", 0.05)):
+        frame.loc[rng.random(n) < share, name] = None
+    return frame
+
+
+def new_people(n=25):
+    """Shuffled columns, one unknown city, a name for every row."""
+    frame = people(n, 9)
+    frame.loc[3, "city"] = "Berlin"
+    frame.insert(0, "who", [f"p{i}" for i in range(n)])
+    return frame[["since", "who", "age", "member", "city", "kind"]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("people")
+    people(160, 1).to_csv(folder / "train.csv", index=False)
+    new_people().to_csv(folder / "new.csv", index=False)
+    text = CONFIG.replace("train.csv", str(folder / "train.csv")).replace("run}", f"{folder}/run}}")
+    (folder / "people.yaml").write_text(text)
+    import yaml
+
+    run(parse_config(yaml.safe_load(text)), name="people")
+    return folder
+
+
+def as_typed(frame):
+    """The rows as pandas holds them, with dates and booleans."""
+    return frame.assign(since=pd.to_datetime(frame["since"]), member=frame["member"] == "true")
+
+
+def unwarned(call, *arguments, **settings):
+    with pytest.warns(UserWarning, match="unknown categories"):
+        return call(*arguments, **settings)
+
+
+def command(folder, *words, **streams):
+    found = [sys.executable, "-m", "kme_dist", *words]
+    return subprocess.run(found, cwd=folder, capture_output=True, timeout=120, check=False, **streams)
+
+
+def test_a_csv_file_with_text_dates_and_holes_from_run_to_scores_of_new_rows(tmp_path):
+    people(160, 1).to_csv(tmp_path / "train.csv", index=False)
+    new_people().to_csv(tmp_path / "new.csv", index=False)
+    (tmp_path / "people.yaml").write_text(CONFIG)
+    assert command(tmp_path, "run", "people.yaml", "--quiet").returncode == 0
+    predicted = command(tmp_path, "predict", "--model", "run", "--data", "new.csv", "--out", "scores.csv")
+    assert predicted.returncode == 0, predicted.stderr
+    said = predicted.stderr.decode()
+    assert "ignored columns that the model does not use: 'who', 'kind'" in said
+    assert "1 row of column 'city' (first: 'Berlin')" in said
+    scores = pd.read_csv(tmp_path / "scores.csv")
+    assert scores.columns.tolist() == ["row", "label", *COLUMNS, "entropy"]
+    streamed = command(tmp_path, "score", "--model", "run", input=(tmp_path / "new.csv").read_bytes())
+    assert streamed.returncode == 0, streamed.stderr
+    np.testing.assert_allclose(pd.read_csv(io.BytesIO(streamed.stdout))[COLUMNS], scores[COLUMNS], atol=1e-6)
+
+    model = kme.load(tmp_path / "run")
+    frame = pd.read_csv(tmp_path / "new.csv", parse_dates=["since"])
+    table = unwarned(kme.predict, model, frame)
+    np.testing.assert_allclose(table[COLUMNS], scores[COLUMNS], atol=1e-6)
+    assert table["label"].tolist() == scores["label"].tolist()
+    np.testing.assert_allclose(unwarned(model.predict_proba, frame), scores[COLUMNS], atol=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "new.csv",
+        "people.yaml",
+        "run",
+        "scores.csv",
+        "train.csv",
+    ]
+
+    frame.drop(columns=["age", "city"]).to_csv(tmp_path / "few.csv", index=False)
+    refused = command(tmp_path, "predict", "--model", "run", "--data", "few.csv", "--out", "none.csv")
+    assert (refused.returncode, b"'city', 'age' are missing" in refused.stderr) == (2, True)
+    strict = command(
+        tmp_path, "predict", "--model", "run", "--data", "new.csv", "--out", "none.csv", "--unseen", "error"
+    )
+    assert strict.returncode == 2
+    assert b"row 4, column 'city': the category 'Berlin' is unknown" in strict.stderr
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_what_features_mean(finished):
+    """Numbers and days are filled with means, holes have a feature of their own, an unknown city is no known one."""
+    model, train = kme.load(finished / "run"), people(160, 1)
+    held = kme.open_dataset(finished / "run" / "data.zarr")
+    names = model.encoded_feature_names_
+    assert names == held.feature_names
+    assert [name for name in names if name.startswith("city")] == [
+        "city=Oslo", "city=Paris", "city=Rome", "city:missing",
+    ]  # fmt: skip
+    assert "since:sin(year)" in names
+    assert "since:cos(week)" in names
+    assert "since:sin(day)" not in names  # all dates are at midnight
+    columns = {column.name: column for column in model.encoding_.columns}
+    assert columns["age"].fill == pytest.approx(train["age"].mean())
+    days = (pd.to_datetime(train["since"]) - pd.Timestamp(0)).dt.total_seconds() / 86_400
+    assert columns["since"].fill == pytest.approx(days.mean())
+    rows = pd.DataFrame(
+        {"city": ["Berlin", None], "age": [30.0, None], "since": ["2021-05-01"] * 2, "member": [True] * 2}
+    )
+    from kme_dist.data.frames import encode_table
+
+    X, unseen = encode_table(rows, model.encoding_)
+    at = {name: i for i, name in enumerate(names)}
+    assert unseen == {"city": (1, "Berlin")}
+    assert X[:, [at[f"city={c}"] for c in ("Oslo", "Paris", "Rome")]].sum() == 0
+    assert X[:, at["city:missing"]].tolist() == [0, 1]
+    assert X[:, at["age:missing"]].tolist() == [0, 1]
+    assert X[1, at["age"]] == columns["age"].fill
+    assert X[0, at["since"]] == (pd.Timestamp("2021-05-01") - pd.Timestamp(0)).days
+    assert X[0, at["since:sin(week)"]] == pytest.approx(np.sin(2 * np.pi * X[0, at["since"]] / 7))
+
+
+@pytest.mark.parametrize("name", ["scores.csv", "scores.parquet", "scores.zarr"])
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "npy", "zarr", "frame", "arrow"])
+def test_every_input_and_output_gives_the_same_probabilities(finished, tmp_path, kind, name):
+    model, frame = kme.load(finished / "run"), as_typed(new_people())
+    wanted = unwarned(model.predict_proba, frame)
+    source = str(tmp_path / f"rows.{kind}")
+    if kind.startswith("csv"):
+        new_people().to_csv(source, index=False)
+    elif kind == "parquet":
+        frame.to_parquet(source)
+    elif kind in ("npy", "zarr"):
+        from kme_dist.data.frames import encode_table
+
+        X = encode_table(frame, model.encoding_)[0]
+        if kind == "npy":
+            np.save(source, X)
+        else:
+            kme.ingest(frame, source, like=finished / "run" / "data.zarr", unseen="zeros")
+    else:
+        source = frame if kind == "frame" else pa.Table.from_pandas(frame)
+    outcome = kme.predict(finished / "run", source, tmp_path / name)
+    assert outcome.rows == 25
+    counted = kind not in ("npy", "zarr")
+    assert outcome.unseen == ({"city": (1, "Berlin")} if counted else {})
+    if name.endswith("csv"):
+        found = pd.read_csv(tmp_path / name)[COLUMNS].to_numpy()
+    else:
+        found = kme.open_predictions(tmp_path / name).read("probability")
+    np.testing.assert_allclose(found, wanted, atol=1e-3 if kind == "zarr" else 1e-6)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["scores.csv", "scores.parquet"])
+def test_a_column_of_ids_travels_along(finished, tmp_path, name):
+    kme.predict(finished / "run", finished / "new.csv", tmp_path / name, id_column="who")
+    table = pd.read_csv(tmp_path / name) if name.endswith("csv") else pq.read_table(tmp_path / name).to_pandas()
+    assert table["id"].tolist() == [f"p{i}" for i in range(25)]
+    with pytest.raises(ConfigError, match="'who' is text, which Zarr arrays cannot hold"):
+        kme.predict(finished / "run", finished / "new.csv", tmp_path / "scores.zarr", id_column="who")
+    with pytest.raises(ConfigError, match="has no column 'nobody'"):
+        kme.predict(finished / "run", finished / "new.csv", tmp_path / "other.csv", id_column="nobody")
+    assert unwarned(kme.predict, finished / "run", finished / "new.csv", id_column="who")["id"][1].as_py() == "p1"
+
+
+def test_an_existing_file_is_replaced_only_on_request(finished, tmp_path):
+    out = tmp_path / "scores.csv"
+    out.write_text("precious")
+    with pytest.raises(ConfigError, match="--overwrite"):
+        kme.predict(finished / "run", finished / "new.csv", out)
+    assert out.read_text() == "precious"
+    kme.predict(finished / "run", finished / "new.csv", out, overwrite=True)
+    assert len(pd.read_csv(out)) == 25
+
+
+def test_a_job_killed_before_its_file_is_complete_is_resumed(finished, tmp_path, monkeypatch):
+    """No half-written file is left under the name of the output; what it leaves begins with a dot."""
+    from kme_dist.models import predict as module
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "join_as_csv", kill)
+        with pytest.raises(Killed):
+            kme.predict(finished / "run", finished / "new.csv", tmp_path / "scores.csv")
+    assert all(path.name.startswith(".scores.csv") for path in tmp_path.iterdir())
+    again = kme.predict(finished / "run", finished / "new.csv", tmp_path / "scores.csv")
+    assert (again.computed, again.skipped) == (0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.csv"]
+
+
+def test_a_hole_that_training_rows_did_not_have(tmp_path):
+    """Refused by file, row and column without a rule for missing values."""
+    frame = people(60, 2)[["age", "kind"]].dropna()
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    data = kme.ingest(tmp_path / "train.csv", tmp_path / "train.zarr", label="kind")
+    model = kme.MCEClassifier(steps=0).fit(data)
+    assert model.encoding_ is None
+    (tmp_path / "new.csv").write_text("age\n30\n\nNA\n")
+    with pytest.raises(DataError, match=r"new.csv: row 2, column 'age': the value is missing"):
+        kme.predict(model, tmp_path / "new.csv", tmp_path / "scores.csv")
+    assert not [path for path in tmp_path.iterdir() if "scores" in path.name and path.suffix != ".model"]
+
+
+def test_rows_from_stdin_as_csv_or_json_lines(finished):
+    text = (finished / "new.csv").read_bytes()
+    rows = [{k: v for k, v in row.items() if v == v} for row in new_people().to_dict("records")]
+    found = []
+    for given in (text, "\n".join(map(json.dumps, rows)).encode()):
+        sink = io.BytesIO()
+        notes = score.run(str(finished / "run"), io.BytesIO(given), sink, format="jsonl", id_column="who")
+        assert [note.split(":")[0] for note in notes] == [
+            "ignored columns that the model does not use",
+            "unknown categories, encoded as none of the known ones",
+        ]
+        found.append([json.loads(line) for line in sink.getvalue().splitlines()])
+    assert len(found[0]) == 25
+    assert found[0] == found[1]
+    sink = io.BytesIO()
+    score.run(str(finished / "run"), io.BytesIO(text.splitlines(keepends=True)[0]), sink)
+    assert sink.getvalue() == b'"label","probability_no","probability_yes"\n'
+    with pytest.raises(DataError, match="stdin is empty"):
+        score.run(str(finished / "run"), io.BytesIO(b" \n"), io.BytesIO())
+
+
+def test_the_run_of_a_config_predicts_new_rows_too(finished, capsys):
+    config, out = str(finished / "people.yaml"), finished / "by-config.csv"
+    assert (
+        execute(["predict", config, "--data", str(finished / "new.csv"), "--out", str(out), "--json", "--quiet"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert (result["rows"], result["unseen"]) == (25, {"city": [1, "Berlin"]})
+    assert len(pd.read_csv(out)) == 25
+    like = ["--like", str(finished / "run" / "data.zarr"), "--quiet"]
+    model = ["--model", str(finished / "run"), "--data", str(finished / "new.csv")]
+    assert execute(["predict", *model, "--out", str(finished / "like.csv"), *like]) == 0
+    pd.testing.assert_frame_equal(pd.read_csv(finished / "like.csv"), pd.read_csv(out))
+
+
+def test_excluded_columns_are_not_features(finished):
+    assert not [n for n in kme.load(finished / "run").encoded_feature_names_ if n.startswith("note")]
+    settings = parse_config(
+        {"data": {"source": str(finished / "run" / "data.zarr"), "exclude": ["member"], "stored_split": False}}
+    ).data
+    from kme_dist.pipelines import tables
+
+    found = tables.load(settings)
+    assert "member" not in found.feature_names
+    with pytest.raises(ConfigError, match=r"data.exclude: .* has no column 'membr'; did you mean 'member'"):
+        tables.load(settings.model_copy(update={"exclude": ["membr"]}))
