@@ -55,6 +55,7 @@ _MODULES = {
     "ASKLClassifier": "kme_dist.models.askl",
     "ASKLRegressor": "kme_dist.models.askl",
     "CENClassifier": "kme_dist.models.cen",
+    "CMERegressor": "kme_dist.models.regressor",
     "ConditionalMeanEmbedding": "kme_dist.models.cme",
     "KernelMean": "kme_dist.models.means",
     "MCEClassifier": "kme_dist.models.mce",
