@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kme_dist.models.means import KernelMean, ParzenClassifier
     from kme_dist.models.mmd import MMDTest, mmd_test
     from kme_dist.models.predict import predict
+    from kme_dist.models.regressor import CMERegressor
     from kme_dist.report.displays import LearningCurveDisplay, RelevanceDisplay, ReliabilityDisplay
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "ASKLClassifier",
     "ASKLRegressor",
     "CENClassifier",
+    "CMERegressor",
     "ConditionalMeanEmbedding",
     "Dataset",
     "IndependenceTest",
@@ -80,6 +82,7 @@ _HOMES = {
     "ASKLClassifier": "kme_dist.models.askl",
     "ASKLRegressor": "kme_dist.models.askl",
     "CENClassifier": "kme_dist.models.cen",
+    "CMERegressor": "kme_dist.models.regressor",
     "ConditionalMeanEmbedding": "kme_dist.models.cme",
     "Dataset": "kme_dist.data.dataset",
     "IndependenceTest": "kme_dist.models.independence",

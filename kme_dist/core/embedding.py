@@ -20,7 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Array, astype, by_columns, cholesky, like, namespace_of, precision, set_diagonal, to_host
+from kme_dist.backend import (
+    Array,
+    Factor,
+    astype,
+    by_columns,
+    cholesky,
+    like,
+    namespace_of,
+    precision,
+    set_diagonal,
+    to_host,
+)
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, refines, warn_of_padding
@@ -32,7 +43,7 @@ from kme_dist.errors import NumericalError
 HOST_TILE = (512, 512)
 DEVICE_TILE = (4096, 8192)
 _FEATURE_ROWS = 4_096  # rows per call of a feature map
-_REFINED_ROWS = 4_000  # fewer are solved in double precision at once
+REFINED_ROWS = 4_000  # fewer are solved in double precision at once
 _REFINEMENTS, _REFINED_RESIDUAL = 8, 1e-6
 
 
@@ -221,7 +232,7 @@ def exact_solution(
     wide = Need("float64").promoted(X)
     if (
         need.dtype == "float64"
-        and n >= _REFINED_ROWS
+        and n >= REFINED_ROWS
         and isinstance(X, np.ndarray)
         and X.dtype == np.float32
         and w is None
@@ -263,11 +274,19 @@ def _refined(
     set_diagonal(K, diag + np.float32(shift))
     factor = cholesky(K)
     Y = np.asarray(one_hot(y, n_classes, np.zeros(0)))
-    V, wide = np.zeros_like(Y), diag.astype(np.float64) + shift
-    R, last = Y, math.inf
+    V = refined_solution(factor, K, diag.astype(np.float64) + shift, Y)
+    without = left_out(factor, V.astype(np.float32), Y.astype(np.float32), leave_out) if leave_out else None
+    P = Y - shift * V
+    own = np.clip(P[np.arange(len(y)), y], 1e-15, 1.0)
+    return ExactSolution(V, without, float(-np.log(own).mean()), float(np.sum(V * P)))
+
+
+def refined_solution(factor: Factor, K: np.ndarray, diag: np.ndarray, Y: np.ndarray) -> np.ndarray:
+    """V with A V = Y in double precision, from a factor in single; A has this diagonal and the upper triangle of K."""
+    V, R, last = np.zeros_like(Y), Y, math.inf
     for _ in range(_REFINEMENTS):
         V = V + np.asarray(factor.solve(R.astype(np.float32)), np.float64)
-        R = Y - upper_product(K, wide, V)
+        R = Y - upper_product(K, diag, V)
         size = float(np.linalg.norm(R) / np.linalg.norm(Y))
         if size <= _REFINED_RESIDUAL or not size < 0.5 * last:
             break
@@ -277,10 +296,7 @@ def _refined(
         last = size
     if not size <= _REFINED_RESIDUAL:
         raise NumericalError(f"refinement stopped at a relative residual of {size:.1e}")
-    without = left_out(factor, V.astype(np.float32), Y.astype(np.float32), leave_out) if leave_out else None
-    P = Y - shift * V
-    own = np.clip(P[np.arange(len(y)), y], 1e-15, 1.0)
-    return ExactSolution(V, without, float(-np.log(own).mean()), float(np.sum(V * P)))
+    return V
 
 
 def upper_product(K: np.ndarray, diag: np.ndarray, V: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ covers a new target with probability at least 1 - 2(1 - c) for any distribution,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,11 +62,20 @@ class LeftOut:
         found: np.ndarray = f[:, None] + here[:, None] * _weighted_quantiles(e[order], mass[order], levels)
         return found
 
+    def distribution(self, f: np.ndarray, Z: np.ndarray) -> Predictive:
+        """F(t | x) of every output around predictions f, (rows, outputs), with its mean moved to f."""
+        Z = np.asarray(Z, self.columns.dtype)
+        w = normalised(self.columns.T @ Z.T).astype(np.float64)
+        m = 1 / np.sum(w * w, axis=0)
+        omega = m / (m + _SHAPE_ROWS)
+        mass = omega * w + (1 - omega) / self.count
+        return Predictive(f, _sizes(self.residuals, w), self.residuals / self.sizes, mass)
+
     def interval(
         self, f: np.ndarray, Z: np.ndarray, coverage: float, local: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper bounds of every output, (rows, outputs), for predictions f of that shape."""
-        a = self.columns.T @ Z.T
+        a = (self.columns.T @ np.asarray(Z, self.columns.dtype).T).astype(np.float64)
         here = _sizes(self.residuals, normalised(a)) if local else np.ones_like(f)
         sizes = self.sizes if local else np.ones_like(self.sizes)
         low, high = np.empty_like(f), np.empty_like(f)
@@ -79,6 +89,60 @@ class LeftOut:
             low[:, j] = np.partition(without - reach, under - 1, axis=1)[:, under - 1] if under >= 1 else -np.inf
             high[:, j] = np.partition(without + reach, over - 1, axis=1)[:, over - 1] if over <= n else np.inf
         return low, high
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """Y given each of some x: f(x) + s(x) (r_i - r̄(x)) with probability mass_i(x), r_i = e_i / s_i, r̄ = Σ mass_i r_i.
+
+    The same i for all outputs of a row: residuals of several outputs stay together.
+    """
+
+    f: np.ndarray  # (rows, outputs)
+    sizes: np.ndarray  # s(x), (rows, outputs)
+    residuals: np.ndarray  # r_i, (left out, outputs)
+    mass: np.ndarray  # (left out, rows)
+
+    @property
+    def _shift(self) -> np.ndarray:
+        found: np.ndarray = self.mass.T @ self.residuals
+        return found
+
+    def deviation(self) -> np.ndarray:
+        """The standard deviation, (rows, outputs)."""
+        variance = self.mass.T @ self.residuals**2 - self._shift**2
+        found: np.ndarray = self.sizes * np.sqrt(np.maximum(variance, 0.0))
+        return found
+
+    def quantiles(self, levels: np.ndarray) -> np.ndarray:
+        """(rows, outputs, levels)"""
+        found = np.empty((*self.f.shape, len(levels)))
+        for j in range(self.f.shape[1]):
+            order = np.argsort(self.residuals[:, j], kind="stable")
+            quantiles = _weighted_quantiles(self.residuals[order, j], self.mass[order], levels)
+            found[:, j] = self.f[:, j, None] + self.sizes[:, j, None] * (quantiles - self._shift[:, j, None])
+        return found
+
+    def sample(self, size: int, rng: np.random.Generator) -> np.ndarray:
+        """Random draws, (rows, size, outputs)."""
+        steps = np.cumsum(self.mass, axis=0)
+        u = rng.random((self.mass.shape[1], size)) * steps[-1][:, None]
+        drawn = np.stack([np.searchsorted(steps[:, i], u[i], side="right") for i in range(len(u))]) if len(u) else u
+        drawn = np.minimum(drawn.astype(np.int64), len(self.residuals) - 1)
+        return np.asarray(self._values(self.residuals[drawn]))
+
+    def expectation(self, h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """E[h(Y) | x]: h maps (values, outputs) to a value, or a row of values, for each."""
+        count, rows = self.mass.shape
+        every = np.broadcast_to(self.residuals, (rows, *self.residuals.shape))
+        values = np.asarray(h(self._values(every).reshape(rows * count, -1)), np.float64)
+        found: np.ndarray = np.einsum("ir,ri...->r...", self.mass, values.reshape(rows, count, *values.shape[1:]))
+        return found
+
+    def _values(self, residuals: np.ndarray) -> np.ndarray:
+        """Targets of residuals r, (rows, any, outputs)."""
+        found: np.ndarray = self.f[:, None] + self.sizes[:, None] * (residuals - self._shift[:, None])
+        return found
 
 
 def normalised(a: np.ndarray) -> np.ndarray:

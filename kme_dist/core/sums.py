@@ -162,6 +162,16 @@ class TargetCentres:
 
 
 @dataclass(frozen=True)
+class Values:
+    """t(y) = y: numeric targets, a row of `size` numbers each."""
+
+    size: int
+
+    def rows(self, y: Any, reference: Array) -> Array:
+        return like(y, reference)
+
+
+@dataclass(frozen=True)
 class Ones:
     """t = 1: B is Σ z."""
 

@@ -103,7 +103,7 @@ class ArrayRows(RowSource):
     def target_statistics(self) -> Statistics:
         if self._y is None or self._y.dtype.kind != "f":
             raise DataError("the rows have no numeric targets")
-        return self._measured(self._y[:, None])
+        return self._measured(self._y.reshape(self.rows, -1))
 
     def _measured(self, values: np.ndarray) -> Statistics:
         """As `ingest` computes them, shard by shard, and as they are restored from its record: divided and multiplied

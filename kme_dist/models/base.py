@@ -71,6 +71,7 @@ _MODULES = {
     "ASKLClassifier": "kme_dist.models.askl",
     "ASKLRegressor": "kme_dist.models.askl",
     "CENClassifier": "kme_dist.models.cen",
+    "CMERegressor": "kme_dist.models.regressor",
     "ConditionalMeanEmbedding": "kme_dist.models.cme",
     "KernelBayesFilter": "kme_dist.models.bayes",
     "KernelMean": "kme_dist.models.means",

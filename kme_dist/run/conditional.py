@@ -453,6 +453,20 @@ def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed:
     model projected its targets (`Y` are the original ones), its residuals are divided by 1 - h_i = nλ W_ii instead.
     """
     n = row_count(Y)
+    chosen, columns, own = sampled_columns(weights, n, model.regularization, seed)
+    X = select(model.centres, chosen)
+    if model.weights is weights:
+        residuals = np.asarray(weights.adjoint(Y - model.mean(Y)))[chosen] / own[:, None]
+    else:
+        errors = Y[chosen] - np.asarray(model.centred_expectation(X, model.targets))
+        residuals = errors / (n * model.regularization * own)[:, None]
+    return LeftOut.of(columns, np.asarray(model.basis(X), dtype=np.float64).T, residuals)
+
+
+def sampled_columns(
+    weights: Weights, n: int, regularization: float, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows to leave out, their columns of W = (K + nλI)⁻¹, and their entries of its diagonal."""
     size = min(n, _RESIDUAL_ROWS)
     if isinstance(weights, Inverse):
         size = min(size, max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _COLUMN_BYTES // (8 * n))))
@@ -465,16 +479,10 @@ def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed:
     own = columns[chosen, np.arange(size)]
     if not (own > 0).all():
         raise NumericalError(
-            f"the diagonal of (K + nλI)⁻¹ is lost to rounding at regularization {model.regularization:.1e}; raise "
-            "`regularization`", rows=n, regularization=model.regularization, dtype="float64",
+            f"the diagonal of (K + nλI)⁻¹ is lost to rounding at regularization {regularization:.1e}; raise "
+            "`regularization`", rows=n, regularization=regularization, dtype="float64",
         )  # fmt: skip
-    X = select(model.centres, chosen)
-    if model.weights is weights:
-        residuals = np.asarray(weights.adjoint(Y - model.mean(Y)))[chosen] / own[:, None]
-    else:
-        errors = Y[chosen] - np.asarray(model.centred_expectation(X, model.targets))
-        residuals = errors / (n * model.regularization * own)[:, None]
-    return LeftOut.of(columns, np.asarray(model.basis(X), dtype=np.float64).T, residuals)
+    return chosen, columns, own
 
 
 def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:

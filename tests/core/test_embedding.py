@@ -166,7 +166,7 @@ def test_a_product_from_the_upper_triangle_is_the_product(rng):
 @pytest.mark.parametrize("shift", [1.0, 0.05, 0.01])
 def test_single_precision_is_refined_to_what_double_precision_gives(monkeypatch, shift):
     """At these shifts single precision alone has too few digits (and is not used), but its factor is good enough."""
-    monkeypatch.setattr(mce, "_REFINED_ROWS", 100)
+    monkeypatch.setattr(mce, "REFINED_ROWS", 100)
     rng = np.random.default_rng(3)
     n, kernel = 700, Gaussian(length_scale=3.0)
     X = rng.normal(size=(n, 4)).astype(np.float32)
@@ -185,7 +185,7 @@ def test_single_precision_is_refined_to_what_double_precision_gives(monkeypatch,
 
 
 def test_a_shift_that_refinement_cannot_serve_is_solved_in_double(monkeypatch):
-    monkeypatch.setattr(mce, "_REFINED_ROWS", 100)
+    monkeypatch.setattr(mce, "REFINED_ROWS", 100)
     rng = np.random.default_rng(4)
     X = rng.normal(size=(300, 2)).astype(np.float32)
     y = rng.integers(0, M, 300)

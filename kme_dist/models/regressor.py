@@ -1,0 +1,385 @@
+"""The conditional mean embedding as a regressor: kernel and λ learned, means with deviations, intervals and samples.
+
+>>> from sklearn.datasets import load_diabetes
+>>> X, y = load_diabetes(return_X_y=True)
+>>> model = CMERegressor().fit(X[::2], y[::2])
+>>> mean, std = model.predict(X[1::2], return_std=True)
+>>> low, high = model.predict_interval(X[1::2], coverage=0.9)       # jackknife+, no refits
+>>> bool(((low < y[1::2]) & (y[1::2] < high)).mean() > 0.8)
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from sklearn.base import RegressorMixin
+
+from kme_dist.backend import blas_threads
+from kme_dist.core import kernels
+from kme_dist.core.embedding import HOST_TILE, Decision, Embedding
+from kme_dist.core.intervals import LeftOut, Predictive
+from kme_dist.core.kernels import Kernel, Matern
+from kme_dist.core.kernels.base import row_blocks
+from kme_dist.core.risk import positive_rows
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.ingest import parse_bytes
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.models.account import Account
+from kme_dist.models.base import (
+    DTYPES,
+    Arrays,
+    Estimator,
+    Facts,
+    Own,
+    on_workers,
+    scaling_arrays,
+    stored_scaling,
+)
+from kme_dist.models.classifier import in_memory, sample_weights
+from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, positive, seed, truth
+from kme_dist.run.learners import Record
+from kme_dist.run.regression import SOLVERS, RegressionFit, Target, fit_regression, learn_regression
+from kme_dist.run.train import Candidate, Recipe
+from kme_dist.run.workers import executor_for, share
+
+_QUERY_ROWS = 512  # whose residual weights are held at a time
+
+
+class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
+    """E[Y | x] by a conditional mean embedding that learns its own kernel; targets are centred and scaled inside.
+
+    Parameters
+    ----------
+    kernel : str or Kernel
+        A name (stationary kernels get one length scale per feature) or a kernel object; the start of learning. "auto"
+        learns Matérn length scales and keeps the best of Gaussian and Matérn 1/2, 3/2 and 5/2 kernels.
+    regularization : initial λ of a kernel that is not learned: with steps=0 kernel and λ are used as given.
+    batch_size, steps, learning_rate, optimizer : learning by the leave-one-out squared error on batches, in closed
+        form; at most 100 steps are made.
+    refit_regularization : with centres, retune λ by leave-one-out on all rows.
+    scaling : {"standard", "unit", None} of the inputs.
+    solver, centres : the final fit: "auto", "cholesky" (exact), "tiled" and "pcg" (exact, out of core), or "nystrom"
+        with a number of centres.
+    dtype : precision of the rows; a solve uses what it needs.
+    warm_start : `fit` of a fitted model starts from the learned kernel and λ.
+    client, n_jobs, random_state, verbose, fit_seconds, memory : as in `MCEClassifier`.
+
+    Attributes
+    ----------
+    kernel_, regularization_ : what was learned.   kernel_name_ : the profile kept, or "learned", "common", "given".
+    loo_errors_ : root mean squared leave-one-out error of each candidate on a sample, over the targets' deviation.
+    loo_rmse_ : the same of the final fit, in the unit of the targets, one for each output.
+    target_ : mean and deviation of the targets.   solver_, solver_reason_, history_, n_features_in_, n_outputs_.
+    """
+
+    _BATCHED: ClassVar[bool] = True
+    _RULES: ClassVar[Mapping[str, Rule]] = {
+        "regularization": positive(),
+        "batch_size": integer(2, optional=True),
+        "steps": integer(0),
+        "learning_rate": positive(),
+        "refit_regularization": truth(),
+        "scaling": one_of("standard", "unit", None),
+        "solver": one_of("auto", *SOLVERS),
+        "centres": integer(1, optional=True),
+        "dtype": one_of(*DTYPES),
+        "warm_start": truth(),
+        "random_state": seed(),
+        "verbose": integer(0),
+        "n_jobs": jobs(),
+        "fit_seconds": positive(optional=True),
+    }
+    embedding_: Embedding
+    left_out_: LeftOut
+    target_: Target
+    history_: list[Record]
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "auto",
+        regularization: float = 1e-3,
+        batch_size: int | None = None,
+        steps: int = 100,
+        learning_rate: float = 0.1,
+        optimizer: str = "adam",
+        refit_regularization: bool = True,
+        scaling: str | None = "standard",
+        solver: str = "auto",
+        centres: int | None = None,
+        dtype: str = "float32",
+        client: Any = None,
+        random_state: RandomState = 0,
+        verbose: int = 0,
+        warm_start: bool = False,
+        n_jobs: int | None = None,
+        fit_seconds: float | None = None,
+        memory: int | str | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.regularization = regularization
+        self.batch_size = batch_size
+        self.steps = steps
+        self.learning_rate = learning_rate
+        self.optimizer = optimizer
+        self.refit_regularization = refit_regularization
+        self.scaling = scaling
+        self.solver = solver
+        self.centres = centres
+        self.dtype = dtype
+        self.client = client
+        self.random_state = random_state
+        self.verbose = verbose
+        self.warm_start = warm_start
+        self.n_jobs = n_jobs
+        self.fit_seconds = fit_seconds
+        self.memory = memory
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    # --- fitting ---------------------------------------------------------------------------------
+
+    @on_workers
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        callback: Callable[[Record], None] | None = None,
+    ) -> Self:
+        """Learn the kernel and λ, then solve on all rows.
+
+        X is a table of numbers with y its targets, (n,) or (n, outputs), or an open `Dataset` with numeric labels (its
+        "train" split if it has one). A row of weight 2 counts as the row twice, of weight 0 as no row. `callback`
+        receives the record of every learning step. The same bits in this process and with a `client`.
+        """
+        self._begin_fit()
+        records: list[Record] = []
+        if self.warm_start:
+            self._check_same_width(X)
+        with contextlib.ExitStack() as stack:
+            data = self._numeric_rows(X, y, sample_weight, stack)
+            executor, recipe = self._executor(), self.recipe(data)
+            account = Account(self.verbose, type(self).__name__)
+            account.begin(f"{data.split_positive(data.training_split()):,} rows, {data.features} features")
+
+            def step(record: Record) -> None:
+                records.append(record)
+                account.step(record)
+                if callback is not None:
+                    callback(record)
+
+            candidates = learn_regression(data, recipe, executor=executor, callback=step)
+            account.finish_learning()
+            fit = fit_regression(data, recipe, candidates[0], executor=executor, report=account.say_once)
+            self.adopt(data, candidates, fit)
+        self.history_ = records
+        errors = ", ".join(f"{name} {error:.4f}" for name, error in self.loo_errors_.items())
+        if errors:
+            account.say(f"leave-one-out error over the targets' deviation: {errors}; kept {self.kernel_name_}")
+        account.say(f"lambda {self.regularization_:.3g}, kernel {self.kernel_!r}")
+        account.done()
+        return self
+
+    def _numeric_rows(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> RowSource:
+        if isinstance(X, Dataset):
+            if y is not None or sample_weight is not None:
+                raise DataError(f"{X.path} has its own targets and weights; call fit(dataset) without y")
+            if X.classes is not None or X.y is None:
+                raise DataError(
+                    f"{X.path} has no numeric targets; ingest it again with the column named by `label` and the task "
+                    "regression"
+                )
+            self._record_names(X.feature_names)
+            self._single = True
+            return X
+        X, y = self._fit_rows(in_memory(X), in_memory(y), y_numeric=True, multi_output=True)
+        y = np.asarray(y, np.float64)
+        self._single = y.ndim == 1
+        X, y, weights = positive_rows(X, y, sample_weights(in_memory(sample_weight), X))
+        data = ArrayRows(X, y, None, getattr(self, "feature_names_in_", None), weights)
+        share(data, self._client, stack)
+        return data
+
+    def recipe(self, data: RowSource) -> Recipe:
+        """The settings as a recipe for learning and fitting."""
+        any_profile = isinstance(self.kernel, str) and self.kernel == "auto"
+        start = Matern(nu=1.5, length_scale=np.ones(data.features)) if any_profile else self.kernel
+        start = kernels.from_config(start, n_features=data.features)
+        before = getattr(self, "kernel_", None) if self.warm_start else None
+        warm = before is not None and (any_profile or type(before) is type(start))
+        return Recipe(
+            kernel=before if before is not None and warm else start,
+            regularization=float(self.regularization_ if warm else self.regularization),
+            refit_regularization=bool(self.refit_regularization),
+            batch_size=None if self.batch_size is None else int(self.batch_size),
+            steps=int(self.steps),
+            learning_rate=self.learning_rate,
+            optimizer=self.optimizer,
+            scaling=self.scaling,
+            solver=self.solver,
+            centres=None if self.centres is None else int(self.centres),
+            dtype=self.dtype,
+            seed=self._seed(),
+            fit_seconds=None if self.fit_seconds is None else float(self.fit_seconds),
+            memory=None if self.memory is None else parse_bytes(self.memory),
+            profiles=any_profile and not warm,
+            warm=warm,
+        )
+
+    def adopt(self, data: RowSource, candidates: list[Candidate], fit: RegressionFit) -> Self:
+        """Take over the result of learning and fitting on `data`."""
+        if isinstance(data, Dataset):
+            self._record_names(data.feature_names)
+            self._single = True
+        self.embedding_, self.left_out_, self.target_, self.scaling_ = (
+            fit.embedding, fit.left_out, fit.target, fit.scaling,
+        )  # fmt: skip
+        self.kernel_, self.regularization_ = fit.embedding.kernel, fit.regularization
+        self.kernel_name_ = candidates[0].name
+        self.loo_errors_ = {c.name: float(np.sqrt(c.loss)) for c in candidates if c.loss is not None}
+        self.solver_, self.solver_reason_ = fit.solver, fit.reason
+        self.history_ = list(candidates[0].history)
+        return self
+
+    @property
+    def n_outputs_(self) -> int:
+        self._check_fitted()
+        return len(self.target_.mean)
+
+    @property
+    def loo_rmse_(self) -> Any:
+        self._check_fitted()
+        return self._shaped(self.target_.width * np.sqrt(np.mean(self.left_out_.residuals**2, axis=0)))
+
+    # --- predicting ------------------------------------------------------------------------------
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """E[Y | x], far from all training rows their mean; with `return_std` also the deviation of Y around it."""
+        rows = self._query_rows(X)
+        f = self._mean(rows)
+        mean = self._shaped(self.target_.restored(f))
+        if not return_std:
+            return mean
+        parts = [F.deviation() for F in self._distributions(rows, f)]
+        return mean, self._shaped(self.target_.width * np.concatenate(parts))
+
+    def predict_interval(self, X: Any, coverage: float = 0.9, local: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends of a prediction interval at every row of X, by jackknife+ from leave-one-out residuals.
+
+        It covers a new target with about this probability (without `local` at least 2 coverage - 1 whatever the
+        distribution). With `local` residuals are scaled by their size near x. Residuals are those of at most 1,000
+        rows; infinite if there are too few for the coverage.
+        """
+        if not 0 < coverage < 1:
+            raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
+        rows = self._query_rows(X)
+        f = self._mean(rows)
+        with blas_threads(1):
+            ends = [self.left_out_.interval(f[p], Z, float(coverage), local) for p, Z in self._beside(rows)]
+        low, high = (np.concatenate([end[i] for end in ends]) for i in (0, 1))
+        return self._shaped(self.target_.restored(low)), self._shaped(self.target_.restored(high))
+
+    def predict_quantiles(self, X: Any, q: Any) -> np.ndarray:
+        """Quantiles of Y given x at the levels `q`: (rows, levels), of several outputs (rows, outputs, levels); one
+        level given as a number has no axis of its own."""
+        levels = np.asarray(q, np.float64)
+        if levels.ndim > 1 or not ((levels >= 0) & (levels <= 1)).all():
+            raise ConfigError(f"q={q!r}: must be a number from 0 to 1, or a list of them")
+        parts = [F.quantiles(levels.reshape(-1)) for F in self._distributions(*self._rows_and_mean(X))]
+        found = np.concatenate(parts)
+        found = found * self.target_.width[:, None] + self.target_.mean[:, None]
+        found = found[:, 0] if self._single else found
+        return np.asarray(found[..., 0] if levels.ndim == 0 else found)
+
+    def sample(self, X: Any, n: int = 1, random_state: RandomState = None) -> np.ndarray:
+        """`n` random targets for every row of X, (rows, n) or (rows, n, outputs).
+
+        Residuals are drawn with the clip-normalised weights of their rows at x, as in `predict_quantiles`, and added to
+        the mean. `random_state`: an integer gives the same targets in every call; None uses that of the model.
+        """
+        integer(1).check("n", n)
+        seed().check("random_state", random_state)
+        rng = np.random.default_rng([self._seed() if random_state is None else drawn_seed(random_state), 10])
+        parts = [F.sample(int(n), rng) for F in self._distributions(*self._rows_and_mean(X))]
+        found = self.target_.restored(np.concatenate(parts))
+        return np.asarray(found[..., 0] if self._single else found)
+
+    def expectation(self, X: Any, h: Callable[[np.ndarray], Any]) -> np.ndarray:
+        """E[h(Y) | x] under the distribution that `sample` draws from; `h` maps targets, (values,) or (values,
+        outputs), to a value or a row of values for each. That of y itself is `predict`."""
+
+        def inside(values: np.ndarray) -> np.ndarray:
+            given = self.target_.restored(values)
+            found = np.asarray(h(given[:, 0] if self._single else given), np.float64)
+            if found.shape[:1] != (len(values),):
+                raise DataError(f"h must return one value for each of {len(values)} targets, got shape {found.shape}")
+            return found
+
+        parts = [F.expectation(inside) for F in self._distributions(*self._rows_and_mean(X))]
+        return np.concatenate(parts)
+
+    def _rows_and_mean(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._query_rows(X)
+        return rows, self._mean(rows)
+
+    def _mean(self, rows: np.ndarray) -> np.ndarray:
+        """The mean of standardised targets, (rows, outputs), tile by tile: the same bits on any number of cores."""
+        decide = Decision(self.embedding_, "float64")
+        calls = [(rows[part],) for part in row_blocks(max(1, len(rows)), HOST_TILE[0])]
+        executor = executor_for(None, threads=1 if self.n_jobs == 1 else None)
+        return np.concatenate([np.asarray(part) for part in executor.map(decide, calls, name="decide")])
+
+    def _beside(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """In blocks of rows: k(x, centres), in the precision of the residuals' weights."""
+        kernel, own = self.kernel_, str(self.left_out_.columns.dtype)
+        centres = np.asarray(self.embedding_.centres, own)
+        for part in row_blocks(len(rows), _QUERY_ROWS):
+            yield part, np.asarray(kernel.gram(rows[part].astype(own), centres))
+
+    def _distributions(self, rows: np.ndarray, f: np.ndarray) -> Iterator[Predictive]:
+        with blas_threads(1):
+            for part, Z in self._beside(rows):
+                yield self.left_out_.distribution(f[part], Z)
+
+    def _shaped(self, values: np.ndarray) -> Any:
+        """(rows, outputs) as y was given: (rows,) for one column of targets."""
+        return values[..., 0] if self._single else values
+
+    # --- storing ---------------------------------------------------------------------------------
+
+    def _pack(self) -> tuple[Arrays, Facts]:
+        left = self.left_out_
+        arrays = {
+            "centres": self.embedding_.centres, "weights": self.embedding_.weights, **scaling_arrays(self.scaling_),
+            "target/mean": self.target_.mean, "target/width": self.target_.width, "left_out/columns": left.columns,
+            "left_out/residuals": left.residuals, "left_out/sizes": left.sizes,
+        }  # fmt: skip
+        return arrays, {
+            "kernel": self.kernel_.to_config(),
+            "regularization": self.regularization_,
+            "kernel_name": self.kernel_name_,
+            "loo_errors": self.loo_errors_,
+            "solver": self.solver_,
+            "solver_reason": self.solver_reason_,
+            "single": self._single,
+            "history": self.history_,
+        }
+
+    def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
+        self.kernel_ = kernels.from_config(facts["kernel"], own=own)
+        self.regularization_ = float(facts["regularization"])
+        self.embedding_ = Embedding(self.kernel_, arrays["centres"], arrays["weights"], self.regularization_)
+        self.left_out_ = LeftOut(*(arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes")))
+        self.target_ = Target(arrays["target/mean"], arrays["target/width"])
+        self.scaling_, self._single = stored_scaling(arrays), bool(facts["single"])
+        self.kernel_name_, self.loo_errors_ = facts["kernel_name"], dict(facts["loo_errors"])
+        self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
+        self.history_, self.n_features_in_ = facts["history"], int(arrays["centres"].shape[1])

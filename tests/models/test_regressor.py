@@ -1,0 +1,214 @@
+"""CMERegressor: learns its kernel, predicts means, deviations, intervals, quantiles and samples, keeps its promises."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+from sklearn.base import clone
+from sklearn.datasets import load_diabetes
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.linear_model import LinearRegression
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import kme_dist as kme
+from kme_dist import CMERegressor
+from kme_dist.errors import ConfigError, DataError
+from kme_dist.kernels import Gaussian
+
+
+@parametrize_with_checks([CMERegressor()])
+def test_scikit_learn_accepts_it(estimator, check):
+    check(estimator)
+
+
+def wave(n, seed=0, noise=0.1):
+    """One relevant feature of three; noise that grows along it."""
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(-2, 2, size=(n, 3))
+    return X, 50 + 10 * np.sin(2 * X[:, 0]) + noise * 10 * (1 + (X[:, 0] > 0)) * rng.normal(size=n)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return CMERegressor().fit(*wave(600))
+
+
+def test_it_finds_the_feature_that_matters_and_the_noise(fitted):
+    X, y = wave(400, seed=1)
+    scales = fitted.kernel_.length_scale
+    assert scales[0] < 0.5 * scales[1:].min()
+    assert fitted.score(X, y) == pytest.approx(1 - np.var(y - fitted.predict(X)) / np.var(y), abs=0.01)  # R²
+    trees = HistGradientBoostingRegressor(random_state=0).fit(*wave(600))
+    assert fitted.score(X, y) > max(trees.score(X, y), LinearRegression().fit(*wave(600)).score(X, y))
+    assert fitted.loo_rmse_ == pytest.approx(np.sqrt(np.mean((y - fitted.predict(X)) ** 2)), rel=0.15)
+
+
+def test_intervals_cover_and_follow_the_noise(fitted):
+    X, y = wave(2_000, seed=2)
+    for coverage in (0.5, 0.9):
+        low, high = fitted.predict_interval(X, coverage)
+        assert np.mean((low <= y) & (y <= high)) == pytest.approx(coverage, abs=0.04)
+    right = X[:, 0] > 0.3
+    assert np.mean((high - low)[right]) > 1.4 * np.mean((high - low)[X[:, 0] < -0.3])
+    _, std = fitted.predict(X, return_std=True)
+    assert np.sqrt(np.mean(((y - fitted.predict(X)) / std) ** 2)) == pytest.approx(1.0, abs=0.1)
+
+
+def test_quantiles_samples_and_expectations_are_those_of_one_distribution(fitted):
+    X, _ = wave(20, seed=3)
+    mean, std = fitted.predict(X, return_std=True)
+    drawn = fitted.sample(X, 4_000, random_state=5)
+    assert drawn.shape == (20, 4_000)
+    np.testing.assert_allclose(drawn.mean(axis=1), mean, atol=5 * std.max() / np.sqrt(4_000))
+    np.testing.assert_allclose(drawn.std(axis=1), std, rtol=0.1)
+    levels = [0.1, 0.5, 0.9]
+    quantiles = fitted.predict_quantiles(X, levels)
+    assert np.abs((drawn[:, :, None] <= quantiles[:, None]).mean(axis=1) - levels).max() < 0.04
+    np.testing.assert_allclose(fitted.predict_quantiles(X, 0.5), quantiles[:, 1])
+    np.testing.assert_allclose(fitted.expectation(X, lambda y: y), mean, rtol=1e-9)
+    np.testing.assert_allclose(fitted.expectation(X, lambda y: y**2), mean**2 + std**2, rtol=1e-9)
+
+
+def test_samples_depend_on_the_seed_only(fitted):
+    X, _ = wave(20, seed=3)
+    first = fitted.sample(X, 7, random_state=1)
+    np.testing.assert_array_equal(first, fitted.sample(X, 7, random_state=1))
+    assert (first != fitted.sample(X, 7, random_state=2)).any()
+
+
+def test_several_outputs_are_each_predicted_and_drawn_together():
+    X, y = wave(300)
+    rng = np.random.default_rng(4)
+    noise = rng.normal(size=300)
+    Y = np.stack([y, 1e6 + 1e3 * (X[:, 1] + 0.3 * noise), X[:, 1] - 0.3 * noise], axis=1)
+    model = CMERegressor(steps=30).fit(X, Y)
+    mean, std = model.predict(X[:8], return_std=True)
+    low, high = model.predict_interval(X[:8])
+    assert mean.shape == std.shape == low.shape == high.shape == (8, 3)
+    assert model.predict_quantiles(X[:8], [0.2, 0.8]).shape == (8, 3, 2)
+    assert model.score(X, Y) > 0.5
+    drawn = model.sample(X[:1], 2_000, random_state=0)[0]
+    assert drawn.shape == (2_000, 3)
+    assert np.corrcoef(drawn[:, 1], drawn[:, 2])[0, 1] < -0.8  # one noise, of opposite signs
+
+
+def test_targets_may_be_of_any_unit_and_far_from_zero():
+    X, y = wave(200)
+    one, other = (CMERegressor(steps=20).fit(X, target) for target in (y, 1e9 + 1e-3 * y))
+    np.testing.assert_allclose(other.predict(X), 1e9 + 1e-3 * one.predict(X), rtol=1e-12)
+    assert np.isfinite(CMERegressor(steps=5).fit(X, np.full(200, 3.0)).predict(X)).all()
+
+
+def test_weights_count_rows():
+    X, y = wave(120)
+    w = np.random.default_rng(0).integers(0, 4, 120)
+    weighted = CMERegressor(kernel=Gaussian(length_scale=0.5), regularization=1e-3, steps=0)
+    np.testing.assert_allclose(
+        clone(weighted).fit(X, y, sample_weight=w).predict(X),
+        clone(weighted).fit(X.repeat(w, axis=0), y.repeat(w)).predict(X),
+        rtol=1e-8,
+    )
+
+
+@pytest.mark.parametrize("solver", ["tiled", "pcg", "nystrom"])
+def test_solvers_agree(solver):
+    X, y = wave(400)
+    common = {"kernel": Gaussian(length_scale=0.7), "regularization": 1e-3, "steps": 0}
+    exact = CMERegressor(solver="cholesky", **common).fit(X, y)
+    other = CMERegressor(solver=solver, centres=300 if solver == "nystrom" else None, **common).fit(X, y)
+    assert other.solver_ == solver
+    tolerance = 0.02 if solver == "nystrom" else 1e-3
+    np.testing.assert_allclose(other.predict(X), exact.predict(X), rtol=tolerance)
+    for one, two in zip(other.predict_interval(X), exact.predict_interval(X), strict=True):
+        assert np.mean(np.abs(one - two)) < 0.3 * np.mean(exact.predict(X, return_std=True)[1])
+
+
+def test_with_centres_weights_count_rows_too():
+    X, y = wave(300)
+    w = np.random.default_rng(0).integers(1, 4, 300)
+    common = {"kernel": Gaussian(length_scale=0.7), "regularization": 1e-3, "steps": 0}
+    exact = CMERegressor(**common).fit(X, y, sample_weight=w)
+    few = CMERegressor(solver="nystrom", centres=250, **common).fit(X, y, sample_weight=w)
+    np.testing.assert_allclose(few.predict(X), exact.predict(X), rtol=0.02)
+
+
+def test_a_saved_model_predicts_the_same_bits(fitted, tmp_path):
+    X, _ = wave(50, seed=6)
+    fitted.save(tmp_path / "model.zarr")
+    for other in (kme.load(tmp_path / "model.zarr"), pickle.loads(pickle.dumps(fitted))):
+        np.testing.assert_array_equal(other.predict(X), fitted.predict(X))
+        np.testing.assert_array_equal(other.predict_interval(X), fitted.predict_interval(X))
+        np.testing.assert_array_equal(other.sample(X, 3, 0), fitted.sample(X, 3, 0))
+        assert other.kernel_ == fitted.kernel_
+        assert other.loo_errors_ == fitted.loo_errors_
+
+
+def test_the_same_bits_on_workers_and_from_a_data_set(tmp_path):
+    X, y = wave(300)
+    alone = CMERegressor(steps=6).fit(X, y)
+    data = kme.ingest((X, y), tmp_path / "rows.zarr", dtype="float64")
+    stored = CMERegressor(steps=6).fit(data)
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(
+            LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None)
+        )
+        client = stack.enter_context(Client(cluster))
+        remote = CMERegressor(steps=6, client=client).fit(X, y)
+    for other in (stored, remote):
+        assert other.kernel_ == alone.kernel_
+        np.testing.assert_array_equal(other.predict(X), alone.predict(X))
+        np.testing.assert_array_equal(other.predict_interval(X), alone.predict_interval(X))
+
+
+def test_names_of_columns_travel_with_the_model(tmp_path):
+    table, y = load_diabetes(return_X_y=True, as_frame=True)
+    model = CMERegressor(steps=3).fit(table, y)
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    assert again.feature_names_in_.tolist() == list(table.columns)
+    np.testing.assert_array_equal(again.predict(table), model.predict(table))
+    with pytest.raises(ValueError, match="feature names"):
+        again.predict(pd.DataFrame(table.to_numpy(), columns=[f"c{i}" for i in range(10)]))
+
+
+def test_a_warm_start_continues_from_what_was_learned(fitted):
+    model = clone(fitted).set_params(warm_start=True, steps=5)
+    model.fit(*wave(200))
+    first = model.kernel_
+    model.set_params(steps=0).fit(*wave(300))
+    assert model.kernel_ == first
+
+
+def test_verbose_tells_what_was_kept(capsys):
+    CMERegressor(steps=5, verbose=1).fit(*wave(60))
+    told = capsys.readouterr().err
+    assert "60 rows, 3 features" in told
+    assert "kept" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"solver": "falkon"}, "solver='falkon' is unknown"),
+        ({"steps": -1}, "steps=-1: must be an integer >= 0"),
+        ({"scaling": "range"}, "scaling='range' is unknown"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        CMERegressor(**settings).fit(*wave(30))
+
+
+def test_wrong_queries_are_named(fitted):
+    X, _ = wave(5)
+    with pytest.raises(ConfigError, match=r"coverage=1\.5: must be a number between 0 and 1"):
+        fitted.predict_interval(X, 1.5)
+    with pytest.raises(ConfigError, match="q=2"):
+        fitted.predict_quantiles(X, 2)
+    with pytest.raises(DataError, match="one value for each"):
+        fitted.expectation(X, lambda y: 1.0)
