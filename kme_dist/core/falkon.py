@@ -50,8 +50,13 @@ class State:
 
 
 def begin(B: np.ndarray, precondition: Precondition) -> State:
-    """At V = 0 for right sides B."""
-    Z = precondition(B)
+    """At V = 0 for right sides B.
+
+    All arrays of a state are in row order, as when they are stored and loaded again: BLAS may round products of the
+    same numbers in column order differently.
+    """
+    B = np.ascontiguousarray(B)
+    Z = np.ascontiguousarray(precondition(B))
     norms = np.sum(B * Z, axis=0)
     return State(np.zeros_like(B), B, Z, norms, norms)
 
@@ -61,8 +66,8 @@ def advance(state: State, product: np.ndarray, precondition: Precondition) -> tu
     curvature = np.sum(state.P * product, axis=0)
     moving = (curvature > 0) & (state.norms > 0)
     step = np.where(moving, state.norms / np.where(moving, curvature, 1.0), 0.0)
-    R = state.R - step * product
-    Z = precondition(R)
+    R = np.ascontiguousarray(state.R - step * product)
+    Z = np.ascontiguousarray(precondition(R))
     norms = np.where(moving, np.maximum(np.sum(R * Z, axis=0), 0.0), 0.0)
     ratio = norms / np.where(state.norms > 0, state.norms, 1.0)
     return State(state.V + step * state.P, R, Z + ratio * state.P, norms, state.start), step

@@ -264,7 +264,7 @@ class Progress:
         shapes = [(size, columns)] * 3 + [(columns,)] * 2
         for shape in [*shapes, (held, columns), (size, columns), (held, columns), (steps, lams)]:
             count = int(np.prod(shape))
-            parts.append(flat[at : at + count].reshape(shape))
+            parts.append(flat[at : at + count].reshape(shape).copy())  # aligned, as it was before it was stored
             at += count
         V, R, P, norms, start, F, best, best_F, losses = parts
         return cls(steps, State(V, R, P, norms, start), F, losses, best, best_F)
