@@ -1,12 +1,13 @@
 """Rounds on a cluster: coordination overhead, speedup of a second worker, memory of long loops.
 
-    python -m benchmarks.rounds [overhead] [scaling] [local] [long] [covtype] [--rows 1000 2000] [--rounds 60]
+    python -m benchmarks.rounds [overhead] [scaling] [local] [delay] [long] [covtype] [--rows 1000 2000] [--rounds 60]
 
     overhead   a round beyond the slowest of its batches at one and two workers: plain tasks, lanes, actors, and the mix
                of tasks and lanes that learning uses, without and with delayed gradients; all of them in turn
     scaling    batches per second of two workers against one
     local      seconds to the objective that the mean gradient reaches, for replicas that are averaged after several
                steps, with and without a slow network
+    delay      objective and test accuracy with gradients delayed by one round, at several learning rates
     long       memory of driver and scheduler and pace over thousands of rounds (--long-rounds)
     covtype    581,012 rows on two workers: time, memory of a worker; the settings are chosen on held-out training rows,
                then test accuracy after a Nystrom fit, against scikit-learn's Nystroem and RBFSampler with the median
@@ -18,14 +19,17 @@ Every line prints the load of the machine: on a busy one, coordination has to wa
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
 from collections import deque
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import psutil
+from sklearn.datasets import load_digits
 
 from benchmarks.machine import load_average, shared_data
 from kme_dist.backend import blas_threads
@@ -232,12 +236,51 @@ def local(data, batch, steps, lengths=(None, 5, 20), latencies=(0.0, 0.1)):
                 )
 
 
+def delay(rates=(0.02, 0.05, 0.1, 0.3, 0.5), seeds=5, steps=150, batch=150):
+    """The objective of the last twenty steps and the accuracy on a quarter of the rows, without and with delay."""
+    rng = np.random.default_rng(0)
+    X = rng.random((1600, 12))
+    scores = np.stack([np.sin(4 * X[:, 0]) + X[:, 1], 2 * X[:, 1] * X[:, 2], X[:, 0] + X[:, 2]], axis=1)
+    sets = {
+        "digits": load_digits(return_X_y=True),
+        "made up": (X, (scores + 0.15 * rng.gumbel(size=scores.shape)).argmax(1)),
+    }
+    for name, (X, y) in sets.items():
+        for rate in rates:
+            found = {late: [delayed(X, y, rate, s, late, steps, batch) for s in range(seeds)] for late in (0, 1)}
+            early, end, right = np.transpose([found[0], found[1]], (2, 0, 1))
+            print(
+                f"  {name}, rate {rate}: objective after {steps // 4} steps {early[0].mean():.1f}, delayed "
+                f"{early[1].mean():.1f}; after {steps} {end[0].mean():.2f}, delayed {end[1].mean():.2f} "
+                f"({100 * (end[1] / end[0] - 1).mean():+.2f} %); test accuracy {100 * right[0].mean():.2f} %, delayed "
+                f"{100 * right[1].mean():.2f} %",
+                flush=True,
+            )
+
+
+def delayed(X, y, rate, seed, late, steps, batch):
+    """(objective after a quarter of the steps, objective at the end, test accuracy)"""
+    order = np.random.default_rng(seed).permutation(len(y))
+    X = ((X - X.min(axis=0)) / np.maximum(np.ptp(X, axis=0), 1e-9)).astype(np.float32)[order]
+    y, train = y[order], len(y) * 3 // 4
+    data = ArrayRows(X[:train], y[:train], range(int(y.max()) + 1))
+    settings = LearnSettings(steps=steps, batch_size=batch, learning_rate=rate, seed=seed, delay=late)
+    kernel, here = Gaussian(length_scale=np.ones(X.shape[1])), {"executor": SerialExecutor(), "scaling": None}
+    learned = learn_on_dataset(data, kernel, 1.0, settings, **here)
+    lam = learned.regularization * batch / train  # the same shift nλ
+    fitted = fit_on_dataset(data, learned.kernel, lam, solver="cholesky", **here).embedding
+    values, quarter = [record["objective"] for record in learned.history], steps // 4
+    right = np.mean(fitted.decision(X[train:]).argmax(axis=1) == y[train:])
+    return np.mean(values[quarter - 10 : quarter + 10]), np.mean(values[-20:]), right
+
+
 def long(data, count):
     me, memory, seconds = psutil.Process(), [], []
 
     def watch(record):
         seconds.append(record["round_seconds"])
         if record["step"] % (count // 20) == 0:
+            gc.collect()  # cycles that wait for their collection are not growth
             memory.append(me.memory_info().rss / 2**20)
 
     settings = LearnSettings(steps=count, batch_size=20, learning_rate=0.01)
@@ -245,7 +288,10 @@ def long(data, count):
     with workers(2) as executor:
         learn_on_dataset(data, kernel, 0.1, settings, batches_per_step=2, executor=executor, callback=watch)
     # The second half: before it, caches of bounded size fill up, among them the records of the last steps.
-    slope = np.polyfit(np.arange(len(memory[10:])) * count / 20_000, memory[10:], 1)[0]
+    later = memory[10:]
+    slope = (
+        20_000 / count * statistics.median((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(later), 2))
+    )
     tenth = count // 10
     print(
         f"{count} rounds of 2 batches: driver and scheduler (one process) {memory[10]:.1f} MiB half-way, "
@@ -370,7 +416,9 @@ def median_heuristic(data, centres, rows):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["overhead", "scaling", "local", "long", "covtype"], default=[])
+    parser.add_argument(
+        "parts", nargs="*", choices=["overhead", "scaling", "local", "delay", "long", "covtype"], default=[]
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[500, 1000, 2000])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--scaling-rows", type=int, default=2500)
@@ -388,6 +436,8 @@ def main(argv=None):
             scaling(data, chosen.scaling_rows, max(5, chosen.rounds // 6))
         if "local" in parts:
             local(data, 500, 200)
+        if "delay" in parts:
+            delay()
         if "long" in parts:
             long(data, chosen.long_rounds)
         if "covtype" in parts:

@@ -54,6 +54,7 @@ _WORKER_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_":
 DASK_SETTINGS = {
     "distributed.admin.log-length": 100,
     "distributed.admin.low-level-log-length": 100,
+    "distributed.admin.system-monitor.log-length": 600,  # five minutes
     "distributed.diagnostics.computations.max-history": 10,
     "distributed.scheduler.allowed-failures": 10,
     "distributed.scheduler.worker-ttl": "60s",

@@ -15,7 +15,8 @@ depend on the number of workers or the order of arrival. Inside a call BLAS has 
 Calls are plain tasks: the dashboard shows them by name, and Dask recovers them. A round of tasks costs 10 to 20 ms,
 too much for rounds of a few tens of milliseconds, which are marked `quick`: those go straight to the workers (see
 `lanes`), except about one per second, which goes as plain tasks so that the dashboard shows what the workers do.
-Nothing is scattered and no future outlives its round, so a long loop does not leak memory.
+Nothing is scattered, no future outlives its round, and what the scheduler notes of them is trimmed now and then, so a
+long loop does not leak memory.
 """
 
 from __future__ import annotations
@@ -30,12 +31,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures as local
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from kme_dist.backend import blas_threads
 from kme_dist.errors import RetryError
 from kme_dist.meter import metered, observed
-from kme_dist.run.lanes import Lanes
+from kme_dist.run.lanes import Lanes, aligned
 from kme_dist.run.streams import Done, Stream
 
 T = TypeVar("T")
@@ -45,6 +44,7 @@ _GRACE_S = 5.0  # for fetching finished results after a round has failed
 _COUNT_EVERY_S = 5.0
 _QUICK_S = 0.25  # rounds shorter than this bypass the scheduler, whose 10 to 20 ms would be a tenth of them
 _SHOWN_EVERY_S = 1.0  # and still use it about this often, to show on the dashboard
+_TRIM_EVERY = 500  # rounds of plain tasks
 FAN_IN = 4  # results that a task of a reduction combines: a power of 2, so that the tree is the same as in pairs
 GPU = "GPU"  # the resource of workers with a device: `dask worker --resources GPU=1`
 # Calls whose results become the last argument of each call: function, calls, calls of the next round, name.
@@ -393,6 +393,9 @@ class DaskExecutor:
         self._round += 1
         futures: dict[int, Any] = {}
         with contextlib.suppress(*_cluster_errors()):  # submitted again when collected
+            if self._round % _TRIM_EVERY == 0:
+                with contextlib.suppress(ValueError):  # the scheduler accepts no functions
+                    self.client.run_on_scheduler(_trim_spans)
             futures = submit(list(range(count)), self._away_from_suspects())
 
         def release() -> None:
@@ -522,6 +525,14 @@ class DaskExecutor:
             ) from error
 
 
+def _trim_spans(dask_scheduler: Any) -> None:
+    """Dask notes every submission, for its diagnostics, as long as the scheduler runs: keep the last ones."""
+    for span in getattr(dask_scheduler.extensions.get("spans"), "spans", {}).values():
+        if noted := getattr(span, "_metadata", None):
+            del noted["collections"][:-_TRIM_EVERY]
+            span._metadata_seen.clear()
+
+
 async def _gather(client: Any, futures: list[Any], direct: bool) -> list[Any]:
     found: list[Any] = await client.gather(futures, asynchronous=True, direct=direct)
     return found
@@ -566,27 +577,6 @@ def make_calls(function: Function[T], calls: list[tuple[Any, ...]]) -> Done:
     began = time.perf_counter()
     results = tuple(run_call(function, call) for call in calls)
     return Done(results, time.perf_counter() - began)
-
-
-def aligned(value: Any) -> Any:
-    """The same value with aligned arrays: those received over the network may be unaligned.
-
-    NumPy multiplies unaligned arrays on another code path, which rounds differently.
-    """
-    if isinstance(value, np.ndarray):
-        return value if value.flags.aligned else value.copy(order="K")
-    if type(value) in (tuple, list):
-        items = [aligned(item) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
-    if type(value) is dict:
-        found = {key: aligned(item) for key, item in value.items()}
-        return value if all(found[key] is item for key, item in value.items()) else found
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            old = getattr(value, part.name)
-            if (new := aligned(old)) is not old:
-                object.__setattr__(value, part.name, new)  # what was received is not shared
-    return value
 
 
 def _combine_task(combine: Callable[[T, T], T], parts: list[T]) -> T:

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import pickle
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
+
+import numpy as np
 
 _OPERATION = "kme_dist_call"
 _REFRESH_EVERY_S = 2.0  # how often the list of workers is refreshed
@@ -192,3 +195,24 @@ def unpacked(message: Packed) -> Any:
     """Arrays can be written to, as those that were sent."""
     views = (memoryview(part) for part in message["large"])
     return pickle.loads(message["data"], buffers=[bytearray(v) if v.readonly else v for v in views])
+
+
+def aligned(value: Any) -> Any:
+    """The same value with aligned arrays: those received over the network may be unaligned.
+
+    NumPy multiplies unaligned arrays on another code path, which rounds differently.
+    """
+    if isinstance(value, np.ndarray):
+        return value if value.flags.aligned else value.copy(order="K")
+    if type(value) in (tuple, list):
+        items = [aligned(item) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+    if type(value) is dict:
+        found = {key: aligned(item) for key, item in value.items()}
+        return value if all(found[key] is item for key, item in value.items()) else found
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for part in dataclasses.fields(value):
+            old = getattr(value, part.name)
+            if (new := aligned(old)) is not old:
+                object.__setattr__(value, part.name, new)  # what was received is not shared
+    return value

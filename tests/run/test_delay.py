@@ -286,6 +286,19 @@ def test_an_error_is_raised_when_collected_and_a_cancelled_round_leaves_nothing(
     assert not two.futures
 
 
+def test_what_the_scheduler_notes_of_rounds_is_bounded(two, monkeypatch):
+    monkeypatch.setattr(running, "_TRIM_EVERY", 5)
+    executor = DaskExecutor(two)
+    for i in range(23):
+        assert executor.map(napping, [(0.0, i)], name="nap") == [i]
+    noted = two.run_on_scheduler(
+        lambda dask_scheduler: [
+            len(span._metadata["collections"]) for span in dask_scheduler.extensions["spans"].spans.values()
+        ]
+    )
+    assert 0 < max(noted) <= 10
+
+
 def test_calls_that_were_not_answered_are_repeated_as_tasks(two, always_lanes):
     executor = DaskExecutor(two)
     executor.map(napping, [(0.0, 0)], name="nap", quick=True)
