@@ -315,6 +315,8 @@ def inspect(
         print_json(facts)
     elif facts["format"] == "kme-dist/dataset":
         stored.render(facts)
+    elif "model" in facts:
+        print_tree(stored.model_card(facts))
     else:
         history = facts.pop("history", None)
         if history is not None and "step" not in facts:  # a checkpoint has a step, and rarely a history

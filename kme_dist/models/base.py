@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -29,7 +30,7 @@ from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.data import store
 from kme_dist.data.dataset import Dataset, generated_names
 from kme_dist.data.places import Place
-from kme_dist.data.rows import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 from kme_dist.models.settings import RandomState, Rule, drawn_seed
@@ -43,6 +44,7 @@ Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
+_PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn")  # whose versions are stored with a model
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
 _KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
@@ -95,6 +97,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     n_features_in_: int
     feature_names_in_: np.ndarray
     fitted_to_dataset_: bool
+    trained_on_: dict[str, Any]
 
     # --- settings --------------------------------------------------------------------------------
 
@@ -184,6 +187,16 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.n_features_in_ = int(rows.shape[1])
         elif hasattr(self, "n_features_in_"):
             del self.n_features_in_
+
+    def _record_data(self, rows: RowsRef) -> None:
+        """At fit: what a model card says of the rows. A data set is identified by its digest, whatever its address."""
+        stored = isinstance(rows.source, Dataset)
+        self.trained_on_ = {
+            "data": Place.of(rows.path).name if stored else rows.path,
+            "split": rows.split,
+            "rows": rows.count,
+            "digest": rows.digest() if stored else None,
+        }
 
     def _record_names(self, names: Sequence[Any]) -> None:
         """The same for a data set.
@@ -298,6 +311,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             "feature_names": names,
             "n_features_in": getattr(self, "n_features_in_", None),
             "fitted_to_dataset": bool(getattr(self, "fitted_to_dataset_", False)),
+            "trained_on": getattr(self, "trained_on_", None),
+            "versions": {name: metadata.version(name) for name in _PACKAGES},
             **facts,
         }
         store.save_arrays(path, {name: devices.to_host(array) for name, array in arrays.items()}, attributes)
@@ -336,6 +351,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _restore_columns(self, found: Mapping[str, Any]) -> None:
         """Names and number of features as stored; models of older versions have none."""
         self.fitted_to_dataset_ = bool(found.get("fitted_to_dataset", False))
+        if found.get("trained_on"):
+            self.trained_on_ = dict(found["trained_on"])
         if found.get("feature_names"):
             self.feature_names_in_ = np.array(found["feature_names"], dtype=object)
         if found.get("n_features_in") is not None:

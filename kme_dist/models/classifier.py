@@ -274,7 +274,9 @@ class EmbeddingClassifier(Classifier):
     def _keep_sample(self, data: RowSource, split: str | None) -> None:
         """Keep what relevance is measured on: raw rows, their labels, and the columns that features come from."""
         most = sample_rows(data.features)
-        X, y = RowsRef.of(data, split=split).sample(most, self._seed())
+        rows = RowsRef.of(data, split=split)
+        self._record_data(rows)
+        X, y = rows.sample(most, self._seed())
         self.sample_ = np.asarray(X)[:most].copy(), np.asarray(y)[:most].copy()
         self._importances, self._groups = None, {}
         if isinstance(data, Dataset) and any(column.kind == "one_hot" for column in data.schema.columns):
