@@ -50,8 +50,7 @@ from kme_dist.cli.options import (
     split_names,
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
-from kme_dist.errors import ConfigError, KMEError
-from kme_dist.ops.words import plural
+from kme_dist.errors import ConfigError, KMEError, plural
 
 app = typer.Typer(
     name="kme-dist",

@@ -18,8 +18,7 @@ import typer
 from rich.text import Text
 
 from kme_dist.cli import app as cli
-from kme_dist.errors import CorruptError, NumericalError, RetryError
-from kme_dist.ops.words import plural
+from kme_dist.errors import CorruptError, NumericalError, RetryError, counted, plural
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -384,6 +383,7 @@ def test_lines_agree_with_their_counts(config, capsys, monkeypatch):
         *("classes", "class", "classes"),
         *("workers", "worker", "workers"),
     ]
+    assert [counted(1, "row"), counted(2000, "class", ",")] == ["1 row", "2,000 classes"]
 
 
 def test_quiet_keeps_the_result_as_its_help_says(config, capsys):
