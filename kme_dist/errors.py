@@ -11,6 +11,8 @@
 
 A message says what was found, what is required and what to do. Errors are sent between processes, so each one can be
 pickled with its attributes. Any other exception is a bug of ours and exits with 1 and a traceback.
+
+Numbers in messages have the right noun: `counted(1, "row")` is "1 row", `counted(2, "class")` is "2 classes".
 """
 
 from __future__ import annotations
@@ -72,3 +74,18 @@ class RetryError(KMEError, RuntimeError):
 
 class PrecisionWarning(UserWarning):
     """Double precision is not sufficient for the request; a nearby result was computed, and the message says which."""
+
+
+# --- words of messages that depend on a number ------------------------------------------------------------------
+
+
+def plural(count: float, noun: str) -> str:
+    """The noun for that many: `plural(1, "class")` is "class", `plural(2, "class")` is "classes"."""
+    if count == 1:
+        return noun
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def counted(count: int, noun: str, form: str = "") -> str:
+    """The number, in a format such as ",", and its noun: "1 row", "1,000 rows"."""
+    return f"{count:{form}} {plural(count, noun)}"

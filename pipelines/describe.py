@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,67 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
         if format_name == CHECKPOINT_FORMAT:
             facts["watch"] = {name: _decimal(value) for name, value in facts["watch"].items()}
         facts["arrays"] = {name: _shape(place, name) for name in attributes.get("digests", {})}
+        if "model" in attributes:
+            facts["array_digests"] = attributes["digests"]
     facts["verified"] = verify
     return facts
+
+
+FIGURES = {"loo_log_loss": "leave-one-out log loss", "loss": "loss", "bound": "generalisation bound"}
+LEARNED = ("objective", "kernel", "target_kernel", "observation_kernel", "feature_map", "regularization", "shrinkage",
+           "solver", "solver_reason", "calibration", "compression")  # fmt: skip
+
+
+def model_card(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a model in the order in which a reader asks: what it is, of which data, how good, with which
+    settings and versions, and which bytes."""
+    known, shapes = facts.get("trained_on") or {}, facts.get("arrays", {})
+    data = {
+        "source": known.get("data"),
+        **{key: known.get(key) for key in ("split", "rows", "digest")},
+        "features": facts.get("n_features_in"),
+        "feature_names": facts.get("feature_names"),
+        "classes": facts.get("classes"),
+    }
+    history = facts.get("history") or []
+    figures: dict[str, Any] = {}
+    for key, title in FIGURES.items():
+        value = facts.get(key)
+        if isinstance(value, Mapping) and value:
+            best = min(value, key=lambda name: math.inf if value[name] is None else value[name])
+            figures[title] = f"{value[best]:.6g} ({best}; the best of {len(value)})" if len(value) > 1 else value[best]
+        elif isinstance(value, int | float):
+            figures[title] = value
+    figures |= _run_figures(Path(str(facts["path"])).parent) if "://" not in str(facts["path"]) else {}
+    if history:
+        figures["steps"] = len(history)
+    digests = facts.get("array_digests", {})
+    card = {
+        "model": facts["model"],
+        "path": facts["path"],
+        "bytes": facts["bytes"],
+        "data": {key: value for key, value in data.items() if value not in (None, [])},
+        "figures": figures,
+        "learned": {key: facts[key] for key in LEARNED if facts.get(key) is not None},
+        "settings": {key: value for key, value in facts.get("settings", {}).items() if value is not None},
+        "versions": {**facts.get("versions", {}), "model format": facts.get("model_format")},
+        "digests": {
+            "attributes": facts.get("attributes_digest"),
+            **{name: f"{digest}  {shapes.get(name, '')}" for name, digest in digests.items()},
+        },
+        "verified": facts["verified"],
+    }
+    return {key: value for key, value in card.items() if value not in ({}, None)}
+
+
+def _run_figures(folder: Path) -> dict[str, Any]:
+    """What the run that a model belongs to measured on its test rows."""
+    try:
+        summary = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("summary") or {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    names = ("accuracy", "log_loss", "calibration_error", "rmse", "mae", "r2", "test_rows")
+    return {f"test {name.removeprefix('test_').replace('_', ' ')}": summary[name] for name in names if name in summary}
 
 
 def _nothing_at(place: Place) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kme_dist.config import ClusterConfig
-from kme_dist.errors import KMEError
+from kme_dist.errors import KMEError, counted
 from kme_dist.ops.cluster import differences, open_unchecked
 
 PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn")
@@ -51,7 +51,9 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
     cores = _usable_cores()
     threads = max((pool["num_threads"] or 1 for pool in blas), default=1)
     if threads > cores:
-        problems.append(f"BLAS would use {threads} threads on {cores} cores; set OPENBLAS_NUM_THREADS={cores}")
+        problems.append(
+            f"BLAS would use {counted(threads, 'thread')} on {counted(cores, 'core')}; set OPENBLAS_NUM_THREADS={cores}"
+        )
     gpu = backend.gpu_report()
     if gpu["self_test"] == "FAILED":
         problems.append("CuPy gives wrong results on this GPU; use backend: numpy")

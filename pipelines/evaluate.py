@@ -22,6 +22,7 @@ from kme_dist.core.metrics import Tally
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
+from kme_dist.errors import counted
 from kme_dist.ops.cluster import open_executor
 from kme_dist.pipelines import pages
 from kme_dist.pipelines.folder import Listener, now, to_json
@@ -79,12 +80,14 @@ def evaluate(
     metrics = tally.metrics(classes)
     if folder is not None:
         place = Place.of(folder)
-        subtitle = f"{metrics['rows']:,} rows of {labelled.place.name}{f', split {split}' if split else ''}"
+        subtitle = (
+            f"{counted(metrics['rows'], 'row', ',')} of {labelled.place.name}{f', split {split}' if split else ''}"
+        )
         page = pages.evaluation_page(
             title,
             metrics,
             classes,
-            subtitle=f"{subtitle}, {len(classes)} classes",
+            subtitle=f"{subtitle}, {counted(len(classes), 'class')}",
             footer=f"predictions {found.path} · model {found.state['model']} · {now()}",
         )
         place.write(METRICS, to_json(metrics))

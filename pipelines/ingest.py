@@ -16,8 +16,7 @@ from kme_dist.config import Config
 from kme_dist.data.append import append
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
-from kme_dist.errors import ConfigError, KMEError
-from kme_dist.ops.words import plural
+from kme_dist.errors import ConfigError, KMEError, plural
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.folder import digest, recorded_stages
 from kme_dist.pipelines.progress import RunProgress

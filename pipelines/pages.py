@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.ops.words import plural
+from kme_dist.errors import counted, plural
 from kme_dist.pipelines.fit import final_objective
 from kme_dist.pipelines.learn import regularization_of
 from kme_dist.pipelines.tables import Tables
@@ -70,8 +70,8 @@ def run_page(
     pictures += _mistakes(rows, best, shape)
     return draw.render_html(
         name,
-        subtitle=f"{counts[0]:,} training rows, {counts[1]:,} test rows, "
-        f"{len(rows.feature_names)} {plural(len(rows.feature_names), 'feature')}, {len(classes)} classes",
+        subtitle=f"{counted(counts[0], 'training row', ',')}, {counted(counts[1], 'test row', ',')}, "
+        f"{counted(len(rows.feature_names), 'feature')}, {counted(len(classes), 'class')}",
         headline=_headline(best, counts, steps, learn_seconds),
         figures=pictures,
         tables=[*_starts_table(starts), _class_table(best.metrics)],
@@ -90,7 +90,7 @@ def _headline(
         (
             "Test accuracy",
             f"{100 * metrics['accuracy']:.2f} %",
-            f"{right:,} of {metrics['rows']:,} test rows",
+            f"{right:,} of {counted(metrics['rows'], 'test row', ',')}",
         ),
         ("Log loss", f"{metrics['log_loss']:.3f}", "of the test rows, lower is better"),
         (
@@ -134,7 +134,7 @@ def _flat(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
 def _map(model: Any) -> tuple[str, str]:
     """A learned feature map, in two short lines."""
     numbers = sum(int(np.size(value)) for value in model.features_.parameters.values())
-    return type(model.features_).__name__, f"{len(model.weights_)} features, {numbers:,} learned parameters"
+    return type(model.features_).__name__, f"{counted(len(model.weights_), 'feature')}, {numbers:,} learned parameters"
 
 
 def _kernel(kernel: Any) -> tuple[str, str]:
@@ -323,7 +323,7 @@ def evaluation_page(
         (
             "Accuracy",
             f"{100 * metrics['accuracy']:.2f} %",
-            f"{round(metrics['accuracy'] * answered):,} of {answered:,} rows",
+            f"{round(metrics['accuracy'] * answered):,} of {counted(answered, 'row', ',')}",
         ),
         ("Balanced accuracy", f"{100 * metrics['balanced_accuracy']:.2f} %", "mean recall of the classes"),
     ]

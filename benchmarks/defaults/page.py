@@ -7,7 +7,7 @@ import html
 from benchmarks.defaults import pictures, ranks, summary
 from benchmarks.defaults.models import MODELS
 from benchmarks.defaults.summary import ranked, shown, title
-from kme_dist.ops.words import plural
+from kme_dist.errors import plural
 from kme_dist.report.page import Picture, render_html
 
 FIGURES = {

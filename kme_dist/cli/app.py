@@ -50,8 +50,7 @@ from kme_dist.cli.options import (
     split_names,
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
-from kme_dist.errors import ConfigError, KMEError
-from kme_dist.ops.words import plural
+from kme_dist.errors import ConfigError, KMEError, plural
 
 app = typer.Typer(
     name="kme-dist",
@@ -311,6 +310,8 @@ def inspect(
         print_json(facts)
     elif facts["format"] == "kme-dist/dataset":
         stored.render(facts)
+    elif "model" in facts:
+        print_tree(stored.model_card(facts))
     else:
         history = facts.pop("history", None)
         if history is not None and "step" not in facts:  # a checkpoint has a step, and rarely a history

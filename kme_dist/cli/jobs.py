@@ -47,13 +47,12 @@ from kme_dist.cli.options import (
 )
 from kme_dist.config import ClusterConfig, load_config
 from kme_dist.data.leases import LeaseLost
-from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError, counted
 from kme_dist.ops import jobs
 from kme_dist.ops.certs import make_certificates, tls_files
 from kme_dist.ops.driver import Cancelled, drive
 from kme_dist.ops.jobs import ENDED, Job, create_job, job_root
 from kme_dist.ops.schedule import fire_times, keep_schedule, parse_time, stamp, utc_now
-from kme_dist.ops.words import plural
 
 jobs_app = typer.Typer(
     name="jobs", help="Jobs under the root folder: list, status, logs, wait, cancel, resume, keep, prune."
@@ -402,7 +401,7 @@ def prune(
                 shutil.rmtree(job.folder)
     output.result({"deleted": [] if dry_run else gone, "found": gone}, *gone)
     if not output.as_json:
-        output.say(f"{len(gone)} {plural(len(gone), 'job')} {'would be deleted' if dry_run else 'deleted'}")
+        output.say(f"{counted(len(gone), 'job')} {'would be deleted' if dry_run else 'deleted'}")
 
 
 def _moment(option: str, text: str) -> datetime.datetime:

@@ -19,8 +19,7 @@ import typer
 
 from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, load, split_names, split_pairs
 from kme_dist.config import ClusterConfig, Config, parse_config
-from kme_dist.errors import ConfigError
-from kme_dist.ops.words import plural
+from kme_dist.errors import ConfigError, plural
 
 PredictConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
 EvaluateConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --predictions and --data.")]

@@ -23,7 +23,7 @@ from kme_dist.data.dataset import RowSource, Span, generated_names, joined
 from kme_dist.data.sparse import from_parts, is_sparse, sparse_parts
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.writer import CHUNK_BYTES, SHARD_BYTES, ChunkLayout, digest, padded_sum, weight_totals
-from kme_dist.errors import DataError
+from kme_dist.errors import DataError, counted
 
 OUTPUT_ROWS = 8192  # rows of a chunk of predictions, where the rows have no chunks
 
@@ -57,13 +57,15 @@ class ArrayRows(RowSource):
         self.chunk_rows, self._shard_rows = layout.chunk_rows, layout.shard_rows
         self._files: tuple[str, ...] = ()
         if y is not None and len(y) != self.rows:
-            raise DataError(f"got {self.rows} rows but {len(y)} labels; give one label per row")
+            raise DataError(f"got {counted(self.rows, 'row')} but {counted(len(y), 'label')}; give one label per row")
         self._weights, self.has_weights = weights, weights is not None
         if weights is not None and len(weights) != self.rows:
-            raise DataError(f"got {self.rows} rows but {len(weights)} weights; give one weight per row")
+            raise DataError(
+                f"got {counted(self.rows, 'row')} but {counted(len(weights), 'weight')}; give one weight per row"
+            )
 
     def __repr__(self) -> str:
-        return f"ArrayRows({self.rows} rows, {self.features} features)"
+        return f"ArrayRows({counted(self.rows, 'row')}, {counted(self.features, 'feature')})"
 
     def __len__(self) -> int:
         return self.rows

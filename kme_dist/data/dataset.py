@@ -31,7 +31,7 @@ from kme_dist.data.sparse import is_sparse, joined_sparse
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_seal
 from kme_dist.data.writer import digest
-from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.errors import ConfigError, CorruptError, DataError, counted
 
 DATASET_FORMAT = "kme-dist/dataset"
 DATASET_VERSION = 1
@@ -280,7 +280,7 @@ class Dataset(RowSource):
         row_shape = (self.features,) if name == "X" else ()
         if layout.shape[0] < self.rows or layout.row_shape != row_shape:
             raise CorruptError(
-                f"{self.place}: {name} has shape {layout.shape}, the attributes declare {self.rows} rows of "
+                f"{self.place}: {name} has shape {layout.shape}, the attributes declare {counted(self.rows, 'row')} of "
                 f"{row_shape}."
             )
         return array
@@ -309,8 +309,9 @@ class Dataset(RowSource):
         return self.rows
 
     def __repr__(self) -> str:
-        labels = f", {len(self.classes)} classes" if self.classes is not None else ""
-        return f"Dataset({self.path!r}, {self.rows} rows, {self.features} features {self.dtype}{labels})"
+        labels = f", {counted(len(self.classes), 'class')}" if self.classes is not None else ""
+        size = f"{counted(self.rows, 'row')}, {counted(self.features, 'feature')}"
+        return f"Dataset({self.path!r}, {size} {self.dtype}{labels})"
 
     @property
     def path(self) -> str:  # type: ignore[override]

@@ -37,7 +37,7 @@ from pyarrow import csv
 from kme_dist.data.chunks import StoredArray, encode_shard, read_attributes, read_metadata, write_attributes
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.store import create_array
-from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.errors import ConfigError, CorruptError, DataError, counted
 
 PREDICTIONS_FORMAT = "kme-dist/predictions"
 PREDICTIONS_VERSION = 1
@@ -273,7 +273,7 @@ class Predictions:
         return self.rows
 
     def __repr__(self) -> str:
-        return f"Predictions({self.path!r}, {self.rows} rows, {', '.join(self._fields)}, {self.status})"
+        return f"Predictions({self.path!r}, {counted(self.rows, 'row')}, {', '.join(self._fields)}, {self.status})"
 
     @property
     def path(self) -> str:

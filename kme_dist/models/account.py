@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kme_dist.errors import counted
+
 SECONDS_BETWEEN_LINES = 5.0
 _SHOWN = (
     ("objective", "q {:.4g}"),
@@ -88,7 +90,9 @@ class Account:
             why = "all steps made"
         else:
             why = "stopped at a plateau" + (f" of {patience} steps" if patience else "")
-        self.say(f"{last['phase']}: {step} of {steps} steps in {seconds:.1f} s, {why}; {_main_numbers(last)}")
+        self.say(
+            f"{last['phase']}: {step} of {counted(steps, 'step')} in {seconds:.1f} s, {why}; {_main_numbers(last)}"
+        )
         self._last = None
 
     def done(self) -> None:

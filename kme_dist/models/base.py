@@ -19,6 +19,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -42,7 +43,7 @@ from kme_dist.data.frames import (
     without_column,
 )
 from kme_dist.data.places import Place
-from kme_dist.data.rows import Scaling
+from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
@@ -58,6 +59,7 @@ Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 FORMAT = 1
 _RUN_RECORD, _RUN_MODEL = "run.json", "model.zarr"  # of a run folder
+_PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn")  # whose versions are stored with a model
 DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
 _SPARSE_PARTS = ("data", "indices", "indptr")
@@ -114,6 +116,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     feature_names_in_: np.ndarray
     fitted_to_dataset_: bool
     encoding_: Schema | None = None  # how rows are encoded; None: they are numbers
+    trained_on_: dict[str, Any]
 
     # --- settings --------------------------------------------------------------------------------
 
@@ -209,6 +212,16 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         self._record_names(data.feature_names)
         if data.schema.encodes and data.schema.feature_names == data.feature_names:
             self.encoding_ = for_new_rows(data.schema)
+
+    def _record_data(self, rows: RowsRef) -> None:
+        """At fit: what a model card says of the rows. A data set is identified by its digest, whatever its address."""
+        stored = isinstance(rows.source, Dataset)
+        self.trained_on_ = {
+            "data": Place.of(rows.path).name if stored else rows.path,
+            "split": rows.split,
+            "rows": rows.count,
+            "digest": rows.digest() if stored else None,
+        }
 
     def _record_names(self, names: Sequence[Any]) -> None:
         """The names of the features of a data set.
@@ -392,6 +405,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             "n_features_in": getattr(self, "n_features_in_", None),
             "fitted_to_dataset": bool(getattr(self, "fitted_to_dataset_", False)),
             **({} if self.encoding_ is None else {"encoding": self.encoding_.encoding_json()}),
+            "trained_on": getattr(self, "trained_on_", None),
+            "versions": {name: metadata.version(name) for name in _PACKAGES},
             **facts,
         }
         store.save_arrays(path, {name: devices.to_host(array) for name, array in arrays.items()}, attributes)
@@ -430,6 +445,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def _restore_columns(self, found: Mapping[str, Any]) -> None:
         """Names and number of features as stored; models of older versions have none."""
         self.fitted_to_dataset_ = bool(found.get("fitted_to_dataset", False))
+        if found.get("trained_on"):
+            self.trained_on_ = dict(found["trained_on"])
         if found.get("feature_names"):
             self.feature_names_in_ = np.array(found["feature_names"], dtype=object)
         if found.get("n_features_in") is not None:

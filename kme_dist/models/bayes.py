@@ -174,7 +174,7 @@ class KernelBayesFilter(Estimator):
 
     _FITTED: ClassVar[str] = "states_"
     _IN_FACTS: ClassVar[tuple[str, ...]] = (
-        "kernel", "observation_kernel", "transition_regularization", "regularization", "width", "scaling",
+        "kernel", "observation_kernel", "transition_regularization", "regularization", "width",
     )  # fmt: skip
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "transition_regularization": positive(optional=True),
@@ -214,6 +214,7 @@ class KernelBayesFilter(Estimator):
         if len(S) < 8:
             raise DataError(f"a filter requires a training sequence of at least 8 steps, got {len(S)}")
         self._record_columns(observations, O)
+        self._record_data(rows_of(O))
         self.scaling_, self.state_scaling_ = Scaling.learn(O, self.scaling), Scaling.learn(S, self.scaling)
         with blas_threads(1):
             chosen = self._choose(S, O)

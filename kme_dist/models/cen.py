@@ -33,7 +33,7 @@ from kme_dist.core.masked import LOSSES
 from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import Scaling
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, on_workers
 from kme_dist.models.classifier import EmbeddingClassifier
@@ -202,7 +202,8 @@ class CENClassifier(EmbeddingClassifier):
             data, _ = self._labelled_rows(X, y, stack, sample_weight)
             rows = data.split_positive(data.training_split())
             account.begin(
-                f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
+                f"{counted(rows, 'row', ',')}, {counted(data.features, 'feature')}, "
+                f"{counted(data.n_classes, 'class')}, objective {self.objective}"
             )
             self._learn_rows(data, report, watch, saved)
         account.finish_learning()

@@ -278,7 +278,9 @@ class EmbeddingClassifier(Classifier):
     def _keep_sample(self, data: RowSource, split: str | None) -> None:
         """Keep what relevance is measured on: raw rows, their labels, and the columns that features come from."""
         most = sample_rows(data.features)
-        X, y = RowsRef.of(data, split=split).sample(most, self._seed())
+        rows = RowsRef.of(data, split=split)
+        self._record_data(rows)
+        X, y = rows.sample(most, self._seed())
         self._importances, self._groups, self.sample_ = None, {}, None
         if hasattr(X, "dtype"):  # other rows have no features
             self.sample_ = X[:most].copy(), np.asarray(y)[:most].copy()

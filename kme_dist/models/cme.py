@@ -165,6 +165,7 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _fit(self, pairs: Pairs) -> Self:
         self._left = None
+        self._record_data(pairs.inputs)
         some_X, some_Y = pairs.sample(_SELECTION_ROWS, self._seed())
         self.target_kernel_ = target_kernel(self.target_kernel, some_Y, self._seed())
         some_Y = as_targets(some_Y, self.target_kernel_)

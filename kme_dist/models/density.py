@@ -98,6 +98,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
                 "MixtureMatching takes rows of numbers: its components are Gaussians; encode the rows first"
             )
         self._record_columns(X, sample.read()[0] if sample.in_memory else None)
+        self._record_data(sample)
         if self.n_components > sample.count:
             raise ConfigError(f"n_components={self.n_components}: must be at most {sample.count}, the number of rows")
         self.kernel_ = check_kernel(kernel_for(self.kernel, sample, self._seed()))

@@ -32,7 +32,7 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
 from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
@@ -221,7 +221,8 @@ class MCEClassifier(EmbeddingClassifier):
             recipe, rows = self.recipe(data), data.split_positive(data.training_split())
             account = Account(self.verbose, type(self).__name__, lambda name: recipe.patience(name, rows))
             account.begin(
-                f"{rows:,} rows, {data.features} features, {data.n_classes} classes, objective {self.objective}"
+                f"{counted(rows, 'row', ',')}, {counted(data.features, 'feature')}, "
+                f"{counted(data.n_classes, 'class')}, objective {self.objective}"
             )
             if recipe.warm:
                 account.say(f"starts from what was learned before: {recipe.kernel!r}")

@@ -145,6 +145,7 @@ class KernelMean(Estimator):
         self._begin_fit()
         sample = rows_of(X, self.dtype)
         self._record_columns(X, sample.read()[0] if sample.in_memory else None)
+        self._record_data(sample)
         kernel = kernel_for(self.kernel, sample, self._seed())
         target = self.target.mean_ if isinstance(self.target, KernelMean) else self.target
         frequencies = None

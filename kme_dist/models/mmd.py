@@ -23,7 +23,7 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.means import tile_sums
 from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbiased
 from kme_dist.data.rows import RowsRef, rows_of
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.models.means import kernel_for
 from kme_dist.models.settings import RandomState, drawn_seed, seed
 from kme_dist.run.executors import Executor
@@ -88,7 +88,7 @@ def mmd_test(
         raise DataError(f"a two-sample test requires at least two rows per sample, got {m} and {n}")
     widths = _features(first), _features(second)
     if widths[0] != widths[1]:
-        shown = ["no numeric features" if width is None else f"{width} features" for width in widths]
+        shown = ["no numeric features" if width is None else counted(width, "feature") for width in widths]
         raise DataError(f"the first sample has {shown[0]}, the second {shown[1]}; they must have the same columns")
     _check_names(X, Y)
     drawn = drawn_seed(random_state)

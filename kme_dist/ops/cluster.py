@@ -37,9 +37,8 @@ from typing import Any
 
 from kme_dist.backend import available_cores, resolve
 from kme_dist.config import ClusterConfig
-from kme_dist.errors import ConfigError, RetryError
+from kme_dist.errors import ConfigError, RetryError, counted, plural
 from kme_dist.ops.certs import tls_files
-from kme_dist.ops.words import plural
 from kme_dist.run.executors import GPU, DaskExecutor, Executor, SerialExecutor
 
 PACKAGES = ("kme-dist", "dask", "distributed", "numpy", "scipy", "zarr")
@@ -180,8 +179,8 @@ def worker_count(settings: ClusterConfig) -> int:
         return 1
     if settings.workers is not None and settings.workers > cores and settings.kind == "local":
         raise ConfigError(
-            f"cluster.workers is {settings.workers}, but there are {cores} cores; every worker uses one core: "
-            f"set it to {cores} or less"
+            f"cluster.workers is {settings.workers}, but there are {counted(cores, 'core')}; every worker uses one "
+            f"core: set it to {cores} or less"
         )
     return settings.workers or cores
 

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 from kme_dist.config import Config, parse_config
 from kme_dist.data.leases import EpochLease, LeaseLost
-from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError
+from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, plural
 from kme_dist.ops.jobs import PIPELINES, Job, now
-from kme_dist.ops.words import plural
 
 ATTEMPTS = 3  # of one driver, when the infrastructure fails
 PAUSE_S = 5.0  # before its second attempt; twice as long before the third

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,7 @@ import typer
 from rich.text import Text
 
 from kme_dist.cli import app as cli
-from kme_dist.errors import CorruptError, NumericalError, RetryError
-from kme_dist.ops.words import plural
+from kme_dist.errors import CorruptError, NumericalError, RetryError, counted, plural
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,8 +233,18 @@ def test_inspect_describes_a_run_and_refuses_what_is_not_ours(config, tmp_path, 
     assert facts["summary"]["test_rows"] == 30
     assert cli.execute(["inspect", "runs/quick"]) == 0
     assert "succeeded" in capsys.readouterr().out
+    accuracy = facts["summary"]["accuracy"]
     assert cli.execute(["inspect", "runs/quick/model.zarr"]) == 0
-    capsys.readouterr()
+    card = capsys.readouterr().out
+    sections = re.findall(r"^(\w+)$", card, re.MULTILINE)
+    assert sections == ["data", "figures", "learned", "settings", "versions", "digests"]
+    assert re.search(rf"^  test accuracy +{accuracy:.6g}$", card, re.MULTILINE)
+    assert re.search(r"^  rows +120$", card, re.MULTILINE)
+    assert cli.execute(["inspect", "runs/quick/model.zarr", "--json"]) == 0
+    stored = json.loads(capsys.readouterr().out)
+    assert stored["versions"]["kme-dist"] == version("kme-dist")
+    assert stored["trained_on"]["rows"] == 120
+    assert set(stored["array_digests"]) == set(stored["arrays"])
     assert failure(capsys, "inspect", "nothing")[0] == 2
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text("{}")
@@ -373,6 +383,7 @@ def test_lines_agree_with_their_counts(config, capsys, monkeypatch):
         *("classes", "class", "classes"),
         *("workers", "worker", "workers"),
     ]
+    assert [counted(1, "row"), counted(2000, "class", ",")] == ["1 row", "2,000 classes"]
 
 
 def test_quiet_keeps_the_result_as_its_help_says(config, capsys):

@@ -31,6 +31,7 @@ FITS = {
     "ASKLRegressor": lambda **s: kme.ASKLRegressor(features=5, epochs=1, **s).fit(X, X[:, 0]),
     "CENClassifier": lambda **s: kme.CENClassifier(hidden=(3,), steps=2, **s).fit(X, Y),
     "ConditionalMeanEmbedding": lambda **s: kme.ConditionalMeanEmbedding(**s).fit(X, X[:, 0]),
+    "KernelBayesFilter": lambda **s: kme.KernelBayesFilter(**s).fit(X, X),
     "KernelMean": lambda **s: kme.KernelMean("r-kmse", **s).fit(X),
     "MCEClassifier": lambda **s: kme.MCEClassifier(steps=1, objective="rcb", **s).fit(X, Y),
     "MixtureMatching": lambda **s: kme.MixtureMatching(2, **s).fit(X),
@@ -116,7 +117,8 @@ def test_all_models_are_stored_with_class_version_settings_and_columns(name, tmp
     assert found["n_features_in"] == 2
     again = kme.load(tmp_path / "model.zarr")
     assert type(again) is type(model)
-    learned = {"kernel", "target_kernel", "regularization", "solver", "width"}  # come back as they were learned
+    learned = {"kernel", "target_kernel", "observation_kernel", "regularization", "transition_regularization"}
+    learned |= {"solver", "width"}  # come back as they were learned
     kept = {setting: value for setting, value in model.get_params().items() if setting not in learned}
     assert {setting: again.get_params()[setting] for setting in kept} == kept
 
@@ -129,6 +131,8 @@ def test_a_loaded_model_can_be_fitted_again(name, tmp_path):
     rows, y = (BAGS, ["a", "b"] * 5) if "SupportMeasure" in name else (X, Y)
     if name in ("ASKLRegressor", "ConditionalMeanEmbedding"):
         y = X[:, 0]
+    if name == "KernelBayesFilter":
+        y = X
     again = clone(kme.load(tmp_path / "model.zarr")).fit(rows, y)
     question = {"KernelMean": "evaluate", "MixtureMatching": "score_samples"}.get(name, "predict")
     np.testing.assert_array_equal(getattr(again, question)(rows), getattr(model, question)(rows))

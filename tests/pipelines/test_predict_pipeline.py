@@ -139,15 +139,11 @@ def test_labels_that_cannot_be_judged_are_refused(run_folder, capsys):
     assert call(capsys, *found, "fine.zarr")[0] == 0
 
 
-def test_progress_tells_rows_rate_and_time_left():
-    lines, counts, clock = [], [], iter([0.0, 0.0, 10.0, 11.0, 20.0])
+def test_progress_tells_rows_and_what_was_done_before():
+    lines, counts = [], []
     listener = Listener(say=lines.append, progress=lambda stage, done, total: counts.append((stage, done, total)))
-    progress = RowProgress(listener, clock=lambda: next(clock))
-    for done in (1000, 2000, 2100, 3000):
+    progress = RowProgress(listener)
+    for done in (1000, 2000, 3000):
         progress(done, 3000)
-    assert counts[-1] == ("predict", 3000, 3000)
-    assert lines == [
-        "predict: 1,000 of 3,000 rows were done before",
-        "predict: 2,000 of 3,000 rows (67%), 100 rows/s, 10 s left",
-        "predict: 3,000 of 3,000 rows (100%), 100 rows/s",
-    ]
+    assert counts == [("predict", done, 3000) for done in (1000, 2000, 3000)]
+    assert lines == ["predict: 1,000 of 3,000 rows were done before"]

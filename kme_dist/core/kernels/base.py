@@ -24,7 +24,7 @@ from kme_dist.backend import (
     set_diagonal,
     to_host,
 )
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.meter import metered
 
 Gradients = dict[str, Array]
@@ -456,7 +456,8 @@ def check_vectors(X: Any, kernel: Kernel, length_scale: np.ndarray | None) -> Ar
         )
     if length_scale is not None and length_scale.ndim == 1 and length_scale.size != X.shape[1]:
         raise DataError(
-            f"{type(kernel).__name__} has {length_scale.size} length scales, the data have {X.shape[1]} features"
+            f"{type(kernel).__name__} has {counted(length_scale.size, 'length scale')}, the data have "
+            f"{counted(X.shape[1], 'feature')}"
         )
     return X
 

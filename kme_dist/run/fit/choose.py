@@ -15,7 +15,7 @@ import numpy as np
 
 from kme_dist.backend import blas_threads, cholesky, empty_square
 from kme_dist.core.kernels.base import FeatureMap
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, counted
 from kme_dist.run.fit import centres as nystrom
 from kme_dist.run.fit import cholesky as one_factor
 from kme_dist.run.fit import falkon, features, pcg, tiled
@@ -96,7 +96,7 @@ def _size(count: int) -> str:
 def _affordable(size: Size, centres: int | None, room: int, seconds: float | None, iterate: bool) -> Choice:
     """An exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
-        return Choice(_with(centres, size), f"{centres} centres requested", centres)
+        return Choice(_with(centres, size), f"{counted(centres, 'centre')} requested", centres)
     work = WORK if seconds is None else seconds * measured_speed()
     exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
     if iterate and exact > FACTOR_WORK and size.labelled and _iterates(size, seconds and work, room):
@@ -118,7 +118,7 @@ def _affordable(size: Size, centres: int | None, room: int, seconds: float | Non
         why = f"an exact factorisation of {size.rows} rows takes {exact / measured_speed():.2g} s of {seconds:g} s"
     return Choice(
         _with(count, size),
-        f"{count} centres: {why}; fit_seconds or centres change that, solver='tiled' is exact",
+        f"{counted(count, 'centre')}: {why}; fit_seconds or centres change that, solver='tiled' is exact",
         count,
     )
 

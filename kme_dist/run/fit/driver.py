@@ -14,6 +14,7 @@ from kme_dist.core.sums import Centres
 from kme_dist.data.dataset import RowSource, Span
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.errors import counted
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import pcg
 from kme_dist.run.fit.additive import FitStatistics
@@ -87,7 +88,7 @@ def fit_on_dataset(
     chosen = choose(solver, size, centres, features, room, seconds, iterate=backend == "numpy")
     if solver == "auto" and chosen.solver == "pcg" and not pcg.converges(problem, regularization):
         chosen = choose(solver, size, centres, features, room, seconds, iterate=False)
-    report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
+    report(f"fit: {chosen.solver} on {counted(rows.count, 'row')} ({chosen.reason})")
     problem = replace(problem, tolerance=tolerance or chosen.tolerance, centres=chosen.centres or centres)
     prepared = SOLVERS[chosen.solver].prepare(problem)
     fit = _solve(prepared, regularization, retune is True, chosen, rows.count, scaling)
