@@ -22,7 +22,7 @@ from kme_dist.core.kernels.base import (
     by_shape,
     check_vectors,
 )
-from kme_dist.core.kernels.sparse import divided, squared_norms, summed
+from kme_dist.core.kernels.sparse import cross_sums, divided, squared_norms
 from kme_dist.errors import ConfigError, DataError
 
 
@@ -82,7 +82,7 @@ class Polynomial(Kernel):
         if self.offset is not None:
             gradients["offset"] = self._offset() * xp.sum(B_bar)
         if self.length_scale is not None:
-            gradients["length_scale"] = by_shape(-2 * summed(X, B_bar @ X2), self.length_scale)
+            gradients["length_scale"] = by_shape(-2 * cross_sums(B_bar, X, X2), self.length_scale)
         return gradients
 
     def input_pullback(self, X: Array, X2: Array, K_bar: Array) -> tuple[Array, Array]:
