@@ -97,7 +97,9 @@ def resolve(backend: str) -> str:
 
 
 def to_device(array: Array, backend: str) -> Array:
-    """Copy an array to the device of `backend`, if it is not there."""
+    """Copy an array to the device of `backend`, if it is not there; rows that are not numbers stay as they are."""
+    if isinstance(array, list):
+        return array
     if backend == "cupy":
         return _cupy().asarray(array)
     return to_host(array)

@@ -10,6 +10,7 @@ import numpy as np
 
 from kme_dist.backend import like, namespace_of
 from kme_dist.core.kernels import (
+    Bags,
     Cosine,
     Gaussian,
     Kernel,
@@ -130,6 +131,10 @@ STRING_KERNELS = {
     "spectrum of counts": Spectrum(p=3, scale=0.6, normalize=False),
     "sum of spectra": Spectrum(p=1) + Spectrum(p=2, scale=0.5),
 }
+BAG_KERNELS = {
+    "bags": Bags(Gaussian(length_scale=ARD, scale=1.2)),
+    "sum of bags": Bags(Linear(scale=0.3)) + Bags(Matern(nu=1.5, length_scale=0.8)),
+}
 
 
 def vectors(n, seed=1):
@@ -141,6 +146,12 @@ def strings(n, seed=2):
     """n strings over four letters, some of them too short to have a substring of three letters."""
     rng = np.random.default_rng(seed)
     return ["".join(rng.choice(list("acgt"), size=size)) for size in rng.integers(1, 12, size=n)]
+
+
+def bags(n, seed=4):
+    """n bags of one to five vectors."""
+    sizes = np.random.default_rng(seed).integers(1, 6, size=n)
+    return [vectors(size, [seed, i]) for i, size in enumerate(sizes)]
 
 
 def labels(n, m=3, seed=3):

@@ -44,6 +44,9 @@ def gram(kernel, values, X, X2):
     match kernel:
         case kernels.Spectrum():
             return scale2 * _shared_substrings(kernel, X, X2)
+        case kernels.Bags():
+            means = [[np.mean(gram(kernel.parts[0], _part(values, "0."), A, B)) for B in X2] for A in X]
+            return np.array(means)
         case kernels.Sum():
             return sum(gram(part, _part(values, f"{i}."), X, X2) for i, part in enumerate(kernel.parts))
         case kernels.Product():

@@ -69,15 +69,21 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
 
     For leave-one-out, which would otherwise leave their copies in and be far too optimistic.
     """
-    if getattr(X, "ndim", 0) != 2 or len(y) < 2:
+    if (getattr(X, "ndim", 0) != 2 and not _is_texts(X)) or len(y) < 2:
         return Merged(X, y, weights, None)
+    if _is_texts(X):
+        return _merged(X, y, weights, _numbers_of(X)[:, None])
     host = to_host(X) if is_sparse(X) else np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
     # Sums of a row are the same for equal rows: where all differ there is nothing to merge.
     factors = np.random.default_rng(0).uniform(1, 2, host.shape[1])  # double: few sums are equal by rounding
     sums = host @ factors if is_sparse(host) else np.sum(host * factors, axis=1)
     if len(np.unique(sums)) == len(sums):
         return Merged(X, y, weights, None)
-    rows = _numbers_of_rows(host)[:, None] if is_sparse(host) else host.astype(np.float64)
+    return _merged(X, y, weights, _numbers_of_rows(host)[:, None] if is_sparse(host) else host.astype(np.float64))
+
+
+def _merged(X: Any, y: np.ndarray, weights: np.ndarray | None, rows: np.ndarray) -> Merged:
+    """Rows are equal where their `rows` are."""
     keys = np.concatenate([rows, y[:, None].astype(np.float64)], axis=1)
     _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     index = np.asarray(index).reshape(-1)
@@ -93,10 +99,18 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
 
 def _numbers_of_rows(X: Any) -> np.ndarray:
     """A number for every sparse row, the same for equal rows."""
-    seen: dict[tuple[bytes, bytes], int] = {}
     spans = [slice(int(a), int(b)) for a, b in itertools.pairwise(X.indptr)]
-    found = [seen.setdefault((X.indices[s].tobytes(), X.data[s].tobytes()), len(seen)) for s in spans]
-    return np.array(found, np.float64)
+    return _numbers_of([(X.indices[s].tobytes(), X.data[s].tobytes()) for s in spans])
+
+
+def _is_texts(X: Any) -> bool:
+    return isinstance(X, list) and all(isinstance(row, str) for row in X)
+
+
+def _numbers_of(keys: list[Any]) -> np.ndarray:
+    """A number for every key, the same for equal keys."""
+    seen: dict[Any, int] = {}
+    return np.array([seen.setdefault(key, len(seen)) for key in keys], np.float64)
 
 
 def with_copies(X: Any, y: np.ndarray, weights: np.ndarray | None, count: int, seed: int) -> np.ndarray:

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kme_dist.data.dataset import Dataset, RowSource, Span
+from kme_dist.data.dataset import Dataset, RowSource, Span, joined
 from kme_dist.data.frames import Unseen, check_columns_of, for_new_rows
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import METADATA_KEY, Place
@@ -113,8 +113,13 @@ class StagedRows(RowSource):
     def read_ids(self, start: int, stop: int) -> Any:
         if self._ids is None:
             return super().read_ids(start, stop)
-        column = pq.read_table(self._ids, memory_map=True).column("id").slice(start, stop - start).combine_chunks()
-        return column if self.id_field[1] == "text" else column.to_numpy(zero_copy_only=False)  # type: ignore[index]
+        source = open_source(self._ids, FileOptions(format="parquet", window=(start, stop)))
+        assert isinstance(source, TableSource)
+        assert self.id_field is not None
+        column = joined(
+            [block.table.column(0) for block in source.blocks({"id": pa.string()}) if block.table is not None]
+        )
+        return column if self.id_field[1] == "text" else column.to_numpy(zero_copy_only=False)
 
     def identity(self, ranges: tuple[Span, ...]) -> str:
         return self.data.identity(ranges)

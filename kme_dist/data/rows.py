@@ -67,6 +67,8 @@ class Scaling:
         return replace(self, factor=self.factor * weights)
 
     def apply(self, X: Any, dtype: str) -> Any:
+        if not hasattr(X, "dtype"):  # texts, sequences, bags: for the kernel as they are
+            return X
         if is_sparse(X):
             return self._applied_to_sparse(X, dtype)
         # C-ordered whatever the order of X: products in another memory order would round differently.

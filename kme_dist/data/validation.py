@@ -4,6 +4,7 @@
     values = as_values(Y)              targets: numbers as an array, texts and labels as they are
     check_columns(X)                   an error for a column of dates, by name, before other checks fail
     check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
+    object_rows(X)                     texts, sequences or bags as a list; None for anything else
     check_not_path(X)                  an error for a path, which has to be opened first
     text_among(X)                      the first text in a table that should hold numbers, and where it is
 
@@ -63,6 +64,29 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     if not np.isfinite(X).all():
         raise DataError("rows contain NaN or infinity; remove or replace them first")
     return X
+
+
+def object_rows(X: Any) -> list[Any] | None:
+    """Rows that are not numbers (texts, sequences, bags of several lengths) as a list; None for a table of numbers."""
+    if getattr(X, "ndim", 1) != 1 or isinstance(X, str | bytes | dict) or hasattr(X, "dask"):
+        return None
+    if hasattr(X, "to_numpy") or isinstance(X, np.ndarray):
+        values = np.asarray(X.to_numpy() if hasattr(X, "to_numpy") else X)
+        return values.tolist() if values.dtype.kind in "UT" else _objects(values) if values.dtype.kind == "O" else None
+    return _objects(X) if isinstance(X, list | tuple) and len(X) else None
+
+
+def _objects(rows: Any) -> list[Any] | None:
+    found = list(rows)
+    if not all(isinstance(row, str | list | tuple | np.ndarray) for row in found):
+        return None
+    if all(isinstance(row, str) for row in found):
+        return found
+    try:
+        numbers = np.asarray(found, dtype=np.float64)
+    except (TypeError, ValueError):  # of several lengths, or not numbers
+        return found
+    return None if numbers.ndim == 2 else found
 
 
 def _from_frame(X: Any) -> np.ndarray:

@@ -25,7 +25,13 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import (
+    check_array,
+    check_consistent_length,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
 
 from kme_dist import backend as devices
 from kme_dist.core.kernels import Kernel, from_config
@@ -65,8 +71,8 @@ _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
 _SPARSE_PARTS = ("data", "indices", "indptr")
 _KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
 TEXT_ESTIMATORS = (
-    "texts are rows of KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, with a "
-    "kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
+    "texts are rows of MCEClassifier, KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, "
+    "with a kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
 )
 # What `load` opens: each class, and its module, imported on demand.
 _MODULES = {
@@ -272,7 +278,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     @property
     def _width(self) -> int:
         """The number of features of encoded rows."""
-        return int(self.n_features_in_) if self.encoding_ is None else len(self.encoding_.feature_names)
+        return int(getattr(self, "n_features_in_", 0)) if self.encoding_ is None else len(self.encoding_.feature_names)
 
     def _check_same_width(self, X: Any) -> None:
         """Before a warm start: X has the number of features of the fit before."""
@@ -287,12 +293,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     # --- rows ------------------------------------------------------------------------------------
 
-    def _fit_rows(self, X: Any, y: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _fit_rows(self, X: Any, y: Any, **settings: Any) -> tuple[Any, np.ndarray]:
         """At fit: scikit-learn's `validate_data`, after encoding tables and refusing paths, dates in arrays and labels
         of mixed types. y may be the name of a column of a table."""
         if isinstance(X, Dataset):
             raise DataError(f"{type(self).__name__} is fitted to rows in memory; read them: X, y = dataset.read()")
         check_not_path(X)
+        if (objects := self._object_rows(X)) is not None:
+            return self._fit_objects(objects, y)
         if isinstance(y, str) and is_table(X):
             if y not in column_names(X):
                 raise DataError(f"y={y!r} is not a column of X; its columns: {', '.join(column_names(X)[:20])}")
@@ -312,6 +320,20 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.encoding_, self.n_features_in_ = encoding, len(names)
             self.feature_names_in_ = np.array(names, dtype=object)
         return _as_csr(rows), labels
+
+    def _object_rows(self, X: Any) -> list[Any] | None:
+        """Texts, sequences or bags that the kernel takes; None for other rows, and for estimators of numbers only."""
+        return None
+
+    def _fit_objects(self, rows: list[Any], y: Any) -> tuple[list[Any], np.ndarray]:
+        check_labels(y)
+        labels = column_or_1d(y, warn=True)
+        check_consistent_length(rows, labels)
+        self.fitted_to_dataset_, self.encoding_ = False, None
+        for name in ("feature_names_in_", "n_features_in_"):
+            if hasattr(self, name):
+                delattr(self, name)
+        return rows, labels
 
     @property
     def _formats(self) -> list[str] | bool:
@@ -363,6 +385,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 f"{X.path if isinstance(X, Dataset) else X}; read its rows: X, y = {read}.read()"
                 + ("; or predict it chunk by chunk: kme_dist.predict(model, data, out)" if self._BATCHED else "")
             )
+        if not hasattr(self, "n_features_in_") and hasattr(self, "classes_"):  # fitted to texts, sequences or bags
+            objects = self._object_rows(X)
+            if objects is None:
+                raise DataError(
+                    f"{type(self).__name__} was fitted to texts, sequences or bags; pass a list of rows like those"
+                )
+            return objects
         rows = self._encoded_query(X)
         if rows is None:
             check_columns(X)
@@ -523,7 +552,13 @@ def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
     elif all(isinstance(row, str | int | float | bool) for row in rows):
         facts[name] = list(rows)
     else:
-        raise DataError(f"rows of type {type(rows[0]).__name__} cannot be stored; use arrays, strings or numbers")
+        try:
+            facts[name] = [_plain(row.tolist() if isinstance(row, np.ndarray) else row) for row in rows]
+        except TypeError:
+            kind = type(rows[0]).__name__
+            raise DataError(
+                f"rows of type {kind} cannot be stored; use arrays, strings, numbers, or lists of them"
+            ) from None
 
 
 def get_rows(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], name: str) -> Any:

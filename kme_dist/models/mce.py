@@ -32,6 +32,7 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
+from kme_dist.data.validation import object_rows
 from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
@@ -242,6 +243,16 @@ class MCEClassifier(EmbeddingClassifier):
         self.history_ = records
         self._tell_result(account)
         return self
+
+    def _object_rows(self, X: Any) -> list[Any] | None:
+        found = object_rows(X) if isinstance(self.kernel, Kernel) and self.features is None else None
+        if not found:
+            return None
+        try:
+            self.kernel.gram(found[:1])  # type: ignore[union-attr]
+        except (DataError, TypeError, ValueError, AttributeError):
+            return None
+        return found
 
     def _tell_result(self, account: Account) -> None:
         if self.loo_log_loss_:
@@ -492,7 +503,7 @@ class MCEClassifier(EmbeddingClassifier):
             "feature_map": map_config,
             "regularization": self.regularization_,
             "embedding_regularization": self.embedding_.regularization,
-            "features": self.n_features_in_,
+            "features": getattr(self, "n_features_in_", None),
             "objective": self.objective_,
             "solver": self.solver_,
             "solver_reason": self.solver_reason_,
@@ -516,7 +527,8 @@ class MCEClassifier(EmbeddingClassifier):
             self.embedding_ = self._on_device(FeatureEmbedding(Identity(), weights, regularization=lam))
         stored = restore_features(facts["feature_map"], arrays, own) if facts.get("feature_map") else None
         self.scaling_ = with_features(self.scaling_, stored, after=arrays.get("scaling/after"))
-        self.n_features_in_ = int(facts["features"])
+        if facts["features"] is not None:
+            self.n_features_in_ = int(facts["features"])
         self.objective_, self.bound_ = facts["objective"], facts["bound"]
         self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
         self.loo_log_loss_, self.history_ = facts["loo_log_loss"], facts["history"]

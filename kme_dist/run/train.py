@@ -584,6 +584,8 @@ def search_on_sample(rows: RowsRef, recipe: Recipe) -> tuple[Kernel, float]:
     plan = rows.plan(SAMPLE_ROWS, recipe.seed)
     X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
     n_classes = rows.n_classes
+    if recipe.objective == "median" and not hasattr(X, "dtype"):
+        return recipe.kernel, float(recipe.regularization)  # no distances of texts, sequences or bags
     width = median_length_scale(X, recipe.seed)
     if recipe.objective == "median":
         return with_length_scale(recipe.kernel, width), float(recipe.regularization)

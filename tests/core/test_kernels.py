@@ -13,11 +13,13 @@ import oracles
 import pytest
 from kernel_table import (
     ARD,
+    BAG_KERNELS,
     FEATURE_KERNELS,
     OWN_KERNELS,
     STRING_KERNELS,
     VECTOR_KERNELS,
     Tanimoto,
+    bags,
     strings,
     vectors,
 )
@@ -228,19 +230,28 @@ class TestStringKernels(KernelContract):
                 return np.asarray(values, dtype=dtype)
 
         def make(n, seed):
-            texts = strings(n, seed)
-            return Rows(texts, texts, Host(), dtype)
+            found = self.make(n, seed)
+            return Rows(found, found, Host(), dtype)
 
         return make
+
+    make = staticmethod(strings)
+
+
+class TestBagKernels(TestStringKernels):
+    @pytest.fixture(params=BAG_KERNELS)
+    def kernel(self, request):
+        return BAG_KERNELS[request.param]
+
+    make = staticmethod(bags)
 
 
 # --- single promises -------------------------------------------------------------------------------
 
 
 def test_every_built_in_kernel_is_under_contract():
-    tested = {
-        type(part) for kernel in (VECTOR_KERNELS | FEATURE_KERNELS | STRING_KERNELS).values() for part in walk(kernel)
-    }
+    tables = VECTOR_KERNELS | FEATURE_KERNELS | STRING_KERNELS | BAG_KERNELS
+    tested = {type(part) for kernel in tables.values() for part in walk(kernel)}
     abstract = {kernels.Kernel, kernels.Stationary, kernels.Composite}
     built_in = {getattr(kernels, name) for name in kernels.__all__}
     built_in = {kind for kind in built_in if isinstance(kind, type) and issubclass(kind, kernels.Kernel)}

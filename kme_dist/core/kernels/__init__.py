@@ -54,6 +54,7 @@ from typing import Any
 
 import numpy as np
 
+from kme_dist.core.kernels.bags import Bags
 from kme_dist.core.kernels.base import (
     FeatureMap,
     Kernel,
@@ -80,6 +81,7 @@ from kme_dist.core.kernels.stationary import (
 from kme_dist.errors import ConfigError
 
 __all__ = [
+    "Bags",
     "Composite",
     "ConvexCombination",
     "Cosine",
@@ -127,6 +129,7 @@ _BUILT_IN = (
     Product,
     Scaled,
     ConvexCombination,
+    Bags,
 )
 # What other libraries call them: named in the error, since their parameters differ (gamma = 1 / (2 length_scale²)).
 _OTHER_NAMES = {

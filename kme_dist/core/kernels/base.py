@@ -468,7 +468,12 @@ def by_shape(per_feature: Array, parameter: np.ndarray) -> Array:
 
 
 def median_length_scale(X: np.ndarray, seed: int, pairs: int = 10_000) -> float:
-    """The median distance between random pairs of rows: the heuristic for one common length scale."""
+    """The median distance between random pairs of rows: the heuristic for one common length scale.
+
+    1 for rows that are not vectors.
+    """
+    if not hasattr(X, "dtype"):
+        return 1.0
     rng = np.random.default_rng(seed)
     i, j = rng.integers(0, row_count(X), size=(2, pairs))
     distances = np.sqrt(np.sum((X[i[i != j]] - X[j[i != j]]).astype(np.float64) ** 2, axis=1))

@@ -22,7 +22,7 @@ from kme_dist.core.kernels.base import (
     by_shape,
     check_vectors,
 )
-from kme_dist.core.kernels.sparse import divided, squared_norms, summed
+from kme_dist.core.kernels.sparse import cross_sums, divided, squared_norms
 from kme_dist.errors import ConfigError, DataError
 
 
@@ -82,7 +82,7 @@ class Polynomial(Kernel):
         if self.offset is not None:
             gradients["offset"] = self._offset() * xp.sum(B_bar)
         if self.length_scale is not None:
-            gradients["length_scale"] = by_shape(-2 * summed(X, B_bar @ X2), self.length_scale)
+            gradients["length_scale"] = by_shape(-2 * cross_sums(B_bar, X, X2), self.length_scale)
         return gradients
 
     def input_pullback(self, X: Array, X2: Array, K_bar: Array) -> tuple[Array, Array]:
@@ -105,8 +105,9 @@ class Linear(Polynomial):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum(Kernel):
-    """The p-spectrum kernel of strings: how many substrings of length p two strings share.
+    """The p-spectrum kernel of strings and other sequences: how many substrings of length p two of them share.
 
+    Sequences are lists or tuples of words, numbers or anything else that can be compared for equality.
     k(s, t) = scale² <c(s), c(t)>, c counting every substring of length p; with `normalize` each count vector has
     length one, so that k(s, s) = scale² (a string shorter than p has no substrings and only resembles equal strings).
     """
@@ -126,12 +127,13 @@ class Spectrum(Kernel):
     def bounded(self) -> bool:  # type: ignore[override]
         return self.normalize
 
-    def prepare(self, X: Any) -> list[dict[str, float]]:
+    def prepare(self, X: Any) -> list[dict[Any, float]]:
         counts = []
-        for text in X:
-            if not isinstance(text, str):
-                raise DataError(f"Spectrum expects strings, got {type(text).__name__}")
-            count = Counter(text[i : i + self.p] for i in range(len(text) - self.p + 1))
+        for given in X:
+            if not isinstance(given, str | list | tuple):
+                raise DataError(f"Spectrum expects strings, got {type(given).__name__}")
+            text = given if isinstance(given, str) else tuple(given)
+            count: Counter[Any] = Counter(text[i : i + self.p] for i in range(len(text) - self.p + 1))
             if self.normalize and not count:
                 count[text] = 1
             size = math.sqrt(sum(v * v for v in count.values())) if self.normalize else 1.0
@@ -141,9 +143,9 @@ class Spectrum(Kernel):
     def evaluate(self, X: Any, X2: Any, out: Array = None) -> np.ndarray:
         from scipy.sparse import csr_array
 
-        index: dict[str, int] = {}
+        index: dict[Any, int] = {}
 
-        def matrix(counts: list[dict[str, float]]) -> Any:
+        def matrix(counts: list[dict[Any, float]]) -> Any:
             columns = [index.setdefault(key, len(index)) for count in counts for key in count]
             values = [value for count in counts for value in count.values()]
             starts = np.cumsum([0, *(len(count) for count in counts)])

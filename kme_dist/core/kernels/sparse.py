@@ -3,7 +3,7 @@
     divided(X, length_scale)       x_d / length_scale_d
     squared_norms(Z)               |z|², as a column
     beside(Z, a, b)                [Z, a, b]; for sparse Z a `Bordered`, since the columns a and b are dense
-    summed(Z, Y)                   Σ_i Z_id Y_id for every column d
+    cross_sums(N, Z, Z2)           Σ_ij N_ij z_id z'_jd for every column d
     deviations_of(X)               the standard deviation of every column
     as_rows_of(X, rows)            rows like those of X, sparse or dense
 
@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import Array, is_sparse, like, namespace_of
+
+_PAIR_COST = 8  # of a pair of entries, in multiplications of a matrix product
+_PAIRS = 1 << 22  # of entries at a time
 
 
 class Bordered:
@@ -80,8 +83,33 @@ def beside(Z: Array, a: Array, b: Array) -> Any:
     return Bordered(Z, np.concatenate([a, b], axis=1)) if is_sparse(Z) else namespace_of(Z).concat([Z, a, b], axis=1)
 
 
-def summed(Z: Array, Y: Array) -> Array:
-    return np.asarray(Z.multiply(Y).sum(axis=0)).ravel() if is_sparse(Z) else namespace_of(Z).sum(Z * Y, axis=0)
+def cross_sums(N: Array, Z: Array, Z2: Array) -> Array:
+    if is_sparse(Z) and is_sparse(Z2):
+        left, right = Z.tocsc(), Z2.tocsc()
+        pairs = np.diff(left.indptr).astype(np.int64) * np.diff(right.indptr)
+        if _PAIR_COST * int(pairs.sum()) < Z2.shape[0] * (Z.nnz + Z.shape[1]):
+            return _by_pairs(N, left, right, pairs).astype(Z.dtype)
+    if is_sparse(Z2):
+        return np.asarray(Z2.multiply(N.T @ Z).sum(axis=0)).ravel()
+    return namespace_of(Z2).sum(Z2 * (N.T @ Z), axis=0)
+
+
+def _by_pairs(N: np.ndarray, left: Any, right: Any, pairs: np.ndarray) -> np.ndarray:
+    """Only over pairs of entries of the same column: few, where columns are nearly empty, as those of words."""
+    found, ends = np.zeros(len(pairs)), np.cumsum(pairs)
+    start = 0
+    while start < len(pairs):  # some columns at a time, so that memory is bounded
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + _PAIRS, side="right")))
+        own = pairs[start:stop]
+        column = np.repeat(np.arange(start, stop), own)
+        number = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)  # of the pair within its column
+        width = np.diff(right.indptr)[column]
+        i, j = left.indptr[column] + number // width, right.indptr[column] + number % width
+        values = N[left.indices[i], right.indices[j]] * left.data[i] * right.data[j]
+        found[start:stop] = np.bincount(column - start, values, minlength=stop - start)
+        start = stop
+    return found
 
 
 def deviations_of(X: Any) -> np.ndarray:

@@ -30,7 +30,7 @@ from kme_dist.core.kernels.base import (
     check_vectors,
     row_blocks,
 )
-from kme_dist.core.kernels.sparse import Bordered, beside, divided, squared_norms, summed
+from kme_dist.core.kernels.sparse import Bordered, beside, cross_sums, divided, squared_norms
 from kme_dist.errors import ConfigError
 from kme_dist.meter import metered
 
@@ -107,7 +107,7 @@ def weighted_spread(N: Array, X: Any, X2: Any, steep: bool = False) -> tuple[Arr
         apart = xp.stack([xp.sum(weights * difference**2) for difference in _near_differences(near, X, X2)])
         N = xp.where(near, N * 0, N)
     rows, columns = N @ X2[1][:, d], X[1][:, d] @ N  # column d of prepared rows holds ones
-    crossed = summed(Z2, N.T @ Z)
+    crossed = cross_sums(N, Z, Z2)
     spread = rows @ (Z * Z) + columns @ (Z2 * Z2) - 2 * crossed
     return (spread, xp.sum(rows)) if apart is None else (spread + apart, total)
 

@@ -1,0 +1,117 @@
+"""Texts, sequences and bags as rows of a classifier, through a kernel that takes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import kme_dist as kme
+from kme_dist.core.risk import merge_equal_rows
+from kme_dist.errors import DataError
+from kme_dist.kernels import Bags, Gaussian, Spectrum, from_config
+
+RNG = np.random.default_rng(0)
+Y = np.arange(60) % 2
+TEXTS = ["".join(RNG.choice(list("abcd" if c else "cdef"), RNG.integers(8, 15))) for c in Y]
+SEQUENCES = [[f"word{letter}" for letter in text] for text in TEXTS]
+BAGS = [RNG.normal(size=(RNG.integers(2, 9), 2)) * (1 + 2 * c) for c in Y]
+BAGS_OF_TEXTS = [[text[:4], text[4:]] for text in TEXTS]
+ROWS = {
+    "texts": (Spectrum(p=2), TEXTS),
+    "sequences": (Spectrum(p=2), SEQUENCES),
+    "bags": (Bags(Gaussian()), BAGS),
+    "bags of texts": (Bags(Spectrum(p=2)), BAGS_OF_TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("objective", ["rcb", "median", "auto"])
+def test_classes_are_learned_from_rows_that_are_not_numbers(name, objective, tmp_path):
+    kernel, rows = ROWS[name]
+    model = kme.MCEClassifier(kernel=kernel, objective=objective, steps=4).fit(rows[:40], Y[:40])
+    assert not hasattr(model, "n_features_in_")
+    found = model.predict_proba(rows[40:])
+    assert (model.predict(rows[40:]) == Y[40:]).mean() >= 0.85
+    model.save(tmp_path / "m.zarr")
+    np.testing.assert_array_equal(kme.load(tmp_path / "m.zarr").predict_proba(rows[40:]), found)
+    assert repr(model.kernel_) == repr(kernel) or objective != "median"
+
+
+def test_the_decision_is_that_of_the_gram_matrix():
+    """f = Kq (K + nλI)⁻¹ Y with the kernel and λ as given."""
+    kernel = Spectrum(p=2)
+    model = kme.MCEClassifier(kernel=kernel, regularization=0.1, steps=0, refit_regularization=False)
+    model.set_params(objective="rcb", calibration="none").fit(TEXTS[:40], Y[:40])
+    V = np.linalg.solve(kernel.gram(TEXTS[:40]) + 40 * 0.1 * np.eye(40), np.eye(2)[Y[:40]])
+    np.testing.assert_allclose(
+        model.decision_probabilities(TEXTS[40:]), kernel.gram(TEXTS[40:], TEXTS[:40]) @ V, atol=1e-6
+    )
+
+
+def test_a_kernel_of_bags_is_the_mean_over_pairs_of_members():
+    kernel = Bags(Gaussian(length_scale=1.3, scale=0.7))
+    K = kernel.gram(BAGS[:6], BAGS[6:10])
+    for i, A in enumerate(BAGS[:6]):
+        for j, B in enumerate(BAGS[6:10]):
+            assert K[i, j] == pytest.approx(kernel.parts[0].gram(A, B).mean(), rel=1e-12)
+    square = kernel.gram(BAGS[:12])
+    np.testing.assert_allclose(np.diag(square), kernel.diag(BAGS[:12]), rtol=1e-12)
+    assert np.linalg.eigvalsh(square).min() > -1e-12
+    K_bar, gradient = RNG.normal(size=(6, 4)), kernel.vjp(BAGS[:6], BAGS[6:10], np.ones((6, 4)) * 0)
+    assert set(gradient) == set(kernel.parameters) == {"0.length_scale", "0.scale"}
+    gradient = kernel.vjp(BAGS[:6], BAGS[6:10], K_bar)
+    for name, value in kernel.parameters.items():
+        high, low = (
+            (kernel.replace({name: value * np.exp(step)}).gram(BAGS[:6], BAGS[6:10]) * K_bar).sum()
+            for step in (1e-5, -1e-5)
+        )
+        assert gradient[name] == pytest.approx((high - low) / 2e-5, rel=1e-6)
+    assert from_config(kernel.to_config()) == kernel
+
+
+def test_tiles_of_many_members_give_the_same_sums(monkeypatch):
+    from kme_dist.core.kernels import bags
+
+    kernel = Bags(Gaussian(length_scale=0.9))
+    whole, gradient = kernel.gram(BAGS[:20], BAGS[20:]), kernel.vjp(BAGS[:20], BAGS[20:], np.ones((20, 40)))
+    monkeypatch.setattr(bags, "_POINTS", 7)
+    np.testing.assert_allclose(kernel.gram(BAGS[:20], BAGS[20:]), whole, rtol=1e-12)
+    again = kernel.vjp(BAGS[:20], BAGS[20:], np.ones((20, 40)))
+    np.testing.assert_allclose(again["0.length_scale"], gradient["0.length_scale"], rtol=1e-10)
+
+
+def test_rows_come_in_any_container():
+    wanted = kme.MCEClassifier(Spectrum(p=2), objective="median").fit(TEXTS, Y).predict_proba(TEXTS)
+    for given in (np.array(TEXTS), np.array(TEXTS, dtype=object), pd.Series(TEXTS), tuple(TEXTS)):
+        model = kme.MCEClassifier(Spectrum(p=2), objective="median").fit(given, Y)
+        np.testing.assert_array_equal(model.predict_proba(given), wanted)
+
+
+def test_weights_of_texts_are_copies_of_them():
+    twice = kme.MCEClassifier(Spectrum(p=2), objective="rcb", steps=0).fit(TEXTS + TEXTS[:9], np.append(Y, Y[:9]))
+    weighted = kme.MCEClassifier(Spectrum(p=2), objective="rcb", steps=0)
+    weighted.fit(TEXTS, Y, sample_weight=1.0 + (np.arange(60) < 9))
+    np.testing.assert_allclose(twice.decision_probabilities(TEXTS), weighted.decision_probabilities(TEXTS), atol=1e-5)
+    merged = merge_equal_rows(["a", "b", "a", "a"], np.array([0, 0, 0, 1]), None)
+    assert (merged.X, merged.weights.tolist()) == (["a", "b", "a"], [2, 1, 1])
+
+
+def test_mistakes_are_told_the_way_out():
+    model = kme.MCEClassifier(Spectrum(p=2), objective="median").fit(TEXTS, Y)
+    with pytest.raises(DataError, match="was fitted to texts, sequences or bags"):
+        model.predict(np.zeros((2, 3)))
+    with pytest.raises(DataError, match=r"texts are rows of MCEClassifier.*Spectrum\(p=2\)"):
+        kme.MCEClassifier().fit(TEXTS, Y)
+    with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+        kme.MCEClassifier(Spectrum(p=2)).fit(TEXTS, Y[:-1])
+    with pytest.raises(DataError, match="bag 1 is empty"):
+        Bags(Gaussian()).gram([BAGS[0], BAGS[0][:0]])
+    refitted = model.set_params(kernel=Gaussian()).fit(RNG.normal(size=(60, 3)), Y)
+    assert refitted.n_features_in_ == 3
+
+
+def test_workers_give_the_same_bits():
+    settings = {"kernel": Spectrum(p=2), "objective": "rcb", "steps": 2}
+    alone = kme.MCEClassifier(**settings).fit(TEXTS, Y).predict_proba(TEXTS)
+    np.testing.assert_array_equal(kme.MCEClassifier(**settings, n_jobs=2).fit(TEXTS, Y).predict_proba(TEXTS), alone)
