@@ -85,7 +85,7 @@ def _headline(
 ) -> list[tuple[str, str, str]]:
     metrics = best.metrics
     right = round(metrics["accuracy"] * metrics["rows"])
-    learned = _kernel(best.model.kernel_) if hasattr(best.model, "kernel_") else _map(best.model)
+    learned = kernel_in_words(best.model.kernel_) if hasattr(best.model, "kernel_") else _map(best.model)
     return [
         (
             "Test accuracy",
@@ -137,7 +137,7 @@ def _map(model: Any) -> tuple[str, str]:
     return type(model.features_).__name__, f"{len(model.weights_)} features, {numbers:,} learned parameters"
 
 
-def _kernel(kernel: Any) -> tuple[str, str]:
+def kernel_in_words(kernel: Any) -> tuple[str, str]:
     """A kernel in two short lines: its name, and its parameters as values or ranges."""
     words = []
     for key, value in kernel.parameters.items():
@@ -145,6 +145,11 @@ def _kernel(kernel: Any) -> tuple[str, str]:
         text = f"{values[0]:.3g}" if values.size == 1 else f"{values.min():.2g} … {values.max():.2g}"
         words.append(f"{key.replace('_', ' ')} {text}")
     return type(kernel).__name__, ", ".join(words[:4])
+
+
+def learning_pictures(model: Any) -> list[Picture]:
+    """The learning curves of one model."""
+    return _curves([FittedStart("", model, {})])
 
 
 def _curves(starts: Sequence[FittedStart]) -> list[Picture]:
@@ -436,7 +441,7 @@ def _starts_table(
                     f"{100 * start.metrics['accuracy']:.2f} %",
                     f"{start.objective:.5g}",
                     f"{float(start.model.regularization_):.4g}",
-                    ": ".join(_kernel(start.model.kernel_)),
+                    ": ".join(kernel_in_words(start.model.kernel_)),
                 ]
                 for start in starts
             ],

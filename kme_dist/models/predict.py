@@ -44,8 +44,9 @@ from kme_dist.run.predict import (
 from kme_dist.run.workers import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
+REGRESSION_OUTPUTS = ("mean", "std", "interval")  # of a CMERegressor
 FORMATS = ("zarr", "parquet")
-MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier")  # what batch inference can apply
+MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier", "CMERegressor")  # what batch inference can apply
 PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 
 
@@ -57,6 +58,20 @@ class Outputs:
     expectations: tuple[tuple[str, tuple[float, ...]], ...]
     raw_expectations: bool
     top_k: int
+    coverage: float = 0.0  # of the intervals of a regressor
+
+    @classmethod
+    def of_regressor(cls, outputs: Sequence[str], coverage: float, only_classes: Mapping[str, Any]) -> Outputs:
+        """`only_classes` are settings that require classes, by name."""
+        for name in (name for name, value in only_classes.items() if value):
+            raise ConfigError(f"{name} requires a model of classes; remove it for a regressor")
+        unknown = [name for name in outputs if name not in REGRESSION_OUTPUTS]
+        if unknown or not outputs:
+            seen = repr(unknown[0]) + " is not an output of a regressor" if unknown else "empty"
+            raise ConfigError(f"outputs: {seen}; choose from {', '.join(REGRESSION_OUTPUTS)}")
+        if not 0 < coverage < 1:
+            raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
+        return cls(tuple(n for n in REGRESSION_OUTPUTS if n in outputs), (), False, 0, float(coverage))
 
     @classmethod
     def of(
@@ -67,8 +82,6 @@ class Outputs:
         top_k: int | None,
         classes: np.ndarray,
     ) -> Outputs:
-        if isinstance(outputs, str):
-            outputs = (outputs,)
         unknown = [name for name in outputs if name not in OUTPUTS]
         if unknown:
             raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
@@ -84,6 +97,11 @@ class Outputs:
             raise ConfigError(f"outputs: empty; choose from {', '.join(OUTPUTS)}")
         names = tuple(name for name in OUTPUTS if name in outputs)
         return cls(names, values, bool(raw_expectations), min(int(k), len(classes)))
+
+    def numeric_fields(self, ids: tuple[str, str] | None) -> tuple[Field, ...]:
+        """Of a regressor; intervals are lower and upper ends. Double: targets may be far from 0."""
+        found = [Field(*ids)] if ids is not None else []
+        return (*found, *(Field(name, "float64", (2,) if name == "interval" else ()) for name in self.names))
 
     def fields(self, m: int, ids: tuple[str, str] | None) -> tuple[Field, ...]:
         shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
@@ -113,7 +131,8 @@ def predict(
     out: str | Path,
     *,
     executor: Any = None,
-    outputs: Sequence[str] = ("label", "probability"),
+    outputs: Sequence[str] | None = None,
+    coverage: float = 0.9,
     expectations: Mapping[str, Any] | None = None,
     raw_expectations: bool = False,
     top_k: int | None = None,
@@ -134,7 +153,9 @@ def predict(
     model : path of a saved model or of a run folder, or a fitted model (which is saved beside `out`, for the workers)
     data : a data set or its path, a Parquet file or folder, a NumPy or Dask array
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
-    outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
+    outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"; of a regressor "mean",
+        "std", "interval" (None: label and probability, or all three)
+    coverage : of the intervals of a regressor
     expectations : name -> g, for E[g(Y) | x] under the probabilities; forms of g: `models.expressions`
     raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: may exceed the values of g
     top_k : number of top classes, as `top_label` and `top_probability`
@@ -153,7 +174,16 @@ def predict(
     """
     place = Place.of(out)
     address, digest, fitted = _locate(model, place)
-    wanted = Outputs.of(outputs, expectations, raw_expectations, top_k, fitted.classes_)
+    numeric = not hasattr(fitted, "classes_")
+    if isinstance(outputs, str):
+        outputs = (outputs,)
+    if numeric:
+        _check_one_output(fitted)
+        of_classes = {"expectations": expectations, "top_k": top_k}
+        wanted = Outputs.of_regressor(REGRESSION_OUTPUTS if outputs is None else outputs, coverage, of_classes)
+    else:
+        given = ("label", "probability") if outputs is None else outputs
+        wanted = Outputs.of(given, expectations, raw_expectations, top_k, fitted.classes_)
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'zarr' or 'parquet'")
     names = getattr(fitted, "feature_names_in_", None)
@@ -168,8 +198,8 @@ def predict(
     if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
         raise ConfigError(f"id_column={id_column!r} is text, which Zarr arrays cannot hold; choose format='parquet'")
     working = _precision(fitted, dtype)
-    fields = wanted.fields(len(fitted.classes_), source.id_field)
-    classes = fitted.classes_.tolist()
+    classes = [] if numeric else fitted.classes_.tolist()
+    fields = wanted.numeric_fields(source.id_field) if numeric else wanted.fields(len(classes), source.id_field)
     layout = OutputLayout(place.address, format, source.source.output_rows, fields, tuple(classes))
     computed_from = {
         "model": digest,
@@ -182,6 +212,8 @@ def predict(
     }
     if wanted.expectations:  # older records have no such entry and only raw expectations
         computed_from["expected_under"] = "decisions" if raw_expectations else "probabilities"
+    if "interval" in wanted.names:
+        computed_from["coverage"] = wanted.coverage
     job = short_digest(computed_from)
     state = {
         "job": job,
@@ -246,6 +278,8 @@ class _Scorer:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
+        if wanted.coverage:
+            return _regressed(self.model, X, wanted)
         f = self.decision(X)
         p, label = self.model.probabilities(f), f.argmax(axis=1)
         stored = with_argmax(p.astype(np.float32), label)  # rounding may create ties with the first class
@@ -261,6 +295,19 @@ class _Scorer:
             arrays["top_label"] = order
             arrays["top_probability"] = np.take_along_axis(stored, order, axis=1)
         return arrays
+
+
+def _regressed(model: Any, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
+    found = model.outputs(model.scaling_.apply(X, "float64"), wanted.names, wanted.coverage)
+    return {name: np.concatenate(found[name], axis=1) if name == "interval" else found[name][:, 0] for name in found}
+
+
+def _check_one_output(model: Any) -> None:
+    if model.n_outputs_ > 1:
+        raise ConfigError(
+            f"model: batch inference takes regressors of one target, this one has {model.n_outputs_}; use its own "
+            "predict: model.predict(X)"
+        )
 
 
 @devices.computed_once(2)
@@ -310,7 +357,7 @@ def _precision(model: Any, dtype: str) -> str:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose 'auto', 'float32' or 'float64'")
     if dtype != "auto":
         return dtype
-    if not isinstance(model.embedding_, mce.Embedding):
+    if not isinstance(model.embedding_, mce.Embedding) or not hasattr(model, "classes_"):
         return "float64"
     return mce.sufficient_precision(model.embedding_, probabilities=model.probabilities)
 
@@ -321,7 +368,7 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     fitted = load(model)
     source = open_rows(data, features=int(fitted.n_features_in_), split=split)
     dtype = _precision(fitted, "auto")
-    wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(fitted.classes_)
+    wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(getattr(fitted, "classes_", (0, 1)))
     centres = int(fitted.embedding_.weights.shape[0])
     held = centres * (d + m) * 4 + centres * (2 * (d + 2) + m) * wide
     chunk = source.source.output_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
