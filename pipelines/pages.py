@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,8 +149,14 @@ def kernel_in_words(kernel: Any) -> tuple[str, str]:
 
 
 def learning_pictures(model: Any) -> list[Picture]:
-    """The learning curves of one model."""
-    return _curves([FittedStart("", model, {})])
+    """The learning curve of one model, its phases one after the other."""
+    records: list[dict[str, Any]] = []
+    before = 0  # steps of earlier phases
+    for record in model.history_:
+        if records and record["phase"] != records[-1]["phase"]:
+            before = records[-1]["step"]
+        records.append({**record, "step": before + record["step"]})
+    return _curves([FittedStart("", SimpleNamespace(history_=records), {})])
 
 
 def _curves(starts: Sequence[FittedStart]) -> list[Picture]:

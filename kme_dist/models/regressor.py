@@ -104,7 +104,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         kernel: str | Kernel = "auto",
         regularization: float = 1e-3,
         batch_size: int | None = None,
-        steps: int = 100,
+        steps: int = 60,
         learning_rate: float = 0.1,
         optimizer: str = "adam",
         refit_regularization: bool = True,

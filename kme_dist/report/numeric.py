@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from kme_dist.report.page import ACCENT, INK, PALETTE, svg
 
 MOST_POINTS = 1_500  # drawn; the first rows
-BINS = 10
+BINS, LEAST_ROWS = 10, 25  # groups, and rows of a group
 _SIZE = (5.0, 4.2)
 _WRONG = PALETTE[0]
 
@@ -58,10 +58,11 @@ def interval_coverage(y: np.ndarray, mean: np.ndarray, interval: np.ndarray, nom
     """Share of true values inside their interval, for rows grouped by the width of it; the line is the nominal one."""
     low, high = interval.T
     width, inside = high - low, (low <= y) & (y <= high)
+    count = max(1, min(BINS, len(y) // LEAST_ROWS))
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        groups = [part for part in np.array_split(np.argsort(width, kind="stable"), min(BINS, len(y))) if len(part)]
+        groups = [part for part in np.array_split(np.argsort(width, kind="stable"), count)]
         share = np.array([inside[part].mean() for part in groups])
         error = np.sqrt(nominal * (1 - nominal) / np.array([len(part) for part in groups]))
         at = np.arange(1, len(groups) + 1)
@@ -75,7 +76,7 @@ def interval_coverage(y: np.ndarray, mean: np.ndarray, interval: np.ndarray, nom
         axes.set_xlim(0.5, len(groups) + 0.5)
         axes.set_ylim(max(0.0, min(share.min(), nominal - 2 * error.max()) - 0.05), 1.02)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
-        axes.set_xlabel("mean width of the interval, ten groups of rows")
+        axes.set_xlabel("mean width of the intervals of a group of rows")
         axes.set_ylabel("true values inside")
         axes.grid(axis="y")
 
