@@ -24,11 +24,11 @@ from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.errors import counted
 from kme_dist.ops.cluster import open_executor
-from kme_dist.pipelines import pages
+from kme_dist.pipelines import numeric_pages, pages
 from kme_dist.pipelines.folder import Listener, now, to_json
 from kme_dist.pipelines.predict import PREDICTIONS, models_of, request_of
 from kme_dist.pipelines.stages import Run, Stage
-from kme_dist.run.evaluate import tally_predictions
+from kme_dist.run.evaluate import tally_numbers, tally_predictions
 from kme_dist.run.executors import Executor, SerialExecutor
 
 FEW_ROWS = 2_000_000
@@ -42,6 +42,11 @@ HEADLINES = (
     "top_k_accuracy",
     "weighted_accuracy",
     "weighted_log_loss",
+    "rmse",
+    "mae",
+    "r2",
+    "coverage",
+    "interval_width",
 )
 
 
@@ -75,7 +80,10 @@ def evaluate(
     predicted = found.state["computed_from"]["data"]
     if split is None and predicted.get("path") == labelled.path:
         split = predicted.get("split")
-    tally = tally_predictions(found, labelled, executor=executor or SerialExecutor(), split=split)
+    executor = executor or SerialExecutor()
+    if "mean" in found.names:
+        return _evaluate_numbers(found, labelled, split, folder, executor, title)
+    tally = tally_predictions(found, labelled, executor=executor, split=split)
     classes = [str(label) for label in found.classes]
     metrics = tally.metrics(classes)
     if folder is not None:
@@ -88,6 +96,26 @@ def evaluate(
             metrics,
             classes,
             subtitle=f"{subtitle}, {counted(len(classes), 'class')}",
+            footer=f"predictions {found.path} · model {found.state['model']} · {now()}",
+        )
+        place.write(METRICS, to_json(metrics))
+        place.write("report.html", page.encode())
+    return metrics
+
+
+def _evaluate_numbers(
+    found: Predictions, data: Dataset, split: str | None, folder: str | Path | None, executor: Executor, title: str
+) -> dict[str, Any]:
+    """The same for the predictions of a regressor."""
+    tally = tally_numbers(found, data, executor=executor, split=split)
+    metrics = tally.metrics(found.state["computed_from"].get("coverage"))
+    if folder is not None:
+        place = Place.of(folder)
+        page = numeric_pages.evaluation_page(
+            title,
+            metrics,
+            numeric_pages.Compared.of(found, data, split),
+            subtitle=f"{metrics['rows']:,} rows of {data.place.name}{f', split {split}' if split else ''}",
             footer=f"predictions {found.path} · model {found.state['model']} · {now()}",
         )
         place.write(METRICS, to_json(metrics))

@@ -3,7 +3,8 @@
 The candidates that `kme-dist learn` stored in the run folder (learned.zarr) are fitted and the best is kept; without
 them, kernel and regularisation are those of the config. It writes to the run folder
 
-    model.zarr         the model for `kme_dist.load`: an MCEClassifier, with explicit features a CENClassifier
+    model.zarr         the model for `kme_dist.load`: an MCEClassifier, with explicit features a
+                       CENClassifier, of model.kind cme a CMERegressor
     statistics.zarr    with centres or features: sums over the rows, and the digests of the chunks they include
     run.json           solver and the reason for it, residual, iterations, seconds, bytes; see "fit" under "stages"
 
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist import CENClassifier, MCEClassifier, load
+from kme_dist import CENClassifier, CMERegressor, MCEClassifier, load
 from kme_dist.config import Config
 from kme_dist.core.sums import Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset, open_dataset
@@ -38,6 +39,7 @@ from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.fit import Fit, FitStatistics, add_rows, fit_on_dataset, refit, remove_rows
+from kme_dist.run.regression import fit_regression
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates
 
@@ -48,6 +50,8 @@ FACTS = ("solver", "reason", "regularization", "loss", "residual", "iterations",
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
     learned = learn.load_learned(run)
+    if run.config.model.kind == recipes.REGRESSION:
+        return _fit_regressor(run, learned)
     if run.config.model.kind != "mce":
         return _fit_network(run, learned)
     if recipes.has_given_features(run.config):
@@ -157,6 +161,25 @@ def _fit_network(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
         "rows": run.data.split_rows(run.data.training_split()),
         "best": 0,
         "fits": [{"objective": run.config.model.kind, "steps": len(model.history_)}],
+    }
+
+
+def _fit_regressor(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
+    """Fit the best candidate of model.kind cme."""
+    settings, path = run.starts[0].settings, run.folder.path
+    recipe = _recipe(run, settings)
+    candidates = [_given(recipe)] if learned is None else learned.starts[0]
+    fit = fit_regression(run.training_data, recipe, candidates[0], executor=run.executor, report=run.say)
+    model = CMERegressor(**settings).adopt(run.training_data, candidates, fit)
+    model.save(path / MODEL)
+    return {
+        "status": "succeeded",
+        "folder": str(path),
+        "model": str(path / MODEL),
+        **{name: getattr(fit, name) for name in FACTS if hasattr(fit, name)},
+        **fit.facts,
+        "best": 0,
+        "fits": [],
     }
 
 

@@ -103,7 +103,6 @@ def _work(run: Run) -> dict[str, Any]:
     client = getattr(run.executor, "client", None) if run.source is None else None
     dest = run.folder.path / DATA
     data = tables.stored(run.config.data, dest, run.source, client=client, progress=run.listener.progress)
-    assert data.classes is not None
     divided = tables.is_divided(data)
     facts = {
         "path": data.path,
@@ -111,11 +110,12 @@ def _work(run: Run) -> dict[str, Any]:
         "train_rows": data.split_rows("train" if divided else None),
         "test_rows": data.split_rows("test") if divided else 0,
         "features": data.features,
-        "classes": len(data.classes),
+        "classes": len(data.classes or ()),
     }
-    nouns = {"train_rows": "training row", "test_rows": "test row", "features": "feature", "classes": "class"}
+    nouns = {"train_rows": "training row", "test_rows": "test row", "features": "feature"}
+    nouns |= {"classes": "class"} if data.classes is not None else {}
     counts = [f"{facts[key]:,} {plural(facts[key], noun)}" for key, noun in nouns.items()]
-    run.listener.say(f"{run.name}: {', '.join(counts)}")
+    run.listener.say(f"{run.name}: {', '.join(counts)}{', numeric targets' if data.classes is None else ''}")
     return facts
 
 

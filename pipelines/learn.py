@@ -42,6 +42,7 @@ from kme_dist.pipelines.folder import Listener, MetricsFile, digest, to_json, to
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.full import learn_features
+from kme_dist.run.regression import learn_regression
 from kme_dist.run.spectral import LearnedMap
 from kme_dist.run.train import Candidate, learn_candidates
 
@@ -103,8 +104,8 @@ def load_learned(run: Run) -> LearnedResult | None:
 def _candidate(
     stored: Mapping[str, Any], start: str, lines: list[dict[str, Any]], arrays: Mapping[str, np.ndarray]
 ) -> Candidate:
-    phase = stored.get("phase", stored["name"])
-    own = [line for line in lines if line.get("phase") == phase and line.get("start", "") == start]
+    phases = stored.get("phases") or [stored.get("phase", stored["name"])]
+    own = [line for line in lines if line.get("phase") in phases and line.get("start", "") == start]
     kernel = kernels.from_config(stored["kernel"])
     learned = None if "map" not in stored else LearnedMap.restored(stored["map"], _within(arrays, stored["map"]["at"]))
     return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"), learned)
@@ -123,6 +124,8 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     kernel = candidate.kernel.to_config()
     facts = {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
     found = {} if candidate.learned is None else {"map": candidate.learned.to_plain()}
+    phases = list(dict.fromkeys(record["phase"] for record in candidate.history))
+    found |= {"phases": phases} if len(phases) > 1 else {}
     return {**facts, "phase": _phase(candidate), "loss": candidate.loss, **found}
 
 
@@ -179,7 +182,7 @@ def _work(run: Run) -> dict[str, Any]:
     run.folder.place.write("config.yaml", to_yaml(run.resolved).encode())
     saved, began = CheckpointFolder.of(run).open(), time.monotonic()
     with MetricsFile(run.folder.path / METRICS) as lines:
-        if run.config.model.kind != "mce":
+        if run.config.model.kind not in ("mce", recipes.REGRESSION):
             learned = _learn_network(run, saved, lines)
         elif recipes.has_given_features(run.config):
             learned = _learn_features(run, saved, lines)
@@ -273,11 +276,11 @@ def checkpoints_at(run: Run, folder: Path) -> Checkpoints:
 
 def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:
     """Learn candidates with every compared objective from every starting point."""
-    found = []
+    found, learn = [], learn_regression if run.config.model.kind == recipes.REGRESSION else learn_candidates
     for number, start in enumerate(run.starts):
         run.listener.start(start.name)
         found.append(
-            learn_candidates(
+            learn(
                 run.training_data,
                 recipes.recipe_of(run.config, start.settings, run.training_data, run.executor),
                 executor=run.executor,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def _headline(
 ) -> list[tuple[str, str, str]]:
     metrics = best.metrics
     right = round(metrics["accuracy"] * metrics["rows"])
-    learned = _kernel(best.model.kernel_) if hasattr(best.model, "kernel_") else _map(best.model)
+    learned = kernel_in_words(best.model.kernel_) if hasattr(best.model, "kernel_") else _map(best.model)
     return [
         (
             "Test accuracy",
@@ -137,7 +138,7 @@ def _map(model: Any) -> tuple[str, str]:
     return type(model.features_).__name__, f"{counted(len(model.weights_), 'feature')}, {numbers:,} learned parameters"
 
 
-def _kernel(kernel: Any) -> tuple[str, str]:
+def kernel_in_words(kernel: Any) -> tuple[str, str]:
     """A kernel in two short lines: its name, and its parameters as values or ranges."""
     words = []
     for key, value in kernel.parameters.items():
@@ -145,6 +146,17 @@ def _kernel(kernel: Any) -> tuple[str, str]:
         text = f"{values[0]:.3g}" if values.size == 1 else f"{values.min():.2g} … {values.max():.2g}"
         words.append(f"{key.replace('_', ' ')} {text}")
     return type(kernel).__name__, ", ".join(words[:4])
+
+
+def learning_pictures(model: Any) -> list[Picture]:
+    """The learning curve of one model, its phases one after the other."""
+    records: list[dict[str, Any]] = []
+    before = 0  # steps of earlier phases
+    for record in model.history_:
+        if records and record["phase"] != records[-1]["phase"]:
+            before = records[-1]["step"]
+        records.append({**record, "step": before + record["step"]})
+    return _curves([FittedStart("", SimpleNamespace(history_=records), {})])
 
 
 def _curves(starts: Sequence[FittedStart]) -> list[Picture]:
@@ -436,7 +448,7 @@ def _starts_table(
                     f"{100 * start.metrics['accuracy']:.2f} %",
                     f"{start.objective:.5g}",
                     f"{float(start.model.regularization_):.4g}",
-                    ": ".join(_kernel(start.model.kernel_)),
+                    ": ".join(kernel_in_words(start.model.kernel_)),
                 ]
                 for start in starts
             ],

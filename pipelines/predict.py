@@ -19,11 +19,14 @@ from typing import Any, TypeVar
 
 from kme_dist import predict
 from kme_dist.config import ClusterConfig, Config, PredictConfig
+from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Dataset
 from kme_dist.errors import ConfigError
+from kme_dist.models.base import model_place
+from kme_dist.models.predict import REGRESSION_OUTPUTS
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
-from kme_dist.pipelines import ingest, tables
+from kme_dist.pipelines import ingest, recipes, tables
 from kme_dist.pipelines.fit import MODEL
 from kme_dist.pipelines.folder import Listener, folder_of
 from kme_dist.pipelines.ingest import DATA
@@ -140,7 +143,8 @@ def predict_rows(
         request.data,
         request.out,
         executor=executor,
-        outputs=settings.outputs,
+        outputs=outputs_of(settings, request.model),
+        coverage=settings.coverage,
         expectations=settings.expectations,
         top_k=settings.top_k,
         format=settings.format,
@@ -156,6 +160,13 @@ def predict_rows(
     for note in outcome.notes:
         listener.say(f"predict: {note}")
     return _summary(outcome, request)
+
+
+def outputs_of(settings: PredictConfig, model: str) -> list[str]:
+    """Those of the config; where it has none and the model is a regressor, those of regressors."""
+    if "outputs" in settings.model_fields_set or read_attributes(model_place(model)).get("model") != "CMERegressor":
+        return list(settings.outputs)
+    return list(REGRESSION_OUTPUTS)
 
 
 # --- the stage of a run ---------------------------------------------------------------------------------------
@@ -174,7 +185,10 @@ def models_of(run: Run) -> list[tuple[str, str]]:
 
 def _work(run: Run) -> dict[str, Any]:
     settings, place = run.config.predict, run.folder.path
-    needed = [*settings.outputs, *(o for o in ("label", "probability") if o not in settings.outputs)]
+    numeric = run.config.model.kind == recipes.REGRESSION
+    given = outputs_of(settings, str(place / MODEL))
+    always = REGRESSION_OUTPUTS if numeric else ("label", "probability")
+    needed = [*given, *(name for name in always if name not in given)]
     own = settings.model_copy(update={"outputs": needed, "format": "zarr", "id_column": None})
     found = {}
     for model, out in models_of(run):

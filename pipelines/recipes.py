@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist import ASKLClassifier, CENClassifier, MCEClassifier, kernels
+from kme_dist import ASKLClassifier, CENClassifier, CMERegressor, MCEClassifier, kernels
 from kme_dist.config import Config, FitConfig, LearnConfig, ModelConfig, Start
 from kme_dist.core import features as maps
 from kme_dist.core.optim import cosine_decay
@@ -34,7 +34,8 @@ from kme_dist.run.executors import Executor
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.train import Recipe
 
-KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASKLClassifier}
+KINDS: dict[str, Any] = {"mce": MCEClassifier, "cen": CENClassifier, "askl": ASKLClassifier, "cme": CMERegressor}
+REGRESSION = "cme"
 SECTIONS: dict[str, Any] = {"model": ModelConfig, "learn": LearnConfig, "fit": FitConfig}
 NOT_OPTIONS = ("client", "n_jobs", "verbose")
 FULL_OBJECTIVES = ("rcb", "erm")  # objectives with exact gradients over all rows
@@ -77,6 +78,8 @@ def check(config: Config) -> None:
     """Raise an error for incompatible keys, before anything is read or written."""
     if config.model.kind == "mce":
         _check_kernel(config)
+    elif config.model.kind == REGRESSION:
+        _check_regressor(config)
     else:
         _check_network(config)
     _bytes("learn.feature_cache", config.learn.feature_cache)
@@ -126,6 +129,63 @@ def _check_spectral(config: Config) -> None:
             raise ConfigError(f"model.features is spectral, which has no {section}.{key}; remove it")
 
 
+def settled(config: Config) -> Config:
+    """The config with the task that follows from the kind of model, and the kind that follows from the task."""
+    kind, task = config.model.kind, config.data.task
+    given = "kind" in config.model.model_fields_set
+    if kind == REGRESSION and task == "classification":
+        raise ConfigError("model.kind is cme, which predicts numbers, and data.task is classification; remove one")
+    if kind == REGRESSION and task == "auto":
+        return _changed(config, "data", task="regression")
+    if kind != REGRESSION and task == "regression":
+        if given:
+            raise ConfigError(f"data.task is regression, and model.kind {kind} predicts classes; set model.kind: cme")
+        return _changed(config, "model", kind=REGRESSION)
+    return config
+
+
+def settled_for(config: Config, numeric: bool, label: str) -> tuple[Config, str]:
+    """The same once it is known whether labels are numbers; and what was assumed, in a line ("": nothing)."""
+    if not numeric:
+        if config.model.kind == REGRESSION:
+            raise ConfigError(
+                f"model.kind is cme, which predicts numbers, but the label {label!r} is stored as classes; ingest the "
+                "table again with --task regression"
+            )
+        return config, ""
+    if config.model.kind == REGRESSION:
+        return config, ""
+    if "kind" in config.model.model_fields_set:
+        raise ConfigError(
+            f"model.kind {config.model.kind} predicts classes, but the label {label!r} is a number; set data.task: "
+            "classification if its values are classes, or model.kind: cme"
+        )
+    changed = _changed(config, "model", kind=REGRESSION)
+    check(changed)
+    return changed, (
+        f"the label {label!r} is a number: regression (model.kind cme); set data.task: classification if its values "
+        "are classes"
+    )
+
+
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _check_regressor(config: Config) -> None:
+    if config.model.features is not None or config.model.options:
+        raise ConfigError("model.features and model.options are not for model.kind cme; remove them")
+    if config.learn.starts or config.learn.mode != "sync":
+        raise ConfigError("learn.starts, and learn.mode other than sync, are not for model.kind cme; remove them")
+    known = set(CMERegressor().get_params())
+    for key in config.estimator_arguments():
+        if key not in known:
+            section = next(name for name, fields in SECTIONS.items() if key in fields.model_fields)
+            raise ConfigError(f"{section}.{key} is not supported with model.kind cme; remove it")
+    if config.fit.solver == "falkon":
+        raise ConfigError("fit.solver falkon is not supported with model.kind cme; choose nystrom")
+
+
 def has_given_features(config: Config) -> bool:
     """Whether model.features is a map for learn.mode full; `spectral` is learned by steps, as kernels are."""
     return config.model.features not in (None, SPECTRAL)
@@ -160,7 +220,7 @@ def _bytes(key: str, text: str) -> int:
 
 def starts_of(config: Config, n_features: int) -> list[StartingPoint]:
     """The parameters of the estimator for every starting point."""
-    if config.model.kind != "mce":
+    if config.model.kind not in ("mce", REGRESSION):
         return [StartingPoint("", _network_settings(config))]
     settings = config.estimator_arguments()
     if config.model.features == SPECTRAL:
@@ -230,6 +290,8 @@ def resolved(config: Config) -> dict[str, Any]:
         if config.learn.mode == "full":
             full["model"]["objective"] = config.model.objective or FULL_OBJECTIVES[0]
         return full
+    if config.model.kind == REGRESSION:
+        return config.resolved(CMERegressor().get_params())
     model = estimator_of(config, _network_settings(config))
     full = config.resolved(model.get_params())
     full["learn"] |= {key: getattr(model, key) for key in ("schedule", "batches_per_step")}
@@ -244,7 +306,8 @@ def recipe_of(config: Config, settings: Mapping[str, Any], data: RowSource, exec
 
     The workers of `executor` determine whether arrays are on the CPU or the GPU; without an executor, the CPU.
     """
-    model = MCEClassifier(**{**settings, "backend": "numpy"})
+    own = {} if config.model.kind == REGRESSION else {"backend": "numpy"}
+    model = KINDS[config.model.kind](**{**settings, **own})
     learn, fit = config.learn, config.fit
     further = {key: getattr(fit, key) for key in ("centre_choice", "tolerance", "tile_rows")}
     if fit.memory is not None:
@@ -280,6 +343,10 @@ def rehearse(config: Config, X: np.ndarray, y: np.ndarray) -> None:
     """One step on a few rows, to find invalid settings before anything stored is changed."""
     if config.model.features is not None:
         return
+    if config.model.kind == REGRESSION:
+        for start in starts_of(config, X.shape[1]):
+            estimator_of(config, start.settings, solver="auto", centres=None, steps=0).fit(X[:100], y[:100])
+        return
     few = np.concatenate([np.flatnonzero(y == label)[:ROWS_TO_REHEARSE] for label in np.unique(y)])
     if len(np.unique(y[few])) < 2:
         return
@@ -296,7 +363,7 @@ def rehearse(config: Config, X: np.ndarray, y: np.ndarray) -> None:
 
 def initial_features(config: Config, settings: Mapping[str, Any], n_features: int) -> Any:
     """The feature map before learning, for plots of the changes; None if a kernel is learned."""
-    if config.model.kind == "mce":
+    if config.model.kind in ("mce", REGRESSION):
         return None
     model = estimator_of(config, settings)
     model.n_features_in_ = n_features

@@ -9,7 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from kme_dist import load
-from kme_dist.pipelines import pages, recipes
+from kme_dist.data.predictions import open_predictions
+from kme_dist.pipelines import numeric_pages, pages, recipes
 from kme_dist.pipelines.fit import GIVEN, MODEL
 from kme_dist.pipelines.folder import to_yaml
 from kme_dist.pipelines.learn import regularization_of
@@ -18,10 +19,13 @@ from kme_dist.pipelines.predict import PREDICTIONS
 from kme_dist.pipelines.stages import Run, Stage, config_digest
 
 REPORT = "report.html"
+NUMERIC_HEADLINES = ("rmse", "mae", "r2", "coverage", "interval_width")
 HEADLINES = ("accuracy", "balanced_accuracy", "log_loss", "brier", "calibration_error")
 
 
 def _work(run: Run) -> dict[str, Any]:
+    if run.config.model.kind == recipes.REGRESSION:
+        return _numeric_work(run)
     starts, rows = _fitted_starts(run), run.result("ingest")
     best = starts[int(run.result("fit")["best"])]
     settings = run.starts[starts.index(best)].settings
@@ -35,11 +39,55 @@ def _work(run: Run) -> dict[str, Any]:
         counts=(rows["train_rows"], rows["test_rows"]),
         config_text=to_yaml(run.resolved),
         learn_seconds=run.folder.stages["learn"]["seconds"],
-        footer=f"kme-dist {metadata.version('kme-dist')} · {run.folder.facts['started']} · "
-        f"configuration {config_digest(run.resolved)[:12]}",
+        footer=_footer(run),
     )
     run.folder.place.write(REPORT, page.encode())
     return _summary(run, starts, best)
+
+
+def _footer(run: Run) -> str:
+    return (
+        f"kme-dist {metadata.version('kme-dist')} · {run.folder.facts['started']} · "
+        f"configuration {config_digest(run.resolved)[:12]}"
+    )
+
+
+def _numeric_work(run: Run) -> dict[str, Any]:
+    path, rows = run.folder.path, run.result("ingest")
+    model, metrics = load(path / MODEL), run.result("evaluate")["metrics"][PREDICTIONS]
+    page = numeric_pages.run_page(
+        run.name,
+        model,
+        metrics,
+        numeric_pages.Compared.of(open_predictions(path / PREDICTIONS), run.data, "test"),
+        counts=(rows["train_rows"], rows["test_rows"]),
+        feature_names=run.data.feature_names,
+        config_text=to_yaml(run.resolved),
+        learn_seconds=run.folder.stages["learn"]["seconds"],
+        footer=_footer(run),
+    )
+    run.folder.place.write(REPORT, page.encode())
+    return {
+        **_places(run),
+        **{key: metrics[key] for key in NUMERIC_HEADLINES if key in metrics},
+        **{key: rows[key] for key in ("train_rows", "test_rows", "features")},
+        "steps": len(model.history_),
+        "objective": "squared error",
+        "solver": model.solver_,
+        "regularization": regularization_of(model),
+        "starts": [],
+    }
+
+
+def _places(run: Run) -> dict[str, Any]:
+    path = run.folder.path
+    return {
+        "status": "succeeded",
+        "folder": str(path),
+        "report": str(path / REPORT),
+        "model": str(path / MODEL),
+        "predictions": str(path / PREDICTIONS),
+    }
 
 
 def _fitted_starts(run: Run) -> list[FittedStart]:
@@ -63,13 +111,9 @@ def _fitted_starts(run: Run) -> list[FittedStart]:
 
 
 def _summary(run: Run, starts: list[FittedStart], best: FittedStart) -> dict[str, Any]:
-    path, rows = run.folder.path, run.result("ingest")
+    rows = run.result("ingest")
     return {
-        "status": "succeeded",
-        "folder": str(path),
-        "report": str(path / REPORT),
-        "model": str(path / MODEL),
-        "predictions": str(path / PREDICTIONS),
+        **_places(run),
         **{key: best.metrics[key] for key in HEADLINES},
         **{key: rows[key] for key in ("train_rows", "test_rows", "features", "classes")},
         "steps": sum(getattr(start.model, "n_iter_", len(start.model.history_)) for start in starts),

@@ -21,7 +21,7 @@ from kme_dist import load
 from kme_dist.data.predictions import write_csv
 from kme_dist.data.readers import FileOptions, open_source
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.predict import Outputs, TableScorer
+from kme_dist.models.predict import Asked, TableScorer
 
 FORMATS = ("csv", "jsonl")
 
@@ -32,7 +32,7 @@ def run(
     sink: IO[bytes],
     *,
     format: str = "csv",
-    outputs: Sequence[str] = ("label", "probability"),
+    outputs: Sequence[str] | None = None,
     id_column: str | None = None,
     unseen: str = "zeros",
 ) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def run(
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'csv' or 'jsonl'")
     fitted = load(model)
-    wanted = Outputs.of(outputs, None, False, None, fitted.classes_)
+    wanted = Asked(outputs).of(fitted)
     with tempfile.TemporaryDirectory(prefix="kme-score-") as folder:
         file = Path(folder) / "stdin.csv"
         with open(file, "wb") as copy:  # the reader looks at the first rows before it reads all of them

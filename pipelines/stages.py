@@ -101,9 +101,15 @@ class Run:
         and `test` is split; otherwise it is learned from as a whole.
         """
         listener = listener or Listener()
+        config = recipes.settled(config)
         recipes.check(config)
-        resolved = recipes.resolved(config)
         source = tables.checked(config.data, test_rows=test_rows)
+        if source is not None:
+            numeric = source.classes is None if isinstance(source, Dataset) else source.numeric
+            config, assumed = recipes.settled_for(config, numeric, str(source.label or "target"))
+            if assumed:
+                listener.say(assumed)
+        resolved = recipes.resolved(config)
         if source is not None:
             recipes.starts_of(config, len(source.feature_names))
             recipes.feature_map_of(config, len(source.feature_names))

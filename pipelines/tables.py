@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 IN_MEMORY_BYTES = 512 << 20  # larger sources are streamed, and split during ingest
 WHOLE_FILE_BYTES = 256 << 20  # larger files are identified by size and time, not by content
 PARTS = frozenset({"train", "test"})
+FEW_VALUES, MANY_VALUES = 20, 100  # of a label: whole numbers with a decimal point are classes, integers are numbers
 
 
 def fingerprint(settings: DataConfig) -> str:
@@ -96,18 +97,19 @@ def stored(
     if found is None:
         return _streamed(settings, dest, client, progress)
     train, total = len(found.y_train), len(found.y_train) + len(found.y_test)
-    classes, codes = np.unique(np.concatenate([found.y_train, found.y_test]), return_inverse=True)
+    y = np.concatenate([found.y_train, found.y_test])
+    classes, codes = (None, y) if found.numeric else np.unique(y, return_inverse=True)
     X = np.concatenate([found.X_train, found.X_test])
     weights = None
     if found.w_train is not None:
         weights = np.concatenate([found.w_train, _weights_of(found.w_test, found.X_test)])
-    names = (found.feature_names, classes.tolist())
+    names = (found.feature_names, None if classes is None else classes.tolist())
     return ingest(
         Table(X, codes, *names, schema=found.schema, weights=weights, weight=found.weight),
         dest,
         label=found.label,
         split=f"train=0:{train},test={train}:{total}",
-        task="classification",
+        task="regression" if found.numeric else "classification",
         dtype="float64",
         overwrite=True,
         progress=progress,
@@ -129,7 +131,8 @@ def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) ->
         limit -= len(rows)
         X.append(rows.reshape(len(rows), -1).astype(np.float64))
         codes.append(np.asarray(y))
-    return np.concatenate(X), np.asarray(data.classes)[np.concatenate(codes)]
+    found = np.concatenate(codes)
+    return np.concatenate(X), found if data.classes is None else np.asarray(data.classes)[found]
 
 
 def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
@@ -170,20 +173,20 @@ def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> D
         dest,
         shuffle=settings.split_seed,
         split={"train": 1 - share, "test": share},
-        stratify=settings.stratify,
+        stratify=settings.stratify and settings.task != "regression",
         overwrite=True,
         progress=progress,
         client=client,
         **_reading(settings),
     )
-    if data.classes is None:
+    if data.classes is None and data.y is None:
         raise ConfigError(f"data.label is missing: name the column of {settings.source} that holds the classes")
     return data
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Training and test rows. X: (n, d) float array, y: (n,) original labels."""
+    """Training and test rows. X: (n, d) float array, y: (n,) original labels, or numeric targets."""
 
     X_train: np.ndarray
     y_train: np.ndarray
@@ -195,6 +198,7 @@ class Tables:
     w_train: np.ndarray | None = None  # weights of the rows
     w_test: np.ndarray | None = None
     weight: str = "weight"  # their column
+    numeric: bool = False  # y are numbers to predict, not classes
 
     @property
     def digest(self) -> str:
@@ -219,6 +223,7 @@ class _Source:
     schema: Schema | None = None
     weights: np.ndarray | None = None
     weight: str = "weight"
+    numeric: bool = False
 
 
 def load(settings: DataConfig) -> Tables:
@@ -247,7 +252,15 @@ def load(settings: DataConfig) -> Tables:
         test = _read(settings, settings.source, "test")
         X_train, X_test, y_train, y_test, *weights = X, test.X, y, test.y, rows.weights, test.weights
     else:
-        X_train, X_test, y_train, y_test, *weights = _split(settings, X, y, rows.weights)
+        X_train, X_test, y_train, y_test, *weights = _split(settings, X, y, rows.weights, rows.numeric)
+    names = (rows.feature_names, rows.label, rows.schema)
+    tables = Tables(X_train, y_train, X_test, y_test, *names, *(weights or (None, None)), rows.weight, rows.numeric)
+    if not rows.numeric:
+        _check_classes(settings, y_train, y_test)
+    return tables
+
+
+def _check_classes(settings: DataConfig, y_train: np.ndarray, y_test: np.ndarray) -> None:
     if len(np.unique(y_train)) < 2:
         raise DataError(
             f"{settings.source}: the training rows have only one class ({y_train[0]!s}); "
@@ -260,8 +273,6 @@ def load(settings: DataConfig) -> Tables:
             f"test row {row} has the label {str(unknown[0])!r}, which no training row has; "
             f"correct the label, or give the class training rows"
         )
-    names = (rows.feature_names, rows.label, rows.schema)
-    return Tables(X_train, y_train, X_test, y_test, *names, *(weights or (None, None)), rows.weight)
 
 
 def _weights_of(weights: np.ndarray | None, X: np.ndarray) -> np.ndarray:
@@ -275,7 +286,7 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
     if data is None and not source.startswith("sklearn:"):
         rows = _from_file(settings, source, like)
     else:
-        rows = _Source(*_built_in(source)) if data is None else _from_dataset(data, part)
+        rows = _built_in(source, settings.task) if data is None else _from_dataset(data, part)
         if settings.label is not None and settings.label != rows.label:
             raise ConfigError(f"data.label is {settings.label!r}, but {source} has its own labels; remove data.label")
         if settings.weight is not None and (rows.weights is None or settings.weight != rows.weight):
@@ -302,13 +313,20 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
     return replace(rows, X=X)
 
 
-def _built_in(source: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def _built_in(source: str, task: str) -> _Source:
     """The small tables that ship with scikit-learn; nothing is downloaded."""
     from sklearn import datasets
 
-    table = getattr(datasets, "load_" + source.removeprefix("sklearn:"))()
-    classes = np.asarray(table.target_names)
-    return table.data, classes[table.target], [str(column) for column in table.feature_names]
+    name = source.removeprefix("sklearn:")
+    table = getattr(datasets, "load_" + name)()
+    names = [str(column) for column in table.feature_names]
+    if not hasattr(table, "target_names"):  # diabetes
+        if task == "classification":
+            raise ConfigError(f"data.task is classification, but the label of {source} is a number; remove data.task")
+        return _Source(table.data, np.asarray(table.target, np.float64), names, numeric=True)
+    if task == "regression":
+        raise ConfigError(f"data.task is regression, but {source} has classes; choose sklearn:diabetes")
+    return _Source(table.data, np.asarray(table.target_names)[table.target], names)
 
 
 def dataset_at(source: str) -> Dataset | None:
@@ -323,12 +341,13 @@ def dataset_at(source: str) -> Dataset | None:
 
 def _from_dataset(data: Dataset, part: str | None) -> _Source:
     X, codes = data.read(part)
-    if codes is None or data.classes is None:
-        raise DataError(f"{data.path} has no classes; ingest it with the column of the classes as label")
-    labels = np.asarray(data.classes)[codes]
+    if codes is None:
+        raise DataError(f"{data.path} has no labels; ingest it with the column of the classes or targets as label")
+    labels = codes if data.classes is None else np.asarray(data.classes)[codes]
     names = (data.feature_names, data.label or "target")
     weights = data.weights(part)
-    return _Source(X.reshape(len(X), -1), labels, *names, data.schema, weights, data.schema.weight or "weight")
+    weighted = (weights, data.schema.weight or "weight")
+    return _Source(X.reshape(len(X), -1), labels, *names, data.schema, *weighted, data.classes is None)
 
 
 def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Source:
@@ -336,27 +355,43 @@ def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Sourc
     if like is not None:  # columns are those of the other table
         reading.pop("weight", None)
     table = read_table(source, schema=like, dtype="float64", **reading)
-    if table.y is None or table.class_names is None:
+    if like is None and settings.task == "auto" and (task := _task_of(table)) is not None:
+        table = read_table(source, dtype="float64", **{**reading, "task": task})
+    if table.y is None:
         columns = dict.fromkeys(name.partition("=")[0] for name in table.feature_names)
         raise ConfigError(
-            f"data.label is missing: name the column of {source} that holds the classes; "
+            f"data.label is missing: name the column of {source} that holds the classes or targets; "
             f"its columns are {', '.join(map(repr, list(columns)[:12]))}"
         )
     if not len(table.y):
         raise DataError(f"{source} has no rows; at least two rows of two classes are required")
+    names = (list(table.feature_names), table.label or "target")
+    known = (table.schema, table.weights, table.weight)
+    if table.class_names is None:
+        return _Source(table.X, np.asarray(table.y, np.float64), *names, *known, True)
     if len(table.y) > 10 and 2 * len(table.class_names) > len(table.y):
         raise DataError(
             f"{source}: the label column {table.label!r} holds {len(table.class_names)} different values in "
             f"{len(table.y)} rows; it must hold classes with several rows each, check data.label"
         )
-    labels = np.asarray(table.class_names)[table.y]
-    names = (list(table.feature_names), table.label or "target")
-    return _Source(table.X, labels, *names, table.schema, table.weights, table.weight)
+    return _Source(table.X, np.asarray(table.class_names)[table.y], *names, *known)
+
+
+def _task_of(table: Table) -> str | None:
+    """Another task than the one assumed from the type of the label column: fractions of few values are classes,
+    integers of many values are numbers."""
+    if table.y is None or not len(table.y):
+        return None
+    if table.class_names is None:
+        values = np.unique(table.y)
+        return "classification" if len(values) <= FEW_VALUES and (values == np.round(values)).all() else None
+    integers = all(isinstance(name, int | np.integer) for name in table.class_names)
+    return "regression" if integers and len(table.class_names) > MANY_VALUES else None
 
 
 def _reading(settings: DataConfig) -> dict[str, Any]:
     """The options of `ingest` that a config sets."""
-    options: dict[str, Any] = {"label": settings.label, "task": "classification"}
+    options: dict[str, Any] = {"label": settings.label, "task": settings.task}
     if settings.weight is not None:
         options["weight"] = settings.weight
     if settings.features is not None:
@@ -368,9 +403,12 @@ def _reading(settings: DataConfig) -> dict[str, Any]:
     return options
 
 
-def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> list[np.ndarray]:
+def _split(
+    settings: DataConfig, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None, numeric: bool
+) -> list[np.ndarray]:
     classes, counts = np.unique(y, return_counts=True)
-    if settings.stratify and len(classes) > 1 and counts.min() < 2:
+    stratify = settings.stratify and not numeric
+    if stratify and len(classes) > 1 and counts.min() < 2:
         raise DataError(
             f"{settings.source}: class {classes[counts.argmin()]!s} has one row, so it cannot be in "
             f"both the training and the test set; set data.stratify: false, or give data.test_source"
@@ -382,7 +420,7 @@ def _split(settings: DataConfig, X: np.ndarray, y: np.ndarray, weights: np.ndarr
             *(() if weights is None else (weights,)),
             test_size=settings.test_fraction,
             random_state=settings.split_seed,
-            stratify=y if settings.stratify else None,
+            stratify=y if stratify else None,
         )
     except ValueError as error:  # too few rows for this fraction
         raise DataError(

@@ -107,10 +107,14 @@ def run(
             f"{start['name']}: test accuracy {100 * start['accuracy_before']:.2f} % before learning, "
             f"{100 * start['accuracy']:.2f} % after"
         )
+    if "rmse" in result:
+        figures = f"test RMSE {result['rmse']:.5g}  MAE {result['mae']:.5g}  R2 {result['r2']:.3f}  "
+        figures += f"coverage {100 * result['coverage']:.1f} %  "
+    else:
+        figures = f"test accuracy {100 * result['accuracy']:.2f} %  log loss {result['log_loss']:.4f}  "
+        figures += f"calibration error {100 * result['calibration_error']:.1f} %  "
     print(
-        f"test accuracy {100 * result['accuracy']:.2f} %  log loss {result['log_loss']:.4f}  "
-        f"calibration error {100 * result['calibration_error']:.1f} %  "
-        f"({result['test_rows']} test {plural(result['test_rows'], 'row')}, "
+        f"{figures}({result['test_rows']} test {plural(result['test_rows'], 'row')}, "
         f"{result['steps']} {plural(result['steps'], 'step')}, {result['seconds']:.1f} s)"
     )
     print(f"report: {result['report']}")

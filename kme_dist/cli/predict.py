@@ -125,8 +125,12 @@ def score(
     output: Output,
     model: Annotated[str, typer.Option(help="Saved model, or a run folder.")],
     outputs: Annotated[
-        str, typer.Option(help="Comma-separated: label, probability, decision, entropy, rkhs_entropy.")
-    ] = "label,probability",
+        str | None,
+        typer.Option(
+            help="Comma-separated: label, probability (both by default), decision, entropy, rkhs_entropy; of a "
+            "regressor mean, std, interval (all by default)."
+        ),
+    ] = None,
     id_column: Annotated[str | None, typer.Option(help="Column to copy to the output.")] = None,
     format: Annotated[str, typer.Option(help="Output format: csv or jsonl.")] = "csv",
     unseen: Unseen = None,
@@ -139,7 +143,7 @@ def score(
         sys.stdin.buffer,
         sys.stdout.buffer,
         format=format,
-        outputs=split_names(outputs) or [],
+        outputs=split_names(outputs),
         id_column=id_column,
         unseen=unseen or "zeros",
     ):

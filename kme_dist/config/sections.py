@@ -34,7 +34,7 @@ RUN_KEYS = frozenset(
         "checkpoints_kept",
     }
 )
-BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer")
+BUILT_IN_TABLES = ("digits", "iris", "wine", "breast_cancer", "diabetes")
 
 _Missing = Literal["error", "drop", "mean", "median", "indicator"]
 Column = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
@@ -45,12 +45,17 @@ class DataConfig(_Section):
 
     source: str = Field(
         min_length=1,
-        description="`sklearn:digits`, `sklearn:iris`, `sklearn:wine`, `sklearn:breast_cancer`, or "
+        description="`sklearn:digits`, `sklearn:iris`, `sklearn:wine`, `sklearn:breast_cancer`, `sklearn:diabetes`, or "
         "the path of a table (csv, tsv, npz, npy, parquet, libsvm) or data set, relative to the current folder",
     )
     label: Column | None = Field(
         default=None,
-        description="column of the class labels, by name or position (from 0)",
+        description="column of the class labels or numeric targets, by name or position (from 0)",
+    )
+    task: Literal["auto", "classification", "regression"] = Field(
+        default="auto",
+        description="the label is a class or a number; auto: fractions, and integers of more than 100 different "
+        "values, are numbers (with model.kind cme: all)",
     )
     weight: Column | None = Field(
         default=None,
@@ -150,9 +155,10 @@ class ModelConfig(_Section):
         description="spectral: features learned on all rows instead of a kernel; or explicit features that "
         "`learn.mode: full` learns, e.g. {name: random_fourier, features: 512}",
     )
-    kind: Literal["mce", "cen", "askl"] = Field(
+    kind: Literal["mce", "cen", "askl", "cme"] = Field(
         default="mce",
-        description="mce (learns a kernel), cen (a feature network) or askl (frequencies of cosine features)",
+        description="mce (learns a kernel), cen (a feature network) or askl (frequencies of cosine features); cme for "
+        "regression, the default where the label is a number",
     )
     options: dict[str, Any] | None = Field(
         default=None,
@@ -274,8 +280,14 @@ class PredictConfig(_Section):
         default=None,
         description="Zarr arrays, one Parquet file per chunk, or one CSV file; absent: by the name of the destination",
     )
-    outputs: list[Literal["label", "probability", "decision", "entropy", "rkhs_entropy"]] = Field(
-        default=["label", "probability", "entropy"], description="outputs stored for each row"
+    outputs: list[Literal["label", "probability", "decision", "entropy", "rkhs_entropy", "mean", "std", "interval"]] = (
+        Field(
+            default=["label", "probability", "entropy"],
+            description="outputs stored for each row; of a regressor mean, std and interval (all three by default)",
+        )
+    )
+    coverage: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.9, description="of the intervals of a regressor: share of new targets inside"
     )
     expectations: dict[str, str | list[float] | dict[str, float]] = Field(
         default={},

@@ -310,6 +310,17 @@ def conditional_quantiles(values: np.ndarray, coefficients: np.ndarray, levels: 
     return np.asarray(values[order])[np.minimum(found, len(values) - 1)]
 
 
+def drawn_targets(coefficients: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Positions of random targets under clip-normalised weights a(x), columns of `coefficients`: (rows, size)."""
+    steps = np.cumsum(np.maximum(coefficients, 0.0), axis=0)
+    steps = np.where(steps[-1] > 0, steps, np.arange(1.0, len(steps) + 1)[:, None])
+    u = rng.random((steps.shape[1], size)) * steps[-1][:, None]
+    found = np.empty(u.shape, np.int64)
+    for i in range(len(u)):
+        found[i] = np.searchsorted(steps[:, i], u[i], side="right")
+    return np.minimum(found, len(steps) - 1)
+
+
 def herd(target_values: np.ndarray, L: np.ndarray, size: int) -> np.ndarray:
     """Indices of `size` candidates whose equally weighted mean approximates μ, by kernel herding.
 

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kme_dist.core.conditional import drawn_targets
+
 _SCALE_ROWS = 5.0  # weight of all residuals in s(x), in rows near x
 _SHAPE_ROWS = 40.0  # the same for F(t | x)
 
@@ -125,11 +127,7 @@ class Predictive:
 
     def sample(self, size: int, rng: np.random.Generator) -> np.ndarray:
         """Random draws, (rows, size, outputs)."""
-        steps = np.cumsum(self.mass, axis=0)
-        u = rng.random((self.mass.shape[1], size)) * steps[-1][:, None]
-        drawn = np.stack([np.searchsorted(steps[:, i], u[i], side="right") for i in range(len(u))]) if len(u) else u
-        drawn = np.minimum(drawn.astype(np.int64), len(self.residuals) - 1)
-        return np.asarray(self._values(self.residuals[drawn]))
+        return self._values(self.residuals[drawn_targets(self.mass, size, rng)])
 
     def expectation(self, h: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """E[h(Y) | x]: h maps (values, outputs) to a value, or a row of values, for each."""

@@ -1,4 +1,4 @@
-"""Metrics of class probabilities from sums over rows that can be added in any order.
+"""Metrics of class probabilities, and of numeric predictions, from sums over rows that can be added in any order.
 
     tally = Tally.of(codes, probabilities)          # one chunk: true classes as 0..m-1, (n, m) probabilities
     (tally + other).metrics(classes)["accuracy"]    # equal to that of all rows together
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -189,3 +189,66 @@ def _weighted_sums(weights: np.ndarray | None, hits: np.ndarray, losses: np.ndar
     if weights is None:
         return np.zeros(3)
     return np.array([weights.sum(), weights @ hits, 0.0 if losses is None else weights @ losses])
+
+
+# --- numeric targets --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NumericTally:
+    """Sums over rows with numeric targets; `+` adds those of other rows."""
+
+    rows: int = 0
+    missing: int = 0  # rows without a prediction
+    weight: float = 0.0  # Σ w; the rows without weights
+    absolute: float = 0.0  # Σ w |y - mean|
+    squared: float = 0.0
+    total: float = 0.0  # Σ w (y - anchor)
+    squares: float = 0.0  # Σ w (y - anchor)²
+    intervals: float = 0.0  # Σ w of rows with an interval
+    inside: float = 0.0  # of those, Σ w of rows inside
+    width: float = 0.0  # Σ w (upper - lower)
+
+    @classmethod
+    def of(
+        cls,
+        y: np.ndarray,
+        mean: np.ndarray,
+        interval: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        anchor: float = 0.0,
+    ) -> NumericTally:
+        """`anchor` is any number near the targets, the same for all rows: sums of squares around it keep their digits.
+        Rows whose mean is NaN are rows without a prediction."""
+        known = np.isfinite(mean)
+        w = (np.ones(len(y)) if weights is None else np.asarray(weights, np.float64))[known]
+        e, near = (y - mean)[known], (y - anchor)[known]
+        found = cls(
+            int(known.sum()), int((~known).sum()), float(w.sum()), float(w @ np.abs(e)), float(w @ e**2),
+            float(w @ near), float(w @ near**2),
+        )  # fmt: skip
+        if interval is None:
+            return found
+        low, high = interval[known].T
+        inside = (low <= y[known]) & (y[known] <= high)
+        return replace(found, intervals=found.weight, inside=float(w @ inside), width=float(w @ (high - low)))
+
+    def __add__(self, other: NumericTally) -> NumericTally:
+        return NumericTally(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+    def metrics(self, coverage: float | None = None) -> dict[str, Any]:
+        """RMSE, MAE and R² (of weighted rows: weighted), and of intervals of this coverage the share of targets
+        inside and the mean width."""
+        W = self.weight or 1.0
+        spread = self.squares / W - (self.total / W) ** 2
+        found: dict[str, Any] = {
+            "rows": self.rows,
+            "rows_without_answer": self.missing,
+            "rmse": math.sqrt(self.squared / W),
+            "mae": self.absolute / W,
+            "r2": 1 - self.squared / W / spread if spread > 0 else 0.0,
+        }
+        if self.intervals:
+            found |= {"coverage": self.inside / self.intervals, "interval_width": self.width / self.intervals}
+            found |= {} if coverage is None else {"nominal_coverage": coverage}
+        return found

@@ -397,9 +397,9 @@ def _columns(field: Field, classes: Sequence[Any]) -> Iterator[tuple[str, int | 
     if not field.row_shape:
         yield field.name.replace("/", "_"), None
         return
-    per_class = field.name in ("probability", "decision")
+    named = {"probability": classes, "decision": classes, "interval": ("low", "high")}.get(field.name)
     for i in range(field.row_shape[0]):
-        yield f"{field.name.replace('/', '_')}_{classes[i] if per_class else i + 1}", i
+        yield f"{field.name.replace('/', '_')}_{i + 1 if named is None else named[i]}", i
 
 
 def parquet_table(fields: Sequence[Field], classes: Sequence[Any], arrays: Mapping[str, Any]) -> pa.Table:

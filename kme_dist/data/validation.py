@@ -260,3 +260,20 @@ def check_labels(y: Any) -> None:
                 f"labels mix types: {_shown(one)} in row {a} and {_shown(other)} in row {b}; make them all texts, e.g. "
                 "[str(v) for v in y], or all numbers"
             )
+
+
+def check_matrix(X: Any, by: str) -> None:
+    """Refuse arrays that are no tables of real numbers; anything else is for the kernel to judge."""
+    if hasattr(X, "tocsr"):
+        raise DataError(f"sparse input is not supported by {by}; pass X.toarray()")
+    if not isinstance(X, np.ndarray):
+        return
+    if np.iscomplexobj(X):
+        raise DataError("Complex data not supported: pass real and imaginary parts as columns")
+    if X.ndim == 1 and X.dtype.kind in "biuf":
+        raise DataError(
+            f"expected an array of shape (rows, features), got {X.shape}. Reshape your data: X.reshape(-1, 1) for a "
+            "single feature, X.reshape(1, -1) for a single row"
+        )
+    if X.ndim == 2 and X.shape[1] == 0:
+        raise DataError(f"0 feature(s) (shape={X.shape}) while a minimum of 1 is required; pass columns to learn from")

@@ -19,7 +19,6 @@ The learned map is `features_`; `MCEClassifier(features=model.features_)` is an 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -471,9 +470,13 @@ class ASKLClassifier(Classifier, _ASKL):
 
 
 class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
-    """Spectral kernel learning for regression; targets are scaled internally. Parameters as in `ASKLClassifier`."""
+    """Spectral kernel learning for regression, of one target or several; they are scaled internally.
+
+    Parameters as in `ASKLClassifier`.
+    """
 
     loss = "squared"
+    target_: Any  # mean and deviation of the targets
 
     def _targets(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> Targets:
         data: RowSource
@@ -485,27 +488,34 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             self._record_dataset(X)
             data = X
         else:
-            X, y = self._fit_rows(X, y, y_numeric=True)
+            X, y = self._fit_rows(X, y, y_numeric=True, multi_output=True)
             X, y, weights = positive_rows(X, np.asarray(y, np.float64), sample_weights(sample_weight, X))
             data = ArrayRows(X, y, weights=weights)
             share(data, self._client, stack)
         found = data.target_statistics
-        self.target_ = _centre_and_width(float(found.mean[0]), float(found.variance[0]))
-        return self._source(data, (self.target_[0], 1 / self.target_[1])), None, 1
+        width = np.sqrt(found.variance)
+        width = np.where(width > 0, width, 1.0)
+        single = isinstance(X, Dataset) or y.ndim == 1
+        # Numbers for one target, arrays with one entry for each of several.
+        self.target_ = (float(found.mean[0]), float(width[0])) if single else (found.mean, width)
+        return self._source(data, (self.target_[0], 1 / self.target_[1])), None, len(width)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
 
     def predict(self, X: Any) -> np.ndarray:
         """The conditional mean."""
-        scores = self._scores(X)[:, 0]
+        scores = self._scores(X)
+        scores = scores[:, 0] if np.ndim(self.target_[0]) == 0 else scores
         return np.asarray(scores * self.target_[1] + self.target_[0])
 
     def _pack(self) -> tuple[Arrays, Facts]:
         arrays, facts = super()._pack()
-        return arrays, {**facts, "target": list(self.target_)}
+        return arrays, {**facts, "target": [np.asarray(part).tolist() for part in self.target_]}
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         super()._unpack(arrays, facts, own)
-        self.target_ = (float(facts["target"][0]), float(facts["target"][1]))
-
-
-def _centre_and_width(mean: float, variance: float) -> tuple[float, float]:
-    return mean, math.sqrt(variance) if variance > 0 else 1.0
+        mean, width = facts["target"]
+        self.target_ = (np.array(mean), np.array(width)) if isinstance(mean, list) else (float(mean), float(width))

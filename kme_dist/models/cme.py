@@ -31,6 +31,7 @@ from kme_dist.core.conditional import (
     Explicit,
     Weights,
     conditional_quantiles,
+    drawn_targets,
     herd,
     solve_embedding,
 )
@@ -42,12 +43,12 @@ from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import Scaling, rows_of
-from kme_dist.data.validation import as_values, check_labels, check_not_path
+from kme_dist.data.validation import as_values, check_labels, check_matrix, check_not_path
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, on_workers, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
-from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
+from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, positive, seed
 from kme_dist.run.conditional import (
     ConditionalLearner,
     Inverse,
@@ -204,6 +205,7 @@ class ConditionalMeanEmbedding(Estimator):
         check_not_path(X)
         if Y is None:
             raise DataError("targets are missing: call fit(X, Y), or pass a data set that has them")
+        check_matrix(X, type(self).__name__)
         (rows, _), targets = rows_of(X).read(), self._targets(Y)
         if self.features is None:
             for kernel in self.kernel if isinstance(self.kernel, list | tuple) else [self.kernel]:
@@ -224,6 +226,8 @@ class ConditionalMeanEmbedding(Estimator):
 
     def _query_rows(self, X: Any) -> Any:
         """Inputs to predict, with the columns and scaling of the fit."""
+        self._check_fitted()
+        check_matrix(X, type(self).__name__)
         rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
         return self._scaled(rows)
@@ -446,13 +450,34 @@ class ConditionalMeanEmbedding(Estimator):
                 Z = np.asarray(model.basis(take(rows, part)), dtype=np.float64).T
                 yield self._left, predicted[part], Z
 
-    def sample(self, X: Any, size: int, candidates: Any = None) -> list[Any]:
-        """For every row of X, `size` targets by kernel herding: an evenly weighted sample whose mean is close to μ(x).
+    def sample(
+        self,
+        X: Any,
+        size: int,
+        candidates: Any = None,
+        random_state: RandomState = None,
+        method: str = "random",
+    ) -> list[Any]:
+        """For every row of X, `size` targets of the model: a list with an array (or a list) of them for each row.
 
-        They are chosen from `candidates`, by default the targets of the model. Returns a list with one entry (an array
-        or a list of targets) for each row.
+        "random" draws them with the weights a(x), negative ones set to 0 and the rest normalised; `random_state` is
+        that of the model if None. "herding" chooses an evenly weighted sample whose mean is close to μ(x), the same in
+        every call, from `candidates` (by default the targets of the model); it takes a Gram matrix of them.
         """
+        one_of("random", "herding").check("method", method)
+        integer(1).check("size", size)
+        if method == "random" and candidates is not None:
+            raise ConfigError("candidates are for method='herding': weights of other targets are not known")
         model, rows = self._fitted(), self._query_rows(X)
+        if method == "random":
+            seed().check("random_state", random_state)
+            rng = np.random.default_rng([self._seed() if random_state is None else drawn_seed(random_state), 10])
+            found = []
+            with blas_threads(1):
+                for part in row_blocks(row_count(rows), _QUERY_ROWS):
+                    drawn = drawn_targets(np.asarray(model.coefficients(take(rows, part))), int(size), rng)
+                    found += [select(model.targets, own) for own in drawn]
+            return found
         pool = model.targets if candidates is None else self._query_targets(candidates)
         with blas_threads(1):
             L = np.asarray(self.target_kernel_.gram(pool), dtype=np.float64)
@@ -467,9 +492,9 @@ class ConditionalMeanEmbedding(Estimator):
         with blas_threads(1):
             return np.asarray(model.errors(rows, targets))
 
-    def score(self, X: Any, Y: Any) -> float:
-        """The negative mean of `errors`: larger is better."""
-        return -float(np.mean(self.errors(X, Y)))
+    def score(self, X: Any, y: Any) -> float:
+        """The negative mean of `errors`: larger is better. (`CMERegressor.score` is R².)"""
+        return -float(np.mean(self.errors(X, y)))
 
     def _fitted(self) -> ConditionalEmbedding:
         self._check_fitted()

@@ -54,8 +54,9 @@ from kme_dist.run.predict import (
 from kme_dist.run.workers import executor_for
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
+REGRESSION_OUTPUTS = ("mean", "std", "interval")  # of a CMERegressor
 FORMATS = ("zarr", "parquet", "csv")
-MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier")  # what batch inference can apply
+MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier", "CMERegressor")  # what batch inference can apply
 PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 
 
@@ -67,6 +68,7 @@ class Outputs:
     expectations: tuple[tuple[str, tuple[float, ...]], ...]
     raw_expectations: bool
     top_k: int
+    coverage: float = 0.0  # of the intervals of a regressor
 
     @classmethod
     def of(
@@ -77,8 +79,6 @@ class Outputs:
         top_k: int | None,
         classes: np.ndarray,
     ) -> Outputs:
-        if isinstance(outputs, str):
-            outputs = (outputs,)
         unknown = [name for name in outputs if name not in OUTPUTS]
         if unknown:
             raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
@@ -96,13 +96,49 @@ class Outputs:
         return cls(names, values, bool(raw_expectations), min(int(k), len(classes)))
 
     def fields(self, m: int, ids: tuple[str, str] | None) -> tuple[Field, ...]:
-        shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
+        """Of a model with m classes, or of a regressor: its numbers are in double, since targets may be far from 0, and
+        an interval is its lower and its upper end."""
         found = [Field(*ids)] if ids is not None else []
+        if self.coverage:
+            return (*found, *(Field(name, "float64", (2,) if name == "interval" else ()) for name in self.names))
+        shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
         found += [Field(name, *shapes.get(name, ("float32", ()))) for name in self.names]
         found += [Field(f"expectation/{name}", "float32") for name, _ in self.expectations]
         if self.top_k:
             found += [Field("top_label", "int32", (self.top_k,)), Field("top_probability", "float32", (self.top_k,))]
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The outputs as a user names them; which are possible depends on the model."""
+
+    outputs: Sequence[str] | None = None
+    expectations: Mapping[str, Any] | None = None
+    raw_expectations: bool = False
+    top_k: int | None = None
+    coverage: float = 0.9
+
+    def of(self, fitted: Any) -> Outputs:
+        """The outputs of this model; None: label and probability, or all of a regressor."""
+        names = (self.outputs,) if isinstance(self.outputs, str) else self.outputs
+        if hasattr(fitted, "classes_"):
+            names = ("label", "probability") if names is None else names
+            return Outputs.of(names, self.expectations, self.raw_expectations, self.top_k, fitted.classes_)
+        _check_one_output(fitted)
+        return self._of_regressor(REGRESSION_OUTPUTS if names is None else names)
+
+    def _of_regressor(self, names: Sequence[str]) -> Outputs:
+        for name in ("expectations", "top_k"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} requires a model of classes; remove it for a regressor")
+        unknown = [name for name in names if name not in REGRESSION_OUTPUTS]
+        if unknown or not names:
+            seen = repr(unknown[0]) + " is not an output of a regressor" if unknown else "empty"
+            raise ConfigError(f"outputs: {seen}; choose from {', '.join(REGRESSION_OUTPUTS)}")
+        if not 0 < self.coverage < 1:
+            raise ConfigError(f"coverage={self.coverage!r}: must be a number between 0 and 1")
+        return Outputs(tuple(n for n in REGRESSION_OUTPUTS if n in names), (), False, 0, float(self.coverage))
 
 
 @dataclass(frozen=True)
@@ -123,7 +159,8 @@ def predict(
     out: str | Path | None = None,
     *,
     executor: Any = None,
-    outputs: Sequence[str] = ("label", "probability"),
+    outputs: Sequence[str] | None = None,
+    coverage: float = 0.9,
     expectations: Mapping[str, Any] | None = None,
     raw_expectations: bool = False,
     top_k: int | None = None,
@@ -150,7 +187,9 @@ def predict(
         frame or an Arrow table, a NumPy or Dask array
     out : path of the predictions; None returns them, as a data frame for a data frame, else as an Arrow table
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
-    outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"
+    outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"; of a regressor "mean",
+        "std", "interval" (None: label and probability, or all three)
+    coverage : of the intervals of a regressor
     expectations : name -> g, for E[g(Y) | x] under the probabilities; forms of g: `models.expressions`
     raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: may exceed the values of g
     top_k : number of top classes, as `top_label` and `top_probability`
@@ -171,7 +210,7 @@ def predict(
     -------
     PredictionOutcome : counts, seconds, and chunks that could not be computed (`quarantined`), which have no outputs
     """
-    asked = (outputs, expectations, raw_expectations, top_k)
+    asked = Asked(outputs, expectations, raw_expectations, top_k, coverage)
     if out is None:
         return _as_table(model, data, asked, split=split, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
     place = Place.of(out)
@@ -179,6 +218,7 @@ def predict(
     parts = _csv_parts(place, overwrite) if format == "csv" else place
     with contextlib.ExitStack() as stack:
         address, digest, fitted = _locate(model, parts)
+        wanted = asked.of(fitted)
         columns, ignored = _columns_of(fitted, like), list[str]()
         if needs_staging(data):
             rows = staged(data, parts, columns, unseen=unseen, id_column=id_column)
@@ -191,7 +231,7 @@ def predict(
         outcome = _predict_rows(
             (address, digest, fitted),
             source,
-            Outputs.of(*asked, classes=fitted.classes_),
+            wanted,
             OutputLayout(parts.address, "parquet" if format == "csv" else format, source.source.output_rows, (), ()),
             dtype=dtype,
             executor=executor if hasattr(executor, "stream") else executor_for(executor),
@@ -213,11 +253,10 @@ def _predict_rows(
     model: tuple[str, str, Any], source: RowsRef, wanted: Outputs, layout: OutputLayout, *, dtype: str, **how: Any
 ) -> PredictionOutcome:
     address, digest, fitted = model
-    format = layout.format
+    format, classes = layout.format, _classes_of(fitted)
     exact = source.source.kind in ("parquet", "array") or isinstance(source.source, StagedRows)
     working = "float64" if dtype == "auto" and exact else _precision(fitted, dtype)
-    fields = wanted.fields(len(fitted.classes_), source.id_field)
-    classes = fitted.classes_.tolist()
+    fields = wanted.fields(len(classes), source.id_field)
     layout = dataclasses.replace(layout, fields=fields, classes=tuple(classes))
     computed_from = {
         "model": digest,
@@ -230,6 +269,8 @@ def _predict_rows(
     }
     if wanted.expectations:  # older records have no such entry and only raw expectations
         computed_from["expected_under"] = "decisions" if wanted.raw_expectations else "probabilities"
+    if "interval" in wanted.names:
+        computed_from["coverage"] = wanted.coverage
     job = short_digest(computed_from)
     state = {
         "job": job,
@@ -323,7 +364,7 @@ class TableScorer:
 def _as_table(
     model: Any,
     data: Any,
-    asked: tuple[Any, Any, bool, int | None],
+    asked: Asked,
     *,
     split: str | None,
     like: Any,
@@ -334,7 +375,7 @@ def _as_table(
     """The predictions of rows that fit in memory."""
     fitted = load(model) if isinstance(model, str | Path) else model
     _check_model(fitted)
-    wanted = Outputs.of(*asked, classes=fitted.classes_)
+    wanted = asked.of(fitted)
     dtype = "float64" if dtype == "auto" else _precision(fitted, dtype)
     if needs_staging(data) or is_table(data):
         opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data)
@@ -390,13 +431,15 @@ class _Scorer:
 
     def table(self, X: np.ndarray, wanted: Outputs, ids: Any = None) -> pa.Table:
         """The outputs as a table, with the columns of a Parquet file of predictions."""
-        classes = self.model.classes_.tolist()
+        classes = _classes_of(self.model)
         fields = wanted.fields(len(classes), None)
         arrays = self.outputs(X, wanted) if len(X) else {field.name: field.empty(0) for field in fields}
         table = parquet_table(fields, classes, arrays)
         return table if ids is None else table.add_column(0, "id", ids)
 
     def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
+        if wanted.coverage:
+            return _regressed(self.model, X, wanted)
         f = self.decision(X)
         p, label = self.model.probabilities(f), f.argmax(axis=1)
         stored = with_argmax(p.astype(np.float32), label)  # rounding may create ties with the first class
@@ -412,6 +455,24 @@ class _Scorer:
             arrays["top_label"] = order
             arrays["top_probability"] = np.take_along_axis(stored, order, axis=1)
         return arrays
+
+
+def _regressed(model: Any, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
+    found = model.outputs(model.scaling_.apply(X, "float64"), wanted.names, wanted.coverage)
+    return {name: np.concatenate(found[name], axis=1) if name == "interval" else found[name][:, 0] for name in found}
+
+
+def _classes_of(model: Any) -> list[Any]:
+    """Empty for a regressor."""
+    return model.classes_.tolist() if hasattr(model, "classes_") else []
+
+
+def _check_one_output(model: Any) -> None:
+    if model.n_outputs_ > 1:
+        raise ConfigError(
+            f"model: batch inference takes regressors of one target, this one has {model.n_outputs_}; use its own "
+            "predict: model.predict(X)"
+        )
 
 
 @devices.computed_once(2)
@@ -461,7 +522,7 @@ def _precision(model: Any, dtype: str) -> str:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose 'auto', 'float32' or 'float64'")
     if dtype != "auto":
         return dtype
-    if not isinstance(model.embedding_, mce.Embedding):
+    if not isinstance(model.embedding_, mce.Embedding) or not hasattr(model, "classes_"):
         return "float64"
     return mce.sufficient_precision(model.embedding_, probabilities=model.probabilities)
 
@@ -472,7 +533,7 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     fitted = load(model)
     source = open_rows(data, _columns_of(fitted, None), split=split)
     dtype = _precision(fitted, "auto")
-    wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(fitted.classes_)
+    wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(getattr(fitted, "classes_", (0, 1)))
     centres = int(fitted.embedding_.weights.shape[0])
     held = centres * (d + m) * 4 + centres * (2 * (d + 2) + m) * wide
     chunk = source.source.output_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)

@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -104,7 +104,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         kernel: str | Kernel = "auto",
         regularization: float = 1e-3,
         batch_size: int | None = None,
-        steps: int = 100,
+        steps: int = 60,
         learning_rate: float = 0.1,
         optimizer: str = "adam",
         refit_regularization: bool = True,
@@ -263,13 +263,25 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """E[Y | x], far from all training rows their mean; with `return_std` also the deviation of Y around it."""
-        rows = self._query_rows(X)
-        f = self._mean(rows)
-        mean = self._shaped(self.target_.restored(f))
-        if not return_std:
-            return mean
-        parts = [F.deviation() for F in self._distributions(rows, f)]
-        return mean, self._shaped(self.target_.width * np.concatenate(parts))
+        names = ("mean", "std") if return_std else ("mean",)
+        found = self.outputs(self._query_rows(X), names)
+        mean = self._shaped(found["mean"])
+        return (mean, self._shaped(found["std"])) if return_std else mean
+
+    def outputs(self, rows: np.ndarray, names: Sequence[str], coverage: float = 0.9, local: bool = True) -> Facts:
+        """For rows that are scaled already: any of "mean" and "std", (rows, outputs), and "interval", a pair of such.
+
+        Batch inference (`kme_dist.predict`) stores them.
+        """
+        f, width = self._mean(rows), self.target_.width
+        found: Facts = {"mean": self.target_.restored(f)} if "mean" in names else {}
+        if "std" in names:
+            found["std"] = width * np.concatenate([F.deviation() for F in self._distributions(rows, f)])
+        if "interval" in names:
+            with blas_threads(1):
+                ends = [self.left_out_.interval(f[p], Z, coverage, local) for p, Z in self._beside(rows)]
+            found["interval"] = tuple(self.target_.restored(np.concatenate([end[i] for end in ends])) for i in (0, 1))
+        return found
 
     def predict_interval(self, X: Any, coverage: float = 0.9, local: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends of a prediction interval at every row of X, by jackknife+ from leave-one-out residuals.
@@ -280,12 +292,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         """
         if not 0 < coverage < 1:
             raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
-        rows = self._query_rows(X)
-        f = self._mean(rows)
-        with blas_threads(1):
-            ends = [self.left_out_.interval(f[p], Z, float(coverage), local) for p, Z in self._beside(rows)]
-        low, high = (np.concatenate([end[i] for end in ends]) for i in (0, 1))
-        return self._shaped(self.target_.restored(low)), self._shaped(self.target_.restored(high))
+        low, high = self.outputs(self._query_rows(X), ("interval",), float(coverage), local)["interval"]
+        return self._shaped(low), self._shaped(high)
 
     def predict_quantiles(self, X: Any, q: Any) -> np.ndarray:
         """Quantiles of Y given x at the levels `q`: (rows, levels), of several outputs (rows, outputs, levels); one

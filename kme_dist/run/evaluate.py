@@ -10,7 +10,7 @@ import operator
 
 import numpy as np
 
-from kme_dist.core.metrics import Tally
+from kme_dist.core.metrics import NumericTally, Tally
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.lazy import open_rows
 from kme_dist.data.new_rows import ModelColumns
@@ -40,6 +40,43 @@ def tally_predictions(
         raise DataError(
             f"{data.path}: class {unknown[0]!r} is unknown to the model; its classes are {', '.join(known)}"
         )
+    source = _predicted_rows(predictions, data, split)
+    if not source.count:
+        return Tally.empty(len(known))
+    codes = tuple(known.get(str(name), -1) for name in data.classes)
+    step = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE
+    calls = [(predictions.path, source.part(start, stop), codes, start, stop) for start, stop in source.blocks(step)]
+    total: Tally = executor.map_reduce(tally_rows, calls, operator.add, name="evaluate-chunk")
+    return total
+
+
+def tally_numbers(
+    predictions: Predictions, data: Dataset, *, executor: Executor, split: str | None = None
+) -> NumericTally:
+    """The same for the numeric targets of a regressor."""
+    if data.classes is not None or data.y is None:
+        raise DataError(f"{data.path} has no numeric targets to compare with; ingest it with the task regression")
+    if "mean" not in predictions.names:
+        raise DataError(f"{predictions.path} has outputs {predictions.names}; `mean` is required")
+    source = _predicted_rows(predictions, data, split)
+    if not source.count:
+        return NumericTally()
+    step, anchor = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE, float(data.target_statistics.mean[0])
+    calls = [(predictions.path, source.part(start, stop), start, stop, anchor) for start, stop in source.blocks(step)]
+    total: NumericTally = executor.map_reduce(tally_targets, calls, operator.add, name="evaluate-chunk")
+    return total
+
+
+def tally_targets(predictions: str, rows: RowsRef, start: int, stop: int, anchor: float) -> NumericTally:
+    """On a worker: rows [start, stop) of the predictions, whose targets are those of `rows`."""
+    found = open_predictions(predictions)
+    y = np.asarray(rows.read_labels(0, rows.count), np.float64)
+    interval = found.read("interval", start, stop) if "interval" in found.names else None
+    return NumericTally.of(y, found.read("mean", start, stop), interval, rows.weights(unit=False), anchor)
+
+
+def _predicted_rows(predictions: Predictions, data: Dataset, split: str | None) -> RowsRef:
+    """The rows of a data set, checked to be those that were predicted."""
     source = open_rows(data, ModelColumns(data.features), split=split)
     rows = source.count
     if rows != predictions.rows:
@@ -47,14 +84,9 @@ def tally_predictions(
             f"{predictions.path} has {predictions.rows} rows, {data.path}"
             f"{f', split {split!r},' if split else ''} has {rows}; they must be the rows that were predicted"
         )
-    if not rows:
-        return Tally.empty(len(known))
-    _check_same_rows(predictions, source)
-    codes = tuple(known.get(str(name), -1) for name in data.classes)
-    step = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE
-    calls = [(predictions.path, source.part(start, stop), codes, start, stop) for start, stop in source.blocks(step)]
-    total: Tally = executor.map_reduce(tally_rows, calls, operator.add, name="evaluate-chunk")
-    return total
+    if rows:
+        _check_same_rows(predictions, source)
+    return source
 
 
 def _check_same_rows(predictions: Predictions, source: RowsRef) -> None:

@@ -62,7 +62,7 @@ PHASE, PROFILE_PHASE = "squared error", "squared error, best profile"
 SOLVERS = ("cholesky", "tiled", "pcg", "nystrom")
 LEFT_OUT_ROWS = 1_000  # for intervals
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 500), (2_000, 1_000)  # rows, and how many of them are left out
-_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 6, 7
+_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 6
 _FIRST_SHARE = 0.6  # of the steps, under the first profile
 # Name, smoothness (None: Gaussian), and length scales in those of Matérn 3/2.
 _PROFILES = (("matern-5/2", 2.5, 0.8), ("gaussian", None, 0.5), ("matern-1/2", 0.5, 5.0))
@@ -223,6 +223,7 @@ def learn_regression(
         if not steps:
             return start, shift
         own = replace(settings, steps=steps, frozen=("scale",) if "scale" in start.parameters else ())
+        own = replace(own, seed=own.seed + (phase == PROFILE_PHASE))  # other batches than before
         batches = Batches.of(
             source, batch_size=batch, seed=own.seed, split=split, scaling=rows.scale, dtype=rows.dtype,
             target=target.scale,
@@ -249,9 +250,10 @@ def learn_regression(
     first_steps = max(1, round(_FIRST_SHARE * settings.steps)) if recipe.profiles else settings.steps
     own = learned(start.kernel, start.shift, first_steps, PHASE)
     variants = _variants(*own, recipe.profiles)
+    found = tuned([(k, shift) for _, k, shift in variants], _COMPARED_ROWS, _COMPARED_TRIALS, True)
     if not recipe.warm:
         variants.append(("common", start.kernel, start.shift))
-    found = tuned([(k, shift) for _, k, shift in variants], _COMPARED_ROWS, _COMPARED_TRIALS, True)
+        found.append(start)  # tuned on the same rows
     best = _best(found)
     kernel, shift = found[best].kernel, found[best].shift
     if recipe.profiles and variants[best][0] != "common":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 from sklearn.datasets import load_iris
+from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import kme_dist as kme
 from kme_dist.core.conditional import Delta
@@ -249,7 +251,7 @@ def test_texts_can_be_targets_and_inputs(tmp_path):
     words, endings = ["abab", "baba", "xyxy", "yxyx"] * 3, ["oo", "oo", "ii", "ii"] * 3
     model = kme.ConditionalMeanEmbedding(kme.kernels.Spectrum(p=2), kme.kernels.Spectrum(p=2), 0.01).fit(words, endings)
     assert model.evaluate(["abab"], ["oo"])[0, 0] > model.evaluate(["abab"], ["ii"])[0, 0] + 0.5
-    assert set(model.sample(["abab"], 3)[0]) == {"oo"}
+    assert set(model.sample(["abab"], 3, method="herding")[0]) == {"oo"}
     with pytest.raises(DataError, match="not numeric"):
         model.predict(["abab"])
     model.save(tmp_path / "texts.zarr")
@@ -270,7 +272,7 @@ def test_quantiles_cover_what_they_promise(rng):
 def test_a_herded_sample_has_the_conditional_mean(pairs):
     X, y = pairs
     model = kme.ConditionalMeanEmbedding().fit(X, y)
-    drawn = model.sample(X[:5], 40)
+    drawn = model.sample(X[:5], 40, method="herding")
     means = np.array([np.mean(sample) for sample in drawn])
     np.testing.assert_allclose(means, model.predict(X[:5]), atol=0.25)
 
@@ -346,3 +348,31 @@ def test_mistakes_are_named(pairs):
         kme.ConditionalMeanEmbedding(KERNEL, regularization=0.1).fit(X, y).quantiles(X, [2.0])
     with pytest.raises(DataError, match="NaN"):
         kme.ConditionalMeanEmbedding().fit(X, np.full(120, np.nan))
+
+
+def test_random_samples_follow_the_weights_and_the_seed(rng):
+    X = rng.uniform(-3, 3, size=(300, 1))
+    model = kme.ConditionalMeanEmbedding(kernel=kme.kernels.Gaussian(0.3), regularization=1e-4).fit(X, np.sign(X[:, 0]))
+    drawn = np.stack(model.sample([[-2.0], [2.0]], 500, random_state=1))[..., 0]
+    assert (drawn[0] == -1).mean() > 0.7
+    assert (drawn[1] == 1).mean() > 0.7
+    a = np.maximum(model.coefficients([[2.0]])[0], 0)
+    assert np.mean(drawn[1] == 1) == pytest.approx(a[X[:, 0] > 0].sum() / a.sum(), abs=0.06)
+    np.testing.assert_array_equal(drawn, np.stack(model.sample([[-2.0], [2.0]], 500, random_state=1))[..., 0])
+    assert (drawn != np.stack(model.sample([[-2.0], [2.0]], 500, random_state=2))[..., 0]).any()
+
+
+def test_twenty_samples_take_no_time(rng):
+    X = rng.normal(size=(2_000, 3))
+    model = kme.ConditionalMeanEmbedding(kernel=kme.kernels.Gaussian(1.0), regularization=1e-3).fit(X, X[:, 0])
+    began = time.process_time()
+    model.sample(X[:20], 100)
+    assert time.process_time() - began < 1.0
+
+
+@parametrize_with_checks(
+    [kme.ConditionalMeanEmbedding()],
+    expected_failed_checks=lambda _: {"check_sparsify_coefficients": "sparsify returns other models, it has no coef_"},
+)
+def test_scikit_learn_accepts_it(estimator, check):
+    check(estimator)
