@@ -17,6 +17,8 @@ from pathlib import Path
 
 import array_api_strict
 import cuda_on_host
+import dask
+import distributed
 import numpy as np
 import pytest
 import strict_cupy
@@ -118,6 +120,17 @@ def dtype(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(20)
+
+
+@pytest.fixture(autouse=True)
+def no_closed_scheduler():
+    """Clients of fixtures that are not closed in the reverse order of their start leave Dask's default scheduler set to
+    one that is closed, and collections of later tests would ask for it."""
+    if dask.config.get("scheduler", None) == "dask.distributed":
+        try:
+            distributed.default_client()
+        except ValueError:
+            dask.config.set(scheduler=None)
 
 
 @pytest.fixture(scope="session")
