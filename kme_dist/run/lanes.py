@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import pickle
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ import numpy as np
 _OPERATION = "kme_dist_call"
 _REFRESH_EVERY_S = 2.0  # how often the list of workers is refreshed
 _BACKOFF_S = 5.0  # after a failure; doubled each time
-_LARGE = 1 << 16  # bytes of an array that is worth a frame of its own
 _IN_FLIGHT = 2  # calls per worker: one is computed, the next is in transit
 
 
@@ -115,6 +113,8 @@ async def _distribute(
     answers: dict[int, tuple[bool, Any]],
 ) -> None:
     """Send the calls, to each worker as it becomes free; fills `answers`."""
+    from distributed.protocol import to_serialize
+
     if fresh := [address for address in addresses if address not in ready]:
         ready |= set(await client.run(_register, workers=fresh, on_error="ignore"))
     waiting = deque(enumerate(calls))
@@ -124,8 +124,8 @@ async def _distribute(
             while waiting:
                 index, call = waiting.popleft()
                 ask = getattr(client.rpc(address), _OPERATION)
-                reply = await ask(work=packed((function, call)))
-                answers[index] = unpacked(reply)
+                reply = await ask(work=to_serialize((function, call)))
+                answers[index] = reply["answer"]
 
     # Workers that have calls of the round before come last.
     usable = sorted((a for a in addresses if a in ready), key=lambda address: busy[address])
@@ -139,62 +139,19 @@ async def _distribute(
 
 def _register(dask_worker: Any) -> None:
     """Register the operation on a worker."""
-    threads = dask_worker.executors["default"]
-
-    async def answer(work: Packed) -> Packed:
-        found: Packed = await asyncio.get_running_loop().run_in_executor(threads, _answered, work)
-        return found
-
-    dask_worker.handlers[_OPERATION] = answer
-
-
-def _answered(work: Packed) -> Packed:
-    """The call, on a thread of the worker."""
-    from kme_dist.run.executors import run_call
-
-    try:
-        return packed((True, run_call(*unpacked(work))))
-    except Exception as error:  # raised at the caller
-        return packed((False, error))
-
-
-# --- messages ---------------------------------------------------------------------------------------
-
-Packed = dict[str, Any]  # a pickle, and the large arrays that are sent beside it
-
-
-def packed(value: Any) -> Packed:
-    """A message of one frame, and one for each large array.
-
-    Dask's own messages have a frame for every array, however small, which doubles the cost of a call.
-    """
-    import cloudpickle  # type: ignore[import-untyped]
     from distributed.protocol import to_serialize
 
-    for dumps in (pickle.dumps, cloudpickle.dumps):
-        large: list[memoryview] = []
+    from kme_dist.run.executors import run_call
 
-        def within(buffer: pickle.PickleBuffer, large: list[memoryview] = large) -> bool:
-            view = buffer.raw()
-            if view.nbytes >= _LARGE:
-                large.append(view)
-            return view.nbytes < _LARGE
-
+    async def answer(work: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+        threads = dask_worker.executors["default"]
         try:
-            data = dumps(value, protocol=5, buffer_callback=within)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            if dumps is cloudpickle.dumps:
-                raise
-            continue
-        if b"__main__" not in data:  # else by value: a worker has another main module
-            break
-    return {"data": data, "large": [to_serialize(view) for view in large]}
+            value = await asyncio.get_running_loop().run_in_executor(threads, run_call, *work)
+        except Exception as error:  # raised at the caller
+            return {"answer": to_serialize((False, error))}
+        return {"answer": to_serialize((True, value))}
 
-
-def unpacked(message: Packed) -> Any:
-    """Arrays can be written to, as those that were sent."""
-    views = (memoryview(part) for part in message["large"])
-    return pickle.loads(message["data"], buffers=[bytearray(v) if v.readonly else v for v in views])
+    dask_worker.handlers[_OPERATION] = answer
 
 
 def aligned(value: Any) -> Any:

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 from threadpoolctl import threadpool_info
@@ -15,15 +14,11 @@ from threadpoolctl import threadpool_info
 from kme_dist.errors import DataError
 from kme_dist.run import executors
 from kme_dist.run.executors import DaskExecutor
-from kme_dist.run.lanes import Lanes, packed
+from kme_dist.run.lanes import Lanes
 
 
 def square(x):
     return x * x
-
-
-def doubled(named):
-    return {name: 2 * value for name, value in named.items()}
 
 
 def slow_square(x):
@@ -159,22 +154,3 @@ def test_workers_without_the_resource_are_passed_over(client):
     assert len(set(lanes.start(thread_name, [()] * 6, resource=None).results(deadline_s=30).values())) == 2
     assert len(set(lanes.start(thread_name, [()] * 6, resource="GPU").results(deadline_s=30).values())) == 1
     assert lanes.start(square, [(3,)], resource="no such thing").results(deadline_s=30) == {}, "nobody may do it"
-
-
-def test_messages_keep_small_and_large_arrays_as_they_are(client):
-    """Large ones are sent beside the pickle; either kind arrives with its order, and may be written to."""
-    sent = {"small": np.arange(6.0).reshape(2, 3), "large": np.asfortranarray(np.arange(4e4).reshape(200, 200)), "n": 3}
-    message = packed(sent)
-    assert (len(message["data"]) < 1000, len(message["large"])) == (True, 1)
-    found = Lanes(client).start(doubled, [(sent,)], resource=None).results(deadline_s=30)[0]
-    for name in ("small", "large"):
-        np.testing.assert_array_equal(found[name], 2 * sent[name])
-        assert found[name].flags.f_contiguous == sent[name].flags.f_contiguous
-        found[name] += 1
-    np.testing.assert_array_equal(sent["small"], np.arange(6.0).reshape(2, 3))
-
-
-def test_functions_without_a_module_are_sent_by_value(client):
-    assert Lanes(client).start(lambda x: x + 1, [(3,)], resource=None).results(deadline_s=30) == {0: 4}
-    with pytest.raises(TypeError):
-        packed(threading.Lock())
