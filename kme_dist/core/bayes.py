@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core.kernels.base import Kernel, row_count
-from kme_dist.core.means import Mean, weighted_features
+from kme_dist.core.means import Mean, orthonormal, weighted_features
 from kme_dist.errors import DataError
 
 
@@ -62,9 +62,7 @@ class TargetFeatures:
 
     @classmethod
     def on(cls, kernel: Kernel, points: Any) -> TargetFeatures:
-        values, vectors = np.linalg.eigh(np.asarray(kernel.gram(points), dtype=np.float64))
-        kept = values > 1e-12 * values[-1]  # the rest is rounding error
-        return cls(kernel, points, vectors[:, kept] / np.sqrt(values[kept]))
+        return cls(kernel, points, orthonormal(kernel, points))
 
     def rows(self, Y: Any) -> np.ndarray:
         return np.asarray(weighted_features(self.kernel, Y, self.points, self.T))

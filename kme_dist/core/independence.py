@@ -33,7 +33,7 @@ from scipy.stats import gamma
 
 from kme_dist.backend import Array, astype, cholesky
 from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
-from kme_dist.core.means import TILE_ROWS
+from kme_dist.core.means import TILE_ROWS, orthonormal
 from kme_dist.core.sums import Sums
 
 
@@ -117,7 +117,7 @@ class WithOnes:
 class ResidualFeatures:
     """Coordinates of l(y, ·) - E[l(y, ·) | z] along an orthonormal basis of the span of target centres D.
 
-    T (l(D, y) - l̄) - Fᵀ k(C, z), where l̄ is the mean over all rows; without it the ridge regression would shrink the
+    Tᵀ (l(D, y) - l̄) - Fᵀ k(C, z), where l̄ is the mean over all rows; without it the ridge regression would shrink the
     mean, too, and all residuals would share what is left of it. (Dividing by 1 - leverage, as for leave-one-out, makes
     the test reject too often.)
     """
@@ -133,18 +133,16 @@ class ResidualFeatures:
     @classmethod
     def of(cls, kernel: Kernel, C: Any, target_kernel: Kernel, D: Any, sums: Sums, shift: float) -> ResidualFeatures:
         """From G = Σ k(C, z) k(C, z)ᵀ and B = Σ k(C, z) (l(D, y), 1)ᵀ; `shift` is nλ."""
-        values, vectors = np.linalg.eigh(np.asarray(target_kernel.gram(D), dtype=np.float64))
-        kept = values > 1e-10 * values[-1]  # the rest is rounding error
-        T = (vectors[:, kept] / np.sqrt(values[kept])).T
+        T = orthonormal(target_kernel, D)
         mean = sums.totals[:-1] / sums.rows
         A = sums.symmetric() + shift * np.asarray(kernel.gram(C), dtype=np.float64)
         # Centres that nearly coincide make A singular; the padding is below the precision of the sums.
         factor = cholesky(np.asfortranarray(A + 1e-11 * np.trace(A) / len(A) * np.eye(len(A))))
-        F = factor.solve((sums.B[:, :-1] - sums.B[:, -1:] * mean) @ T.T)
+        F = factor.solve((sums.B[:, :-1] - sums.B[:, -1:] * mean) @ T)
         return cls(kernel, C, target_kernel, D, mean, T, np.asarray(F))
 
     def rows(self, Y: Any, Z: Any) -> np.ndarray:
-        along = (np.asarray(self.target_kernel.gram(Y, self.targets), dtype=np.float64) - self.mean) @ self.T.T
+        along = (np.asarray(self.target_kernel.gram(Y, self.targets), dtype=np.float64) - self.mean) @ self.T
         return np.asarray(along - np.asarray(self.kernel.gram(Z, self.centres), dtype=np.float64) @ self.F)
 
 

@@ -104,6 +104,13 @@ def weighted_features(kernel: Kernel, X: Any, points: Any, weights: Array) -> Ar
     return namespace_of(weights).concat(parts, axis=0) if parts and m else weights[:0, ...]
 
 
+def orthonormal(kernel: Kernel, points: Any) -> np.ndarray:
+    """T such that Tᵀ k(points, x) are coordinates of k(x, ·) along an orthonormal basis of the span of the points."""
+    values, vectors = np.linalg.eigh(np.asarray(kernel.gram(points), dtype=np.float64))
+    kept = values > 1e-12 * values[-1]  # the rest is rounding error
+    return np.asarray(vectors[:, kept] / np.sqrt(values[kept]))
+
+
 # --- means ---------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from kme_dist.core.means import (
     centred_moments,
     gram_weights,
     joined,
+    orthonormal,
     shrinkage,
     tile_sums,
     weighted_features,
@@ -271,9 +272,7 @@ class _Projection:
 
     @classmethod
     def on(cls, kernel: Kernel, points: Any) -> _Projection:
-        values, vectors = np.linalg.eigh(_host(kernel.gram(points)))
-        kept = values > 1e-12 * values[-1]  # the rest is rounding error
-        T = vectors[:, kept] / np.sqrt(values[kept])
+        T = orthonormal(kernel, points)
         return cls(kernel, points, T, np.zeros(T.shape[1]))
 
     @property
