@@ -285,7 +285,7 @@ def test_texts_need_a_kernel_of_texts():
     kme.ConditionalMeanEmbedding(spectrum, regularization=0.1).fit(texts, codes)
     with pytest.raises(DataError, match="MixtureMatching takes rows of numbers"):
         kme.MixtureMatching().fit(texts)
-    for model in (kme.MCEClassifier(spectrum), kme.ParzenClassifier(kernel=spectrum), kme.CENClassifier()):
+    for model in (kme.MCEClassifier(), kme.ParzenClassifier(kernel=spectrum), kme.CENClassifier()):
         for given in (texts, np.array(texts), np.array(texts)[:, None]):
             with pytest.raises(DataError, match=r"takes rows of numbers, got the text 'abab' in row 0; .*KernelMean"):
                 model.fit(given, codes)
