@@ -19,6 +19,7 @@ from kme_dist.run.fit import pcg
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.choose import SOLVERS, TOLERANCE, Choice, choose
 from kme_dist.run.fit.equations import Equations
+from kme_dist.run.fit.exact import raised_regularization
 from kme_dist.run.fit.problem import Fit, Prepared, Problem, Size, silent
 from kme_dist.run.scratch import Scratch
 
@@ -54,7 +55,8 @@ def fit_on_dataset(
     ----------
     dataset : with class labels; `split` "auto" is its "train" split if it has one, None all rows
     kernel, regularization : as learned, for scaled rows; with `retune` λ is searched again on all rows, with "shared"
-        only by a solver that compares values of λ in the passes of one solve
+        only by a solver that compares values of λ in the passes of one solve, and raised where that costs nothing and
+        makes an iteration on all rows possible
     executor : SerialExecutor() or DaskExecutor(client)
     scratch : a folder or address that driver and workers can reach; the fit removes its files at the end, except the
         tiles of an interrupted `tiled` fit, which the next one reuses. None: the memory of this process, enough for a
@@ -86,7 +88,12 @@ def fit_on_dataset(
     # A factorisation is nearly all matrix products, at which a GPU is best.
     chosen = choose(solver, size, centres, features, room, seconds, iterate=backend == "numpy")
     if solver == "auto" and chosen.solver == "pcg" and not pcg.converges(problem, regularization):
-        chosen = choose(solver, size, centres, features, room, seconds, iterate=False)
+        raised = raised_regularization(problem, regularization) if retune == "shared" else regularization
+        if pcg.converges(problem, raised):
+            report(f"fit: regularization raised from {regularization:.2g} to {raised:.2g}: as good on a sample of rows")
+            regularization = raised
+        else:
+            chosen = choose(solver, size, centres, features, room, seconds, iterate=False)
     report(f"fit: {chosen.solver} on {rows.count} rows ({chosen.reason})")
     problem = replace(problem, tolerance=tolerance or chosen.tolerance, centres=chosen.centres or centres)
     prepared = SOLVERS[chosen.solver].prepare(problem)
