@@ -63,7 +63,7 @@ def fit_on_dataset(
         SerialExecutor, and on any executor for solvers that sum over rows
     solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` is their number
     floor : the probability floor used in the losses
-    tolerance : of `pcg`, relative residual (None: 1e-6, and 2e-3 if solver "auto" chose it)
+    tolerance : of `pcg`, relative residual (None: 1e-6, and 2e-2 if solver "auto" chose it)
     tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
     seconds : budget of processor time under solver "auto" (None: a fixed amount of work, the same on every machine)
     features : an explicit feature map for solver "features"
