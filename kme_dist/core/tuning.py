@@ -2,6 +2,7 @@
 
     tuned = tune(kernel, X, y, n_classes, shift=0.1)
     tuned.kernel, tuned.shift, tuned.loss
+    raise_shift(tuned, X, y, n_classes)       # the largest shift that is about as good
 
 Ratios of length scales are learned on batches; the best common factor and the best shift depend on the number of rows,
 so they are tuned on more rows than a batch has. Each trial costs one factorisation, with some of the rows left out one
@@ -11,7 +12,7 @@ at a time. A sample of the rows is tuned at the same shift: it acts as a noise v
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ FINE, COARSE = (0.7, 1.6), (1.0, 2.3)  # first steps in log factor and log shift
 _HALVINGS = 3
 _SHIFTS = (1e-7, 300.0)
 _GAIN = 1e-5
+_RAISE = 1.1  # steps in log shift of `raise_shift`
 START_FACTOR, START_SHIFT = 0.6, 0.1  # times the median distance; times k(x, x)
 
 
@@ -45,9 +47,7 @@ class Tuned:
     def gain(self, other: Tuned) -> tuple[float, float]:
         """By how much the loss of `other` is lower on the same rows, and the standard error of that."""
         gain = self.losses - other.losses
-        mean = float(np.average(gain, weights=self.weights))
-        share = np.full(len(gain), 1 / len(gain)) if self.weights is None else self.weights / self.weights.sum()
-        return mean, math.sqrt(float(np.sum((share * (gain - mean)) ** 2)))
+        return float(np.average(gain, weights=self.weights)), _standard_error(gain, self.weights)
 
 
 def tune(
@@ -103,6 +103,47 @@ def tune(
             "are finite"
         )
     return Tuned(found[2], math.exp(here[1]), found[0], found[1], len(tried), _last(weights, len(found[1])))
+
+
+def raise_shift(
+    tuned: Tuned,
+    X: Any,
+    y: np.ndarray,
+    n_classes: int,
+    *,
+    slack: float = 0.0,
+    evaluated: int | None = None,
+    floor: float = 0.0,
+    weights: np.ndarray | None = None,
+    tolerance: float = TOLERANCE,
+) -> Tuned:
+    """The largest shift that is not worse by more than chance: the one-standard-error rule, for a kernel tuned on the
+    same rows.
+
+    The shift grows while the loss is above that of `tuned` by less than one standard error of the difference, row by
+    row, or by less than `slack` standard errors of the loss itself. The least of several losses is partly luck, and a
+    larger shift is the smoother and better conditioned of two that cannot be told apart. It does not grow beyond the
+    largest k(x, x), a variance of the noise as large as that of the signal.
+    """
+    grams, best, size = _Grams(X, Workspace()), tuned, slack * _standard_error(tuned.losses, tuned.weights)
+    most = tuned.kernel.alpha(X) ** 2
+    while (shift := best.shift * math.exp(_RAISE)) <= most:
+        losses = _losses(tuned.kernel, grams, y, n_classes, shift, evaluated, floor, weights, tolerance)
+        if losses is None:
+            break
+        loss = float(np.average(losses, weights=tuned.weights))
+        tried = replace(best, shift=shift, loss=loss, losses=losses, trials=best.trials + 1)
+        gain, error = tuned.gain(tried)
+        if -gain > max(error, size):
+            break
+        best = tried
+    return best
+
+
+def _standard_error(values: np.ndarray, weights: np.ndarray | None) -> float:
+    """Of the (weighted) mean."""
+    share = np.full(len(values), 1 / len(values)) if weights is None else weights / weights.sum()
+    return math.sqrt(float(np.sum((share * (values - np.sum(share * values))) ** 2)))
 
 
 def _moves(width: list[float], scales: bool) -> list[tuple[float, float]]:

@@ -25,16 +25,17 @@ from kme_dist.core.calibration import calibrated_loss
 from kme_dist.core.features import Identity
 from kme_dist.core.grid import cross_validate, with_length_scale
 from kme_dist.core.kernels import Gaussian, Linear, Matern
-from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale, select
+from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale
 from kme_dist.core.kernels.sparse import deviations_of
-from kme_dist.core.risk import merge_equal_rows, positive_rows
-from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, tune
+from kme_dist.core.risk import positive_rows
+from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, raise_shift, tune
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, Size, choose, fit_on_dataset
+from kme_dist.run.fit.exact import shuffled_sample
 from kme_dist.run.fit.problem import CENTRES, silent
 from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.learners import STEP_TOLERANCE, LearnSettings, Record
@@ -49,7 +50,7 @@ WHOLE_BATCH_ROWS = 1_000  # with more rows, steps use batches of this size
 SAMPLE_ROWS = 1_500  # used in the search of "median" and "cv"
 # Of "auto": rows of a batch (a quarter of all rows, within limits), those of a batch that are left out, most steps.
 _AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 100
-_AUTO_PRODUCTS = 200_000_000
+_AUTO_PRODUCTS = 100_000_000
 # Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
 _START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 5  # candidates that may still win get as many again
@@ -456,7 +457,7 @@ def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, s
     """Runs on a worker. With `spread` length scales start in proportion to the deviation of their feature; None if
     that makes no difference to the kernel."""
     size, evaluated = _COMPARED_ROWS
-    X, y, w = _shuffled_sample(rows, size, seed)
+    X, y, w = shuffled_sample(rows, size, seed)
     if spread:
         deviations = deviations_of(X) if getattr(X, "ndim", 0) == 2 else np.empty(0)
         names = [n for n in length_scale_names(kernel) if kernel.parameters[n].shape == deviations.shape]
@@ -493,10 +494,7 @@ def _compared(
     for i in likely:
         if tuned[i].loss < tuned[best].loss and _lead(tuned[i], tuned[0]) > 1:
             best = i
-    found = tuned[best]
-    if rows.positive > _COMPARED_ROWS[0]:
-        call = (rows, found.kernel, found.shift, finer, _TUNED_ROWS, _TUNED_TRIALS, floor, recipe.seed)
-        found = replace(executor.map(tune_on_sample, [call], name="tune")[0], loss=found.loss)
+    found = executor.map(settle_on_sample, [(rows, tuned[best], finer, floor, recipe.seed)], name="tune")[0]
     order = [best, *(i for i in range(len(tuned)) if i != best)]
     return [
         Candidate(
@@ -549,25 +547,27 @@ def tune_on_sample(
     seed: int,
 ) -> Tuned:
     """Runs on a worker."""
-    X, y, w = _shuffled_sample(rows, size[0], seed)
+    X, y, w = shuffled_sample(rows, size[0], seed)
     return tune(
         kernel, X, y, rows.n_classes, shift=shift, steps=steps, trials=trials, evaluated=size[1], floor=floor,
         weights=w, tolerance=STEP_TOLERANCE,
     )  # fmt: skip
 
 
+def settle_on_sample(rows: RowsRef, tuned: Tuned, steps: tuple[float, float], floor: float, seed: int) -> Tuned:
+    """Tuned once more on more rows, if there are more; then the largest shift that is about as good. Runs on a
+    worker."""
+    size = _COMPARED_ROWS
+    if rows.positive > size[0]:
+        size = _TUNED_ROWS
+        tuned = tune_on_sample(rows, tuned.kernel, tuned.shift, steps, size, _TUNED_TRIALS, floor, seed)
+    X, y, w = shuffled_sample(rows, size[0], seed)
+    return raise_shift(tuned, X, y, rows.n_classes, evaluated=size[1], floor=floor, weights=w, tolerance=STEP_TOLERANCE)
+
+
 def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
     scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
     return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True).with_positive_weight()
-
-
-def _shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:
-    """Random rows of positive weight in random order, equal ones merged; weights have the mean 1 over all rows."""
-    plan = rows.plan(size, seed)
-    X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
-    X, y, w, _ = merge_equal_rows(X, y, None if w is None else w * (rows.positive / rows.weight))
-    order = np.random.default_rng([seed, 3]).permutation(len(y))
-    return select(X, order), y[order], None if w is None else w[order]
 
 
 # --- objectives that search -------------------------------------------------------------------------

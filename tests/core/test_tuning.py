@@ -10,7 +10,7 @@ from kme_dist.core import tuning
 from kme_dist.core.calibration import Calibration, class_probabilities
 from kme_dist.core.kernels import Gaussian, Linear, Matern, Polynomial, Spectrum
 from kme_dist.core.objective import Workspace
-from kme_dist.core.tuning import COARSE, FINE, Tuned, at_median_distance, tune
+from kme_dist.core.tuning import COARSE, FINE, Tuned, at_median_distance, raise_shift, tune
 from kme_dist.errors import KMEError
 
 M = 3
@@ -80,6 +80,39 @@ def test_the_gain_over_another_kernel_and_its_error_are_over_the_same_rows(weigh
     own = (a - b)[draws] if w is None else (a - b)[draws] * w[draws]
     means = own.mean(axis=1) if w is None else own.sum(axis=1) / w[draws].sum(axis=1)
     assert error == pytest.approx(means.std(), rel=0.1)
+
+
+@pytest.mark.parametrize("slack", [0.0, 3.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_largest_shift_that_is_worse_by_less_than_a_standard_error_is_taken(weighted, slack):
+    X, y = made(noise=0.05)
+    w = np.random.default_rng(1).uniform(0.3, 2.0, len(y)) if weighted else None
+    wide = Gaussian(length_scale=np.array([3.0, 3.0, 9.0]))  # whose shift must be small
+    start = tune(wide, X, y, M, shift=1e-5, evaluated=80, weights=w, trials=0)
+    found = raise_shift(start, X, y, M, slack=slack, evaluated=80, weights=w)
+    own = None if w is None else w[-80:]
+
+    def too_bad(shift):
+        losses = tune(start.kernel, X, y, M, shift=shift, trials=0, evaluated=80, weights=w).losses
+        rise = losses - start.losses
+        share = np.full(80, 1 / 80) if own is None else own / own.sum()
+        error, whole = (np.sqrt(np.sum((share * (a - share @ a)) ** 2)) for a in (rise, start.losses))
+        return share @ rise > max(error, slack * whole)
+
+    tried = [start.shift * np.exp(tuning._RAISE * k) for k in range(found.trials - start.trials + 2)]
+    assert found.shift == pytest.approx(tried[-2])
+    assert [too_bad(shift) for shift in tried] == [False] * (len(tried) - 1) + [True]
+    assert found.kernel == start.kernel
+    assert found.loss == pytest.approx(np.average(found.losses, weights=own), rel=1e-12)
+
+
+def test_a_shift_is_not_raised_beyond_the_variance_of_the_kernel():
+    X, y = made(60)
+    kernel = Gaussian(scale=2.0)
+    for start, most in ((0.1, 4.0), (7.0, 7.0)):
+        tuned = tune(kernel, X, y, M, shift=start, trials=0)
+        found = raise_shift(tuned, X, y, M, slack=1e9)
+        assert most * np.exp(-tuning._RAISE) < found.shift <= most * (1 + 1e-12)
 
 
 def test_the_same_rows_give_the_same_bits():

@@ -264,6 +264,32 @@ def test_auto_factorises_where_conjugate_gradients_would_take_hundreds_of_steps(
     assert found.iterations < 50
 
 
+@pytest.mark.parametrize(
+    ("stripes", "retune", "solver"), [(1, "shared", "pcg"), (1, False, "cholesky"), (2, "shared", "cholesky")]
+)
+def test_lambda_is_raised_to_iterate_where_that_costs_nothing(stripes, retune, solver, monkeypatch):
+    """Two wide stripes with a few wrong labels need no tiny λ; four narrow ones without noise do."""
+    monkeypatch.setattr(choose_module, "FACTOR_WORK", 1e6)
+    rng = np.random.default_rng(0)
+    X = rng.random((2_500, 4))
+    where = X[:, 0] * 2 * stripes
+    apart = abs(where - where.round()) > 0.2
+    X, y = X[apart][:1_400].astype(np.float32), np.floor(where[apart][:1_400]).astype(int) % 2
+    y = np.where(rng.random(1_400) < (0.02 if stripes == 1 else 0.0), 1 - y, y)
+    lam, said = 1e-9, []
+    found = fit_on_dataset(
+        ArrayRows(X, y, [0, 1]), Gaussian(length_scale=np.array([0.5, 2.0, 2.0, 2.0])), lam, retune=retune,
+        scaling=None, executor=SerialExecutor(), report=said.append,
+    )  # fmt: skip
+    raised = solver == "pcg"
+    assert found.solver == solver
+    assert (found.regularization > lam) == any("raised" in line for line in said) == raised
+    assert found.iterations < 50
+    if raised:
+        assert found.facts["dtype"] == "float32"
+        assert np.mean(found.embedding.decision(X).argmax(axis=1) == y) > 0.97
+
+
 def test_a_class_without_rows_gets_no_weight(tmp_path):
     X, y = made_up(300)
     data = ingest((X, np.where(y == 1, 2, y)), tmp_path / "d.zarr", dtype="float64", class_names=["0", "1", "2"])

@@ -153,6 +153,7 @@ def test_the_first_candidate_stays_unless_another_is_better_by_more_than_the_sta
         return Tuned(kernel, shift, float(losses.mean()), losses, 1)
 
     monkeypatch.setattr("kme_dist.run.train.tune_on_sample", tuned)
+    monkeypatch.setattr("kme_dist.run.train.settle_on_sample", lambda rows, best, *rest: best)
     found = candidates_of(*made("noise", 60), profiles=True)
     assert found[0].name == PROFILES[chosen]
     assert [c.name for c in found[1:]] == [name for name in PROFILES if name != PROFILES[chosen]]

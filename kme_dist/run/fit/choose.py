@@ -33,7 +33,7 @@ SOLVERS: dict[str, Solver] = {
 WORK = 1.25e12  # operations of a solve under "auto": half a minute of one core
 FACTOR_WORK = 4e11  # of that in a factorisation, 10,600 rows; from there on conjugate gradients take less for the same
 ITERATED_WORK, _ITERATED_ROWS = 2.5e12, 32_000  # of conjugate gradients on all rows; their tiles take 2 GB
-TOLERANCE = 2e-3  # of conjugate gradients under "auto": decisions at the rows of the fit are off by less than that
+TOLERANCE = 2e-2  # of conjugate gradients under "auto": decisions at the rows of the fit are off by less than that
 MANY_WORK = 1e13  # the same for centres by conjugate gradients, for each 100,000 rows: about two minutes of one core
 _MOST_CENTRES = 50_000
 

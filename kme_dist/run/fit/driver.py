@@ -20,6 +20,7 @@ from kme_dist.run.fit import pcg
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.choose import SOLVERS, TOLERANCE, Choice, choose
 from kme_dist.run.fit.equations import Equations
+from kme_dist.run.fit.exact import raised_regularization
 from kme_dist.run.fit.problem import Fit, Prepared, Problem, Size, silent
 from kme_dist.run.scratch import Scratch
 
@@ -55,14 +56,15 @@ def fit_on_dataset(
     ----------
     dataset : with class labels; `split` "auto" is its "train" split if it has one, None all rows
     kernel, regularization : as learned, for scaled rows; with `retune` λ is searched again on all rows, with "shared"
-        only by a solver that compares values of λ in the passes of one solve
+        only by a solver that compares values of λ in the passes of one solve, and raised where that costs nothing and
+        makes an iteration on all rows possible
     executor : SerialExecutor() or DaskExecutor(client)
     scratch : a folder or address that driver and workers can reach; the fit removes its files at the end, except the
         tiles of an interrupted `tiled` fit, which the next one reuses. None: the memory of this process, enough for a
         SerialExecutor, and on any executor for solvers that sum over rows
     solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` is their number
     floor : the probability floor used in the losses
-    tolerance : of `pcg`, relative residual (None: 1e-6, and 2e-3 if solver "auto" chose it)
+    tolerance : of `pcg`, relative residual (None: 1e-6, and 2e-2 if solver "auto" chose it)
     tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
     seconds : budget of processor time under solver "auto" (None: a fixed amount of work, the same on every machine)
     features : an explicit feature map for solver "features"
@@ -87,7 +89,12 @@ def fit_on_dataset(
     # A factorisation is nearly all matrix products, at which a GPU is best.
     chosen = choose(solver, size, centres, features, room, seconds, iterate=backend == "numpy")
     if solver == "auto" and chosen.solver == "pcg" and not pcg.converges(problem, regularization):
-        chosen = choose(solver, size, centres, features, room, seconds, iterate=False)
+        raised = raised_regularization(problem, regularization) if retune == "shared" else regularization
+        if pcg.converges(problem, raised):
+            report(f"fit: regularization raised from {regularization:.2g} to {raised:.2g}: as good on a sample of rows")
+            regularization = raised
+        else:
+            chosen = choose(solver, size, centres, features, room, seconds, iterate=False)
     report(f"fit: {chosen.solver} on {counted(rows.count, 'row')} ({chosen.reason})")
     problem = replace(problem, tolerance=tolerance or chosen.tolerance, centres=chosen.centres or centres)
     prepared = SOLVERS[chosen.solver].prepare(problem)

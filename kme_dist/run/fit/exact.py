@@ -15,13 +15,16 @@ from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
 from kme_dist.core.risk import merge_equal_rows, positive_rows, total_weight
+from kme_dist.core.tuning import raise_shift, tune
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual
 from kme_dist.run.fit.problem import LeftOut, Problem, Solved
+from kme_dist.run.learners import STEP_TOLERANCE
 
 _SAMPLED = 1_000  # rows used to estimate the size of K
 LEFT_OUT_ROWS = 1_000  # to calibrate to; each costs n²
+_RAISED_ROWS, _SLACK = 1_500, 0.1  # of a sample, left out to see what a larger λ costs; standard errors it may cost
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,30 @@ def sampled(rows: RowsRef, size: int, seed: int) -> tuple[Any, Any, np.ndarray |
     X, y = rows.sample(size, seed)
     w = rows.sample_weights(size, seed) if rows.n_classes else None
     return (X, y, w) if w is None or w.all() or not w.any() else positive_rows(X, y, w)
+
+
+def shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """Random rows of positive weight in random order, equal ones merged; weights have the mean 1 over all rows."""
+    plan = rows.plan(size, seed)
+    X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
+    X, y, w, _ = merge_equal_rows(X, y, None if w is None else w * (rows.positive / rows.weight))
+    order = np.random.default_rng([seed, 3]).permutation(len(y))
+    return select(X, order), y[order], None if w is None else w[order]
+
+
+def raised_regularization(problem: Problem, lam: float) -> float:
+    """The largest λ whose leave-one-out loss on a sample of rows is above that of `lam` by less than a tenth of its own
+    standard error. Without noise in the labels the loss hardly depends on λ, but the work of an iteration does."""
+    call = (problem.rows.with_positive_weight(), problem.kernel, lam, problem.floor, problem.seed)
+    return problem.executor.map(raise_on_worker, [call], name="leave-one-out")[0]
+
+
+def raise_on_worker(rows: RowsRef, kernel: Kernel, lam: float, floor: float, seed: int) -> float:
+    X, y, w = shuffled_sample(rows, LOO_ROWS, seed)
+    sample: dict[str, Any] = {"evaluated": _RAISED_ROWS, "floor": floor, "weights": w, "tolerance": STEP_TOLERANCE}
+    tuned = tune(kernel, X, y, rows.n_classes, shift=lam * rows.positive, trials=0, **sample)
+    raised = raise_shift(tuned, X, y, rows.n_classes, slack=_SLACK, **sample)
+    return lam * (raised.shift / tuned.shift)
 
 
 def precision_for(problem: Problem, lam: float) -> tuple[float, Need]:

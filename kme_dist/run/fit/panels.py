@@ -31,7 +31,14 @@ class Panels:
     cached: bool
 
     def X(self, i: int) -> Any:
-        return self.rows.read(*self.blocks[i])[0]
+        """The scaled rows of block i, kept with the tiles if they are an array: every block is beside every other."""
+        name = f"X-{i}"
+        if self.cached and self.scratch.has(name):
+            return self.scratch.load(name)
+        X = self.rows.read(*self.blocks[i])[0]
+        if self.cached and isinstance(X, np.ndarray):
+            self.scratch.save(name, X, copy=False)
+        return X
 
     def root(self, i: int) -> np.ndarray | None:
         return roots(self.rows, *self.blocks[i])
@@ -87,7 +94,7 @@ def multiply_panel(panels: Panels, i: int, name: str) -> np.ndarray:
         tile = panels.tile(i, j)
         total[rows] += tile @ panels.part(name, j)
         if j < i:
-            total[slice(*panels.blocks[j])] += tile.T @ own
+            total[slice(*panels.blocks[j])] += (own.T @ tile).T  # quicker than tile.T @ own
     return total
 
 
