@@ -25,7 +25,7 @@ from kme_dist.run.learners import KernelLearner
 from kme_dist.run.machine import measured_machine
 from kme_dist.run.scaling_model import Estimate, Machine, Pass, Stage, estimate
 from kme_dist.run.spectral import SpectralWork
-from kme_dist.run.train import Recipe
+from kme_dist.run.train import AUTO, Recipe
 
 PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
 # n x n matrices held at a time, by objective
@@ -86,6 +86,10 @@ def stages(
         learn = learned if isinstance(learned, Stage) else learned(recipe, data, rows, batch_s)
         features, dtype = recipes.feature_map_of(config, data.features), recipe.dtype
         solver, centres, seconds = recipe.solver, recipe.centres, config.fit.fit_seconds
+    elif config.model.kind == recipes.REGRESSION:
+        recipe = recipes.recipe_of(config, settings, data)
+        learn, features, dtype = _learn_regression(recipe, data, rows), None, recipe.dtype
+        solver, centres, seconds = recipe.solver, recipe.centres, config.fit.fit_seconds
     else:
         model = recipes.estimator_of(config, settings)
         learn, features, dtype = _learn_network(model, data, rows), _network(model, data), model.dtype
@@ -141,7 +145,7 @@ def _plain(found: Estimate) -> dict[str, Any]:
 
 
 def _size(data: RowSource, rows: int, dtype: str) -> Size:
-    return Size(rows, data.n_classes, width=data.features, dtype=dtype)
+    return Size(rows, max(1, data.n_classes), width=data.features, dtype=dtype, labelled=data.classes is not None)
 
 
 def _width(features: Any, data: RowSource) -> int:
@@ -172,6 +176,16 @@ def _learn_kernel(recipe: Recipe, data: RowSource, rows: int, batch_s: BatchSeco
         held = max(held, batch_bytes(size, batches, objective))
     note = f"batches of {size} rows" if found else "no steps"
     return Stage("learn", rows, tuple(found), PROCESS_BYTES + 2 * CACHE_BYTES + held, note)
+
+
+def _learn_regression(recipe: Recipe, data: RowSource, rows: int) -> Stage:
+    """The same for numeric targets, counted: as many matrices as the calibrated objective."""
+    settings = recipe.settings(AUTO, rows)
+    size = min(settings.batch_size or rows, rows)
+    work = _times(_batch(AUTO, size, data), recipe.batches_per_step)
+    work = replace(work, tasks=recipe.batches_per_step, repeats=settings.steps, messages=True)
+    held = 8 * size**2 * MATRICES[AUTO]
+    return Stage("learn", rows, (work,), PROCESS_BYTES + 2 * CACHE_BYTES + held, f"batches of {size} rows")
 
 
 def _batch(objective: str, size: int, data: RowSource) -> Pass:

@@ -171,6 +171,9 @@ def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, co
     shown = [f"{name} {100 * result[key]:.2f} %" for key, name in percent.items() if key in result]
     if "log_loss" in result:
         shown += [f"log loss {result['log_loss']:.4f}", f"calibration error {100 * result['calibration_error']:.1f} %"]
+    if "rmse" in result:
+        shown += [f"RMSE {result['rmse']:.5g}", f"MAE {result['mae']:.5g}", f"R2 {result['r2']:.3f}"]
+        shown += [f"coverage {100 * result['coverage']:.1f} %"] if "coverage" in result else []
     output.result(result, f"{'  '.join(shown)}  ({rows:,} {plural(rows, 'row')})", f"report: {result['report']}")
 
 
