@@ -10,8 +10,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
 
+# Files of tests run side by side, one process per core, at most four.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 # The same tests in an order drawn anew, whose seed the first lines give; SEED=... draws that order again.
 shuffled: $(VENV)/.test
