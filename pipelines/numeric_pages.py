@@ -48,8 +48,9 @@ def run_page(
     config_text: str,
     learn_seconds: float,
     footer: str,
+    tables: Sequence[tuple[str, list[str], list[list[str]]]] = (),
 ) -> str:
-    """The page of a run with a CMERegressor; `counts` are the training and test rows."""
+    """The page of a run with a CMERegressor; `counts` are the training and test rows, `tables` shown before its own."""
     steps = len(model.history_)
     kept = f", kept: {model.kernel_name_}" if len(model.loo_errors_) > 1 else ""
     left = float(model.loo_rmse_)
@@ -66,7 +67,7 @@ def run_page(
         f"{features} {plural(features, 'feature')}, numeric targets",
         headline=headline,
         figures=[*learning_pictures(model), *pictures(rows, metrics), *_scales(model, feature_names)],
-        tables=_candidates(model),
+        tables=[*tables, *_candidates(model)],
         config_text=config_text,
         footer=footer,
     )

@@ -51,9 +51,11 @@ def run_page(
     config_text: str,
     learn_seconds: float,
     footer: str,
+    tables: Sequence[tuple[str, list[str], list[list[str]]]] = (),
 ) -> str:
     """The page as text. `best` is the start whose model was kept, `rows` are the training and test rows to draw,
-    `counts` the number of each, `initial_features` the feature map before learning, if it was learned."""
+    `counts` the number of each, `initial_features` the feature map before learning, if it was learned, `tables` are
+    shown before its own."""
     shape = _flat(image_shape)
     classes = [str(label) for label in best.model.classes_]
     steps = sum(len(start.model.history_) for start in starts)
@@ -75,7 +77,7 @@ def run_page(
         f"{counted(len(rows.feature_names), 'feature')}, {counted(len(classes), 'class')}",
         headline=_headline(best, counts, steps, learn_seconds),
         figures=pictures,
-        tables=[*_starts_table(starts), _class_table(best.metrics)],
+        tables=[*tables, *_starts_table(starts), _class_table(best.metrics)],
         config_text=config_text,
         footer=footer,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from kme_dist import load
 from kme_dist.data.predictions import open_predictions
-from kme_dist.pipelines import numeric_pages, pages, recipes
+from kme_dist.pipelines import baselines, numeric_pages, pages, recipes
 from kme_dist.pipelines.fit import GIVEN, MODEL
 from kme_dist.pipelines.folder import to_yaml
 from kme_dist.pipelines.learn import regularization_of
@@ -29,6 +29,7 @@ def _work(run: Run) -> dict[str, Any]:
     starts, rows = _fitted_starts(run), run.result("ingest")
     best = starts[int(run.result("fit")["best"])]
     settings = run.starts[starts.index(best)].settings
+    found, learned_from = _baselines(run)
     page = pages.run_page(
         run.name,
         starts,
@@ -40,9 +41,14 @@ def _work(run: Run) -> dict[str, Any]:
         config_text=to_yaml(run.resolved),
         learn_seconds=run.folder.stages["learn"]["seconds"],
         footer=_footer(run),
+        tables=baselines.table(found, learned_from, best.metrics, "this model"),
     )
     run.folder.place.write(REPORT, page.encode())
-    return _summary(run, starts, best)
+    return {**_summary(run, starts, best), "baselines": {one.name: one.figures for one in found}}
+
+
+def _baselines(run: Run) -> tuple[list[baselines.Baseline], str]:
+    return baselines.beside(run.data, run.resolved["learn"]["seed"]) if run.config.output.baselines else ([], "")
 
 
 def _footer(run: Run) -> str:
@@ -55,6 +61,7 @@ def _footer(run: Run) -> str:
 def _numeric_work(run: Run) -> dict[str, Any]:
     path, rows = run.folder.path, run.result("ingest")
     model, metrics = load(path / MODEL), run.result("evaluate")["metrics"][PREDICTIONS]
+    found, learned_from = _baselines(run)
     page = numeric_pages.run_page(
         run.name,
         model,
@@ -65,10 +72,12 @@ def _numeric_work(run: Run) -> dict[str, Any]:
         config_text=to_yaml(run.resolved),
         learn_seconds=run.folder.stages["learn"]["seconds"],
         footer=_footer(run),
+        tables=baselines.table(found, learned_from, metrics, "this model"),
     )
     run.folder.place.write(REPORT, page.encode())
     return {
         **_places(run),
+        "baselines": {one.name: one.figures for one in found},
         **{key: metrics[key] for key in NUMERIC_HEADLINES if key in metrics},
         **{key: rows[key] for key in ("train_rows", "test_rows", "features")},
         "steps": len(model.history_),
@@ -136,7 +145,8 @@ def _summary(run: Run, starts: list[FittedStart], best: FittedStart) -> dict[str
 
 def _inputs(run: Run) -> dict[str, Any]:
     parts = {key: value for key, value in run.resolved.items() if key not in ("output", "cluster")}
-    return {"config": parts, "name": run.name, "evaluation": run.inputs_digest("evaluate")}
+    shown = {"baselines": run.config.output.baselines}
+    return {"config": parts, "name": run.name, "evaluation": run.inputs_digest("evaluate"), **shown}
 
 
 STAGE = Stage("report", _work, _inputs, lambda run: [REPORT], over_workers=False)

@@ -316,6 +316,10 @@ class OutputConfig(_Section):
         default=True,
         description="whether to replace results of other settings or data",
     )
+    baselines: bool = Field(
+        default=True,
+        description="whether the report compares with simple models that learn from a sample of the rows",
+    )
 
 
 class Config(_Section):
