@@ -11,7 +11,7 @@ import numpy as np
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.lazy import open_rows
 from kme_dist.data.predictions import Predictions
-from kme_dist.ops.words import plural
+from kme_dist.errors import plural
 from kme_dist.pipelines.pages import kernel_in_words, learning_pictures
 from kme_dist.report import numeric as draw
 from kme_dist.report.page import Picture, relevance_bars, render_html
