@@ -18,6 +18,7 @@ from kme_dist.errors import DataError
 
 # Numbers with a decimal comma, separators between thousands, a percent sign or a currency.
 _OTHER_NOTATION = re.compile(r"[$€£]?\s*[+-]?\d[\d.,_' ]*\s*[%$€£]?")
+_MARKS = re.compile(r"[,_'%$€£ ]")
 
 
 def plan_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
@@ -114,9 +115,10 @@ def _refuse_mixed(source: Source, schema: Schema, column: str, values: Collectio
 
 def _warn_of_notation(source: Source, column: str, values: Collection[str]) -> None:
     """Say that texts such as 1,5 or 10% or 1_000 are not read as numbers."""
-    if len(values) > 1 and all(_OTHER_NOTATION.fullmatch(value.strip()) for value in values):
+    marked = next((value for value in values if _MARKS.search(value.strip())), None)
+    if marked is not None and all(_OTHER_NOTATION.fullmatch(value.strip()) for value in values):
         warnings.warn(
-            f"{source.name}: the column {column!r} holds texts such as {next(iter(values))!r}, which are used as "
+            f"{source.name}: the column {column!r} holds texts such as {marked!r}, which are used as "
             f"categories, not as numbers; write numbers as 1234.5, or {LEAVE_OUT}",
             stacklevel=2,
         )
