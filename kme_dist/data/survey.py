@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +15,10 @@ from kme_dist.data.encode import Encoder, as_text, is_number, texts_of
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import PERIODS, Column, Schema, TableOptions, draft_schema
 from kme_dist.errors import DataError
+
+# Numbers with a decimal comma, separators between thousands, a percent sign or a currency.
+_OTHER_NOTATION = re.compile(r"[$€£]?\s*[+-]?\d[\d.,_' ]*\s*[%$€£]?")
+_MARKS = re.compile(r"[,_'%$€£ ]")
 
 
 def plan_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
@@ -30,6 +36,7 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
         for name, categories in found.items():
             if options.one_hot == "auto" and columns[name].kind == "one_hot":  # not declared as categories
                 _refuse_mixed(source, schema, name, categories)
+                _warn_of_notation(source, name, categories)
             columns[name] = replace(columns[name], categories=categories, indicator=marked and name in holes)
     numbers = [c for c in schema.columns if c.kind in ("number", "date")]
     dated = [c for c in numbers if c.kind == "date"]
@@ -104,6 +111,17 @@ def _refuse_mixed(source: Source, schema: Schema, column: str, values: Collectio
                     f"{block.origin}: row {block.first_row + row + 1}, column {column!r}: {value[:60]!r} is text "
                     f"among numbers. Correct it in the file, or {LEAVE_OUT}."
                 )
+
+
+def _warn_of_notation(source: Source, column: str, values: Collection[str]) -> None:
+    """Say that texts such as 1,5 or 10% or 1_000 are not read as numbers."""
+    marked = next((value for value in values if _MARKS.search(value.strip())), None)
+    if marked is not None and all(_OTHER_NOTATION.fullmatch(value.strip()) for value in values):
+        warnings.warn(
+            f"{source.name}: the column {column!r} holds texts such as {marked!r}, which are used as "
+            f"categories, not as numbers; write numbers as 1234.5, or {LEAVE_OUT}",
+            stacklevel=2,
+        )
 
 
 def _sorted_texts(values: set[str]) -> list[str]:

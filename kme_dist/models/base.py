@@ -350,8 +350,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         if encoding is None:
             return None
         if is_table(X):
-            names = column_names(X)
-            if self.fitted_to_dataset_ and names == encoding.feature_names:
+            names, columns = column_names(X), {column.name for column in encoding.columns}
+            if self.fitted_to_dataset_ and names == encoding.feature_names and not columns <= set(names):
                 return None  # encoded already
         elif self.fitted_to_dataset_:
             return None

@@ -68,12 +68,14 @@ def check(path, raw: bytes) -> None:
                 assert hot == ([] if cell in MISSING_TEXTS else [f"{name}={cell}"])
 
 
+@pytest.mark.filterwarnings("ignore:.*are used as categories")
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TOKENS, max_size=25))
 def test_fuzzed_text_loads_right_or_fails_with_its_place(tmp_path, tokens):
     check(tmp_path / "fuzz.csv", b"a,b\n" + b"".join(tokens))
 
 
+@pytest.mark.filterwarnings("ignore:.*are used as categories")
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROWS, st.lists(st.tuples(st.integers(0, 200), TOKENS), max_size=2))
 def test_a_good_table_with_a_few_wounds(tmp_path, rows, wounds):

@@ -240,6 +240,13 @@ def test_missing_values_may_have_features_of_their_own():
     assert Schema.from_json(stored) == table.schema
 
 
+@pytest.mark.parametrize("values", ["1,5 2,5", "1,234 5,678", "10% 20%", "1_000 2_000", "€5 €6"])
+def test_numbers_in_another_notation_are_categories_and_said_so(tmp_path, values):
+    (tmp_path / "t.csv").write_text("x;y\n" + "".join(f"{value};a\n" for value in values.split()))
+    with pytest.warns(UserWarning, match=r"column 'x' holds texts such as .*categories, not as numbers.*`exclude`"):
+        assert read_table(tmp_path / "t.csv", label="y").feature_names[0].startswith("x=")
+
+
 def test_a_text_in_a_column_of_numbers_is_named(tmp_path):
     schema = read_table(pd.DataFrame({"a": [1.0, 2.0]})).schema
     with pytest.raises(DataError, match="row 2, column 'a': 'two' is not a number"):

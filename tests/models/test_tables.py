@@ -90,6 +90,14 @@ def test_a_hole_in_a_column_without_holes_is_the_mean():
     np.testing.assert_allclose(model.predict_proba(hole), model.predict_proba(hole.assign(size=mean)))
 
 
+def test_holes_are_filled_as_in_the_data_set_of_the_fit(tmp_path):
+    frame, y = table()
+    numbers = frame[["size"]].assign(other=1.0 * np.arange(len(frame)), y=y)
+    model = kme.MCEClassifier(steps=0).fit(kme.ingest(numbers, tmp_path / "d.zarr", label="y", missing="mean"))
+    hole, mean = pd.DataFrame({"size": [np.nan], "other": [3.0]}), frame["size"].mean()
+    np.testing.assert_allclose(model.predict_proba(hole), model.predict_proba(hole.fillna(mean)))
+
+
 def test_missing_columns_are_named_and_arrays_go_by_position():
     frame, y = table()
     model = WAYS["mce"]().fit(frame, y)
