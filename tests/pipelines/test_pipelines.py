@@ -113,10 +113,10 @@ def test_every_table_offered_by_name_loads(name):
 
 
 def test_a_value_that_is_no_number_is_found_wherever_it_comes_from(monkeypatch):
-    def damaged(source):
+    def damaged(source, task):
         X = np.ones((10, 2))
         X[7, 1] = np.nan
-        return X, np.arange(10) % 2, ["height", "width"]
+        return tables._Source(X, np.arange(10) % 2, ["height", "width"])
 
     monkeypatch.setattr(tables, "_built_in", damaged)
     with pytest.raises(DataError, match=r"row 7, column 'width': value is nan.*1 of 10 rows"):
@@ -162,7 +162,7 @@ def test_a_table_of_ones_own_is_read_by_its_label(tmp_path):
 def test_bad_tables_are_refused_with_the_place_of_the_fault(tmp_path, lines, words):
     path = write_csv(tmp_path / "bad.csv", lines)
     with pytest.raises(DataError) as caught:
-        tables.load(DataConfig(source=path, label="kind"))
+        tables.load(DataConfig(source=path, label="kind", task="classification"))
     for word in ["bad.csv", *words]:
         assert word in str(caught.value)
 

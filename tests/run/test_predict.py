@@ -324,7 +324,8 @@ def test_a_model_without_batch_inference_is_told_its_own_method(tmp_path):
     ]
     for model, own in fitted:
         kind = type(model).__name__
-        words = rf"takes MCEClassifier, CENClassifier, ASKLClassifier, not {kind}; use its own {own}: model\.{own}\(X\)"
+        own_words = rf"use its own {own}: model\.{own}\(X\)"
+        words = rf"takes MCEClassifier, CENClassifier, ASKLClassifier, CMERegressor, not {kind}; {own_words}"
         model.save(tmp_path / f"{kind}.zarr")
         for given in (model, tmp_path / f"{kind}.zarr"):
             with pytest.raises(ConfigError, match=words):
