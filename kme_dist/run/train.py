@@ -555,14 +555,14 @@ def tune_on_sample(
 
 
 def settle_on_sample(rows: RowsRef, tuned: Tuned, steps: tuple[float, float], floor: float, seed: int) -> Tuned:
-    """Tuned once more on more rows, if there are more; then the largest shift that is about as good. Runs on a
+    """Tuned once more on more rows, if there are more; of few rows the largest shift that is about as good. Runs on a
     worker."""
-    size = _COMPARED_ROWS
-    if rows.positive > size[0]:
-        size = _TUNED_ROWS
-        tuned = tune_on_sample(rows, tuned.kernel, tuned.shift, steps, size, _TUNED_TRIALS, floor, seed)
-    X, y, w = shuffled_sample(rows, size[0], seed)
-    return raise_shift(tuned, X, y, rows.n_classes, evaluated=size[1], floor=floor, weights=w, tolerance=STEP_TOLERANCE)
+    size, evaluated = _COMPARED_ROWS
+    if rows.positive > size:
+        return tune_on_sample(rows, tuned.kernel, tuned.shift, steps, _TUNED_ROWS, _TUNED_TRIALS, floor, seed)
+    X, y, w = shuffled_sample(rows, size, seed)
+    sample: dict[str, Any] = {"evaluated": evaluated, "floor": floor, "weights": w, "tolerance": STEP_TOLERANCE}
+    return raise_shift(tuned, X, y, rows.n_classes, **sample)
 
 
 def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
