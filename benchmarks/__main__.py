@@ -10,7 +10,8 @@ BENCHMARKS = {
 }
 
 # The others need a cluster and minutes to hours:
-# python -m benchmarks.{rounds,scale,fit,predict,telemetry,mnist,calibration,defaults,regression}; and, on a GPU, benchmarks.gpu
+# python -m benchmarks.{rounds,scale,fit,predict,telemetry,mnist,calibration,defaults,regression};
+# and, on a GPU, benchmarks.gpu
 for title, benchmark in BENCHMARKS.items():
     print(f"\n== {title} ==", flush=True)
     benchmark.main([])
