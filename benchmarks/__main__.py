@@ -10,7 +10,6 @@ BENCHMARKS = {
 }
 
 # The others need a cluster and minutes to hours:
-# The others need a cluster and minutes to hours:
 # python -m benchmarks.{rounds,scale,fit,predict,telemetry,mnist,calibration,defaults,regression,large}; on a GPU
 # also benchmarks.gpu
 for title, benchmark in BENCHMARKS.items():
