@@ -263,7 +263,7 @@ def check_labels(y: Any) -> None:
 
 
 def check_matrix(X: Any, by: str) -> None:
-    """Refuse arrays that are no tables of real numbers; anything else is for the kernel to judge."""
+    """Refuse arrays that are not tables of real numbers; anything else is checked by the kernel."""
     if hasattr(X, "tocsr"):
         raise DataError(f"sparse input is not supported by {by}; pass X.toarray()")
     if not isinstance(X, np.ndarray):
