@@ -1,4 +1,4 @@
-"""What simple models reach on the same rows, for a reader of the report to judge the result by.
+"""What simple models reach on the same rows, so that readers of the report can compare.
 
     beside(run.data, seed=0)         # [Baseline("majority class", 0.1, 2.3), ...]
 

@@ -54,7 +54,7 @@ from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
-from kme_dist.models.settings import RandomState, Rule, drawn_seed
+from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
 from kme_dist.run.executors import Executor
 from kme_dist.run.workers import executor_for, job_count, local_workers
 
@@ -456,7 +456,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             chosen["random_state"] = getattr(self, "seed_", None)  # so that a loaded model can be fitted again
         if isinstance(chosen.get("class_weight"), Mapping):  # labels may be numbers, keys of JSON are texts
             chosen["class_weight"] = [list(pair) for pair in chosen["class_weight"].items()]
-        return {name: _to_json(value) for name, value in chosen.items()}
+        return {name: to_json(value) for name, value in chosen.items()}
 
     @classmethod
     def _restored(cls, arrays: Mapping[str, np.ndarray], found: Mapping[str, Any], own: Own) -> Self:
@@ -548,12 +548,12 @@ def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:
         arrays |= {f"{name}_{part}": getattr(rows, part) for part in _SPARSE_PARTS}
         facts[f"{name}_shape"] = [int(size) for size in rows.shape]
     elif hasattr(rows, "shape"):
-        arrays[name] = np.asarray(rows)
+        arrays[name] = devices.to_host(rows)
     elif all(isinstance(row, str | int | float | bool) for row in rows):
         facts[name] = list(rows)
     else:
         try:
-            facts[name] = [_plain(row.tolist() if isinstance(row, np.ndarray) else row) for row in rows]
+            facts[name] = [plain(row.tolist() if isinstance(row, np.ndarray) else row) for row in rows]
         except TypeError:
             kind = type(rows[0]).__name__
             raise DataError(
@@ -589,25 +589,3 @@ def get_labels(facts: Mapping[str, Any], name: str = "classes") -> np.ndarray:
     if dtype.kind not in "biufUO":
         raise CorruptError(f"labels of dtype {dtype} are not valid in a model")
     return np.array(facts[name], dtype=dtype)
-
-
-def _to_json(setting: Any) -> Any:
-    """A setting as JSON; None if JSON cannot represent it."""
-    try:
-        return _plain(setting)
-    except TypeError:
-        return None
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Kernel):
-        return value.to_config()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    raise TypeError(f"{type(value).__name__} cannot be represented in JSON")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kme_dist.core.kernels.base import Kernel
 from kme_dist.errors import ConfigError
 
 RandomState = int | np.random.RandomState | np.random.Generator | None
@@ -115,3 +116,29 @@ def _number(kinds: Any, within: Callable[[Any], bool], wanted: str, optional: bo
         return (optional and value is None) or (isinstance(value, kinds) and bool(within(value)))
 
     return Rule(is_valid, f": must be {wanted}{', or None' if optional else ''}")
+
+
+# --- stored -----------------------------------------------------------------------------------------
+
+
+def to_json(setting: Any) -> Any:
+    """A setting as JSON; None if JSON cannot represent it."""
+    try:
+        return plain(setting)
+    except TypeError:
+        return None
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON represents it; TypeError if it cannot."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Kernel):
+        return value.to_config()
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    raise TypeError(f"{type(value).__name__} cannot be represented in JSON")

@@ -44,6 +44,7 @@ from kme_dist.run.executors import GPU, DaskExecutor, Executor, SerialExecutor
 PACKAGES = ("kme-dist", "dask", "distributed", "numpy", "scipy", "zarr")
 DRIVER = "kme_driver"  # resource of the workers that may run drivers of submitted jobs
 DASHBOARD_PORT = 8787
+_OWN = "kme_dist_own"  # attribute of the clusters that are started here
 CONNECT_S = 20.0
 START_S = 600.0  # timeout for the first worker of a queue or an orchestrator
 # By default Dask's workers return every freed array to the system, which clears each page before its next use. Arrays
@@ -144,10 +145,8 @@ def _install_dashboard(client: Any) -> None:
 
 def dashboard_of(client: Any) -> str | None:
     """Address of the page `/kme`, or of Dask's own dashboard if the cluster does not have that page."""
-    from distributed import LocalCluster
-
     link: str | None = client.dashboard_link
-    if link and isinstance(getattr(client, "cluster", None), LocalCluster):
+    if link and getattr(getattr(client, "cluster", None), _OWN, False):
         # It listens on this machine only (`_dashboard`), also where the scheduler listens on another address.
         link = urllib.parse.urlsplit(link)._replace(netloc=f"127.0.0.1:{urllib.parse.urlsplit(link).port}").geturl()
     if not link or not link.endswith("/status"):
@@ -206,7 +205,7 @@ def _start(settings: ClusterConfig) -> Any:
     with warnings.catch_warnings():
         # If another dashboard uses the default port ours takes a free one; its address is printed anyway.
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        return LocalCluster(
+        cluster = LocalCluster(
             n_workers=worker_count(settings),
             threads_per_worker=1,
             processes=True,
@@ -216,6 +215,8 @@ def _start(settings: ClusterConfig) -> Any:
             resources={DRIVER: 1},
             **_listen(settings),
         )
+    setattr(cluster, _OWN, True)
+    return cluster
 
 
 def _dashboard(settings: ClusterConfig) -> str:

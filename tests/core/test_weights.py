@@ -325,4 +325,4 @@ def test_rows_that_all_differ_are_left_as_they_are():
     assert merged.X is X
     assert merged.weights is None
     assert merged.place is None
-    assert merge_equal_rows(["a", "a"], np.array([0, 0]), None).place is None  # only rows of numbers
+    assert merge_equal_rows(["a", "b"], np.array([0, 0]), None).place is None

@@ -30,6 +30,7 @@ FITS = {
     "ASKLClassifier": lambda **s: kme.ASKLClassifier(features=5, epochs=1, loss="cross_entropy", **s).fit(X, Y),
     "ASKLRegressor": lambda **s: kme.ASKLRegressor(features=5, epochs=1, **s).fit(X, X[:, 0]),
     "CENClassifier": lambda **s: kme.CENClassifier(hidden=(3,), steps=2, **s).fit(X, Y),
+    "CMERegressor": lambda **s: kme.CMERegressor(**s).fit(X, X[:, 0]),
     "ConditionalMeanEmbedding": lambda **s: kme.ConditionalMeanEmbedding(**s).fit(X, X[:, 0]),
     "KernelBayesFilter": lambda **s: kme.KernelBayesFilter(**s).fit(X, X),
     "KernelMean": lambda **s: kme.KernelMean("r-kmse", **s).fit(X),
@@ -129,7 +130,7 @@ def test_a_loaded_model_can_be_fitted_again(name, tmp_path):
     model = FITS[name](**settings)
     model.save(tmp_path / "model.zarr")
     rows, y = (BAGS, ["a", "b"] * 5) if "SupportMeasure" in name else (X, Y)
-    if name in ("ASKLRegressor", "ConditionalMeanEmbedding"):
+    if name in ("ASKLRegressor", "CMERegressor", "ConditionalMeanEmbedding"):
         y = X[:, 0]
     if name == "KernelBayesFilter":
         y = X

@@ -25,7 +25,8 @@ STEPS = 15
 
 
 BY_NATURE = {
-    "check_sample_weight_equivalence_on_dense_data": "leave-one-out and halves are by row; see test_sample_weight.py"
+    f"check_sample_weight_equivalence_on_{kind}_data": "leave-one-out and halves are by row; see test_sample_weight.py"
+    for kind in ("dense", "sparse")
 }
 
 

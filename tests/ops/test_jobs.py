@@ -324,7 +324,7 @@ def test_addresses_of_stores_stay_where_they_are_allowed(tmp_path, monkeypatch):
 def test_every_key_that_holds_text_is_known_to_be_a_path_or_not():
     """Whoever adds a key that names a file adds it to PATH_KEYS, or jobs would take it anywhere."""
     no_paths = {
-        "data": {"label", "features", "weight"},
+        "data": {"label", "features", "exclude", "weight"},
         "model": {"kernel", "features", "options"},
         "learn": {"feature_cache"},
         "fit": {"memory"},

@@ -70,7 +70,7 @@ def test_the_scheduler_becomes_the_bottleneck_when_workers_are_many_and_tasks_sh
 def test_short_calls_of_a_stream_share_tasks():
     work = Pass(10_000, streamed=True)
     assert scheduled_tasks(work, seconds=1e4) == 10_000
-    assert scheduled_tasks(work, seconds=10.0) == 1_000
+    assert scheduled_tasks(work, seconds=10.0) == 500
     assert scheduled_tasks(replace(work, streamed=False), seconds=10.0) == 10_000
 
 

@@ -27,7 +27,7 @@ def test_many_workers_with_short_calls_get_several_per_task_in_steps():
     while len(found) < 10:
         found.append(calls_per_task(workers=1000, call_s=0.5, elapsed_s=1e4, before=found[-1]))
     assert found[:4] == [1, 2, 4, 8]
-    assert found[-1] == 20, "1,000 workers with tasks of 10 s finish 100 tasks a second"
+    assert found[-1] == 40, "1,000 workers with tasks of 20 s finish 50 tasks a second"
 
 
 def test_a_task_of_several_calls_is_short_against_the_run():
