@@ -10,6 +10,7 @@ import numpy as np
 
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.lazy import open_rows
+from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.predictions import Predictions
 from kme_dist.errors import plural
 from kme_dist.pipelines.pages import kernel_in_words, learning_pictures
@@ -30,7 +31,7 @@ class Compared:
     @classmethod
     def of(cls, predictions: Predictions, data: Dataset, split: str | None) -> Compared:
         count = min(predictions.rows, SHOWN_ROWS)
-        y = np.asarray(open_rows(data, features=data.features, split=split).read_labels(0, count), np.float64)
+        y = np.asarray(open_rows(data, ModelColumns(data.features), split=split).read_labels(0, count), np.float64)
         mean = predictions.read("mean", 0, count)
         interval = predictions.read("interval", 0, count) if "interval" in predictions.names else None
         known = np.isfinite(mean)

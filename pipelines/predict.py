@@ -164,9 +164,13 @@ def predict_rows(
 
 def outputs_of(settings: PredictConfig, model: str) -> list[str]:
     """Those of the config; where it has none and the model is a regressor, those of regressors."""
-    if "outputs" in settings.model_fields_set or read_attributes(model_place(model)).get("model") != "CMERegressor":
+    if "outputs" in settings.model_fields_set:
         return list(settings.outputs)
-    return list(REGRESSION_OUTPUTS)
+    try:
+        kind = read_attributes(model_place(model)).get("model")
+    except FileNotFoundError:  # `predict` says so
+        kind = None
+    return list(REGRESSION_OUTPUTS if kind == "CMERegressor" else settings.outputs)
 
 
 # --- the stage of a run ---------------------------------------------------------------------------------------
