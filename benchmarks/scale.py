@@ -164,7 +164,7 @@ def _workers(count):
             yield executor
         return
     with (
-        LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         yield DaskExecutor(client, direct=True)

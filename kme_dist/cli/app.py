@@ -314,7 +314,7 @@ def inspect(
         print_json(facts)
     elif facts["format"] == "kme-dist/dataset":
         stored.render(facts)
-    elif "model" in facts:
+    elif "model" in facts and facts["format"] != stored.PREDICTIONS_FORMAT:
         print_tree(stored.model_card(facts))
     else:
         history = facts.pop("history", None)

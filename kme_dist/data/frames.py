@@ -47,11 +47,30 @@ def needs_encoding(X: Any) -> bool:
 def table_schema(X: Any) -> Schema:
     """How to encode the rows of a table: the means of numbers and dates, all zeros for a category, and a further
     feature that is 1 where the value is missing, for every column with missing values."""
-    source = open_source(X)
+    source = open_source(_with_dates(X))
     try:
         return plan_schema(source, TableOptions(missing="indicator"))
     except DataError as error:
         raise DataError(str(error).replace(LEAVE_OUT, "leave the column out: X.drop(columns=[...])")) from None
+
+
+def _with_dates(X: Any) -> Any:
+    """A table whose text columns that hold ISO 8601 dates only are dates, as they are in a CSV file."""
+    try:
+        table = X if isinstance(X, pa.Table) else pa.Table.from_pandas(X.rename(columns=str), preserve_index=False)
+    except (AttributeError, TypeError, pa.ArrowException):  # `open_source` says what is wrong
+        return X
+    for i, field in enumerate(table.schema):
+        column = table.column(i)
+        if not (pa.types.is_string(field.type) or pa.types.is_large_string(field.type)):
+            continue
+        if column.null_count == len(column):
+            continue
+        try:
+            table = table.set_column(i, field.name, column.cast(pa.timestamp("us")))
+        except pa.ArrowInvalid:
+            continue
+    return table if any(pa.types.is_timestamp(field.type) for field in table.schema) else X
 
 
 def encode_table(X: Any, schema: Schema, unseen: str = "zeros") -> tuple[np.ndarray, Unseen]:

@@ -197,7 +197,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
                     f"{X.path} has no numeric targets; ingest it again with the column named by `label` and the task "
                     "regression"
                 )
-            self._record_names(X.feature_names)
+            self._record_dataset(X)
             self._single = True
             return X
         X, y = self._fit_rows(in_memory(X), in_memory(y), y_numeric=True, multi_output=True)
@@ -237,7 +237,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def adopt(self, data: RowSource, candidates: list[Candidate], fit: RegressionFit) -> Self:
         """Take over the result of learning and fitting on `data`."""
         if isinstance(data, Dataset):
-            self._record_names(data.feature_names)
+            self._record_dataset(data)
             self._single = True
         self.embedding_, self.left_out_, self.target_, self.scaling_ = (
             fit.embedding, fit.left_out, fit.target, fit.scaling,

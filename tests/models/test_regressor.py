@@ -155,7 +155,7 @@ def test_the_same_bits_on_workers_and_from_a_data_set(tmp_path):
     stored = CMERegressor(steps=6).fit(data)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
-            LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None)
+            LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0")
         )
         client = stack.enter_context(Client(cluster))
         remote = CMERegressor(steps=6, client=client).fit(X, y)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import kme_dist as kme
+from kme_dist.cli import app as cli
 from kme_dist.errors import DataError
 
 WAYS = {
@@ -168,3 +169,30 @@ def test_tables_in_tables_out():
     assert len(kme.predict(model, frame.head(0))) == 0
     plain = WAYS["mce"]().fit(frame[["size"]].fillna(0.0).to_numpy(), y)
     assert kme.predict(plain, np.zeros((3, 1)), top_k=1)["top_label_1"].to_pylist() == [plain.predict([[0.0]])[0]] * 3
+
+
+def test_dates_as_text_are_dates_as_they_are_in_a_file(tmp_path):
+    rng = np.random.default_rng(3)
+    days = pd.date_range("2024-01-01", periods=300, freq="D")
+    frame = pd.DataFrame({"day": days.strftime("%Y-%m-%d"), "x": rng.normal(size=300), "code": ["1-2", "b"] * 150})
+    y = np.where(frame.x > 0, "up", "down")
+    model = kme.MCEClassifier(steps=2).fit(frame, y)
+    frame.assign(y=y).to_csv(tmp_path / "d.csv", index=False)
+    stored = kme.ingest(tmp_path / "d.csv", tmp_path / "d.zarr", label="y")
+    assert list(model.encoded_feature_names_) == list(stored.feature_names)
+    as_dates = kme.MCEClassifier(steps=2).fit(frame.assign(day=days), y)
+    np.testing.assert_array_equal(model.predict_proba(frame), as_dates.predict_proba(frame.assign(day=days)))
+
+
+def test_a_regressor_keeps_the_encoding_of_a_data_set(tmp_path, capsys):
+    rng = np.random.default_rng(4)
+    frame = pd.DataFrame({"city": rng.choice(["A", "B"], 80), "x": rng.normal(size=80)})
+    frame.assign(y=frame.x + (frame.city == "A")).to_csv(tmp_path / "d.csv", index=False)
+    stored = kme.ingest(tmp_path / "d.csv", tmp_path / "d.zarr", label="y", task="regression")
+    kme.CMERegressor(steps=2).fit(stored).save(tmp_path / "model.zarr")
+    model, new = kme.load(tmp_path / "model.zarr"), frame[["x", "city"]].head(5)
+    np.testing.assert_allclose(kme.predict(model, new)["mean"], model.predict(new), rtol=1e-9)
+    kme.predict(model, new, tmp_path / "scores.zarr")
+    assert cli.execute(["inspect", str(tmp_path / "scores.zarr")]) == 0
+    shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert (shown["rows"], shown["status"]) == (["5"], ["complete"]), "predictions, not the card of their model"
