@@ -135,7 +135,7 @@ class ModelConfig(_Section):
         default=None, description="weight of the complexity term in the objective"
     )
     regularization: Positive | None = Field(default=None, description="initial regularisation")
-    scaling: Literal["unit", "standard"] | None = Field(
+    scaling: Literal["auto", "unit", "standard"] | None = Field(
         default=None, description="scaling of the features inside the model; null: none"
     )
     backend: Literal["auto", "numpy", "cupy"] | None = Field(default=None, description="numpy (CPU) or cupy (GPU)")

@@ -54,7 +54,7 @@ def retune_regularization(
         X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]
     given = len(y)
     X, y, weights, _ = merge_equal_rows(X, y, weights)
-    n = n * len(y) / given
+    distinct = n * len(y) / given
     variance = kernel.alpha(X) ** 2 or 1.0
 
     def evaluate(lams: list[float]) -> list[float]:
@@ -62,7 +62,7 @@ def retune_regularization(
             leave_one_out_loss(kernel, X, y, n_classes, lam, total, variance, floor, space, weights) for lam in lams
         ]
 
-    return search_regularization(evaluate, scale=variance / n, start=start)
+    return search_regularization(evaluate, scale=variance / distinct, start=start)
 
 
 def leave_one_out_loss(

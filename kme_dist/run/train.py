@@ -29,6 +29,7 @@ from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length
 from kme_dist.core.kernels.sparse import deviations_of
 from kme_dist.core.risk import positive_rows
 from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, raise_shift, tune
+from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import DataError
@@ -55,6 +56,7 @@ _AUTO_PRODUCTS = 100_000_000
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
 _START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 5  # candidates that may still win get as many again
 _FEATURE_ROWS = 40_000  # with fewer, half of them as centres are quicker and about as good as learned features
+_CURVE_ROWS = 4_000  # for quantiles of features with heavy tails
 _ROUGHER = 2.0  # length scales of Matérn 1/2, whose correlations fall at once, in those of a Gaussian
 
 
@@ -72,7 +74,7 @@ class Recipe:
     steps: int = 1000
     learning_rate: float = 0.1
     optimizer: str = "adam"
-    scaling: str | None = "unit"
+    scaling: str | None = "auto"
     solver: str = "auto"
     centres: int | None = None
     fit_seconds: float | None = None  # of the final solve under solver "auto"; None: a fixed amount of work
@@ -84,6 +86,7 @@ class Recipe:
     early_stopping: bool | str = "auto"  # stop at a plateau; "auto": all but the published objectives
     n_iter_no_change: int | None = None  # steps of a plateau; None: 50 under objective "auto", else 100
     warm: bool = False  # kernel and λ were learned before: "auto" starts from them, without a search
+    curves: Curves | None = None  # of the rows that a warm kernel was learned from
     profiles: bool = False  # "auto" also compares Matérn profiles of the learned length scales
     # Only in a config:
     batches_per_step: int = 1
@@ -152,9 +155,16 @@ class Recipe:
             delay=self.delay,
         )
 
-    def scaling_of(self, source: RowSource, split: str | None) -> Scaling:
+    @property
+    def flattens(self) -> bool:
+        """Whether heavy tails of features may be flattened: under "auto", for a kernel of distances between rows."""
+        free = self.scaling == "auto" and self.objective == "auto" and not self.warm
+        distances = self.kernel.bounded and bool(length_scale_names(self.kernel))  # a linear kernel has length scales
+        return free and distances and (self.features is None or type(self.features) is int)
+
+    def scaling_of(self, source: RowSource, split: str | None, curves: Curves | None = None) -> Scaling:
         """What is applied to rows before the kernel."""
-        scaling = Scaling.of(source.split_statistics(split), self.scaling)
+        scaling = replace(Scaling.of(source.split_statistics(split), self.scaling), curves=curves)
         later = isinstance(self.features, int) or self.learns_features  # drawn, or learned, after the kernel
         return scaling if later else with_features(scaling, self.features, self.seed)
 
@@ -204,6 +214,7 @@ class Candidate:
     regularization: float
     history: list[Record] = field(default_factory=list, repr=False)
     loss: float | None = None  # leave-one-out log loss on a sample of rows, if candidates were compared
+    curves: Curves | None = None  # for rows with heavy tails, after scaling and before the kernel
     learned: LearnedMap | None = None  # features, instead of a kernel
 
 
@@ -241,15 +252,16 @@ def learn_candidates(
         kernel, lam = _searched(dataset, recipe, split, executor)
         return [Candidate(recipe.objective, kernel, lam)]
     common: Tuned | None = None
+    curves = recipe.curves
     if recipe.objective == "auto":
         batch = min(recipe.settings(AUTO, rows).batch_size or rows, rows)
         if recipe.warm:
             lam = lam * rows / batch  # the same shift
         else:
-            common = _start(dataset, recipe, split, executor)
+            common, curves = _start(dataset, recipe, split, executor)
             kernel, lam = common.kernel, common.shift / batch
     found = []
-    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+    scaling, dtype = recipe.scaling_of(dataset, split, curves), recipe.precision_for(dataset, split)
     for name in recipe.objectives:
         learned = learn_on_dataset(
             dataset,
@@ -266,7 +278,7 @@ def learn_candidates(
             dtype=dtype,
             backend=recipe.backend,
         )
-        found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
+        found.append(Candidate(name, learned.kernel, learned.regularization, learned.history, curves=curves))
     if recipe.objective == "auto":
         shift = found[0].regularization * batch
         if not recipe.refit_regularization:
@@ -312,13 +324,13 @@ def fit_candidates(
     """
     assert dataset.classes is not None
     split = _resolved(dataset, split)
-    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+    dtype = recipe.precision_for(dataset, split)
 
     learned = next((c.learned for c in candidates if c.learned is not None), None)
     floor = recipe.floor(dataset.split_weight(split), dataset.n_classes)
 
     def fitted(candidate: Candidate, retune: bool | str, centres: int | None = None) -> Fit:
-        form = _explicit(recipe, candidate, scaling, dataset, split)
+        form = _explicit(recipe, candidate, recipe.scaling_of(dataset, split, candidate.curves), dataset, split)
         fit = fit_on_dataset(
             dataset,
             candidate.kernel,
@@ -445,12 +457,26 @@ def _falling(rate: float, steps: int) -> optim.Schedule:
     return optim.cosine_decay(rate, steps, floor=0.05)
 
 
-def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor) -> Tuned:
-    """The best common factor of the length scales and the best shift, for features as scaled and standardised."""
+def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor) -> tuple[Tuned, Curves | None]:
+    """The best common factor of the length scales and the best shift, for features as scaled and standardised; and
+    curves for features with heavy tails, if the loss is lower with them by more than two standard errors."""
     rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
-    calls = [(rows, recipe.kernel, spread, floor, recipe.seed) for spread in (False, True)]
-    found = executor.map(start_on_sample, calls, name="starting-point")
-    return min((tuned for tuned in found if tuned is not None), key=lambda tuned: tuned.loss)
+    found = []
+    curves = executor.map(curves_of_sample, [(rows, recipe.seed)], name="heavy-tails")[0] if recipe.flattens else None
+    for own in (None, curves)[: 1 if curves is None else 2]:
+        scaled = _rows(dataset, recipe, split, own)
+        calls = [(scaled, recipe.kernel, spread, floor, recipe.seed) for spread in (False, True)]
+        tried = executor.map(start_on_sample, calls, name="starting-point")
+        found.append(min((tuned for tuned in tried if tuned is not None), key=lambda tuned: tuned.loss))
+    if len(found) == 2 and _lead(found[1], found[0]) > 2:
+        return found[1], curves
+    return found[0], None
+
+
+def curves_of_sample(rows: RowsRef, seed: int) -> Curves | None:
+    """Runs on a worker."""
+    X, _, w = shuffled_sample(rows, _CURVE_ROWS, seed)
+    return Curves.of(X, w) if isinstance(X, np.ndarray) and X.ndim == 2 else None
 
 
 def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, seed: int) -> Tuned | None:
@@ -481,7 +507,10 @@ def _compared(
     The first candidate is replaced only by one that is better by more than the standard error of the difference: with
     few rows the least of several losses is mostly luck.
     """
-    rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
+    rows, floor = (
+        _rows(dataset, recipe, split, learned.curves),
+        recipe.floor(dataset.split_weight(split), dataset.n_classes),
+    )
     trials = _variants(learned, common, recipe.profiles)
     common_arguments = (_COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
     tuned = executor.map(tune_on_sample, [(rows, *own, FINE, *common_arguments) for _, *own in trials], name="tune")
@@ -503,6 +532,7 @@ def _compared(
             (found if i == best else tuned[i]).shift / rows.positive,
             learned.history if i == best else [],
             tuned[i].loss,
+            learned.curves,
         )
         for i in order
     ]
@@ -565,8 +595,8 @@ def settle_on_sample(rows: RowsRef, tuned: Tuned, steps: tuple[float, float], fl
     return raise_shift(tuned, X, y, rows.n_classes, **sample)
 
 
-def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
-    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+def _rows(dataset: RowSource, recipe: Recipe, split: str | None, curves: Curves | None = None) -> RowsRef:
+    scaling, dtype = recipe.scaling_of(dataset, split, curves), recipe.precision_for(dataset, split)
     return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True).with_positive_weight()
 
 

@@ -174,7 +174,7 @@ def fingerprint(problem: Problem, **more: Any) -> str:
     known = {
         "path": rows.path,
         "ranges": rows.ranges,
-        "scaling": None if rows.scale is None else [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
+        "scaling": None if rows.scale is None else rows.scale.to_plain(),
         "dtype": rows.dtype,
         "kernel": problem.kernel.to_config(),
         "data": rows.digest(),
