@@ -26,9 +26,8 @@ from kme_dist.core.features import Identity
 from kme_dist.core.grid import cross_validate, with_length_scale
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale
-from kme_dist.core.kernels.sparse import deviations_of
 from kme_dist.core.risk import positive_rows
-from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, raise_shift, tune
+from kme_dist.core.tuning import FINE, Tuned
 from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef, Scaling
@@ -36,12 +35,12 @@ from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, Size, choose, fit_on_dataset
-from kme_dist.run.fit.exact import shuffled_sample
 from kme_dist.run.fit.problem import CENTRES, silent
 from kme_dist.run.learn import learn_on_dataset
-from kme_dist.run.learners import STEP_TOLERANCE, LearnSettings, Record
+from kme_dist.run.learners import LearnSettings, Record
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
+from kme_dist.run.samples import COMPARED_ROWS, curves_of_sample, settle_on_sample, start_on_sample, tune_on_sample
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import LearnedMap, SpectralSettings, learn_spectral
 
@@ -52,11 +51,8 @@ SAMPLE_ROWS = 1_500  # used in the search of "median" and "cv"
 # Of "auto": rows of a batch (a quarter of all rows, within limits), those of a batch that are left out, most steps.
 _AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 100
 _AUTO_PRODUCTS = 100_000_000
-# Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
-_COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
-_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 5  # candidates that may still win get as many again
+_COMPARED_TRIALS = 5  # candidates that may still win get as many again
 _FEATURE_ROWS = 40_000  # with fewer, half of them as centres are quicker and about as good as learned features
-_CURVE_ROWS = 4_000  # for quantiles of features with heavy tails
 _ROUGHER = 2.0  # length scales of Matérn 1/2, whose correlations fall at once, in those of a Gaussian
 
 
@@ -473,32 +469,6 @@ def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Exec
     return found[0], None
 
 
-def curves_of_sample(rows: RowsRef, seed: int) -> Curves | None:
-    """Runs on a worker."""
-    X, _, w = shuffled_sample(rows, _CURVE_ROWS, seed)
-    return Curves.of(X, w) if isinstance(X, np.ndarray) and X.ndim == 2 else None
-
-
-def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, seed: int) -> Tuned | None:
-    """Runs on a worker. With `spread` length scales start in proportion to the deviation of their feature; None if
-    that makes no difference to the kernel."""
-    size, evaluated = _COMPARED_ROWS
-    X, y, w = shuffled_sample(rows, size, seed)
-    if spread:
-        deviations = deviations_of(X) if getattr(X, "ndim", 0) == 2 else np.empty(0)
-        names = [n for n in length_scale_names(kernel) if kernel.parameters[n].shape == deviations.shape]
-        if not names or not np.any(deviations > 0):
-            return None
-        widths = np.where(deviations > 0, deviations, 1.0)
-        kernel = kernel.replace({name: kernel.parameters[name] * widths for name in names})
-    kernel = at_median_distance(kernel, X, seed)
-    shift = START_SHIFT * (kernel.alpha(X) ** 2 or 1.0)
-    return tune(
-        kernel, X, y, rows.n_classes, shift=shift, steps=COARSE, trials=_START_TRIALS, evaluated=evaluated,
-        floor=floor, weights=w, tolerance=STEP_TOLERANCE,
-    )  # fmt: skip
-
-
 def _compared(
     dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor, learned: Candidate, common: Tuned | None
 ) -> list[Candidate]:
@@ -512,7 +482,7 @@ def _compared(
         recipe.floor(dataset.split_weight(split), dataset.n_classes),
     )
     trials = _variants(learned, common, recipe.profiles)
-    common_arguments = (_COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
+    common_arguments = (COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
     tuned = executor.map(tune_on_sample, [(rows, *own, FINE, *common_arguments) for _, *own in trials], name="tune")
     likely = [i for i, own in enumerate(tuned) if _lead(min(tuned, key=lambda t: t.loss), own) < 2]
     finer = (FINE[0] / 2, FINE[1] / 2)
@@ -564,35 +534,6 @@ def gaussian_of(profile: Matern) -> Gaussian:
     """The Gaussian kernel that a Matérn candidate was made from, up to the factor of its tuning."""
     factor = _ROUGHER if profile.nu == 0.5 else 1.0
     return Gaussian(length_scale=np.asarray(profile.length_scale) / factor, scale=profile.scale)
-
-
-def tune_on_sample(
-    rows: RowsRef,
-    kernel: Kernel,
-    shift: float,
-    steps: tuple[float, float],
-    size: tuple[int, int],
-    trials: int,
-    floor: float,
-    seed: int,
-) -> Tuned:
-    """Runs on a worker."""
-    X, y, w = shuffled_sample(rows, size[0], seed)
-    return tune(
-        kernel, X, y, rows.n_classes, shift=shift, steps=steps, trials=trials, evaluated=size[1], floor=floor,
-        weights=w, tolerance=STEP_TOLERANCE,
-    )  # fmt: skip
-
-
-def settle_on_sample(rows: RowsRef, tuned: Tuned, steps: tuple[float, float], floor: float, seed: int) -> Tuned:
-    """Tuned once more on more rows, if there are more; of few rows the largest shift that is about as good. Runs on a
-    worker."""
-    size, evaluated = _COMPARED_ROWS
-    if rows.positive > size:
-        return tune_on_sample(rows, tuned.kernel, tuned.shift, steps, _TUNED_ROWS, _TUNED_TRIALS, floor, seed)
-    X, y, w = shuffled_sample(rows, size, seed)
-    sample: dict[str, Any] = {"evaluated": evaluated, "floor": floor, "weights": w, "tolerance": STEP_TOLERANCE}
-    return raise_shift(tuned, X, y, rows.n_classes, **sample)
 
 
 def _rows(dataset: RowSource, recipe: Recipe, split: str | None, curves: Curves | None = None) -> RowsRef:
