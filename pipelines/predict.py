@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +32,7 @@ from kme_dist.pipelines.ingest import DATA
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.predict import PredictionOutcome
+from kme_dist.run.streams import Calls
 
 T = TypeVar("T")
 EXIT_QUARANTINED = 65
@@ -254,17 +254,16 @@ class LazyExecutor(SerialExecutor):
         return int(getattr(self._opened, "retried", 0))
 
     def stream(
-        self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+        self, function: Callable[..., T], calls: Calls, *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
-        waiting = iter(calls)
-        first = list(itertools.islice(waiting, FEW_CHUNKS))
-        if self._opened is None and (not first or (len(first) < FEW_CHUNKS and self._settings.kind == "local")):
-            return super().stream(function, first, name=name)
+        few = len(calls) < FEW_CHUNKS and self._settings.kind == "local"
+        if self._opened is None and (few or not len(calls)):
+            return super().stream(function, calls, name=name)
         if self._opened is None:
             self._opened = self._stack.enter_context(open_executor(self._settings))
             self._stack.enter_context(performance_report(self._opened, self._performance))
             self._say(f"predict: {in_words(self._opened)}")
-        return self._opened.stream(function, itertools.chain(first, waiting), name=name, ahead=ahead)
+        return self._opened.stream(function, calls, name=name, ahead=ahead)
 
 
 class RowProgress:

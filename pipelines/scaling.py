@@ -313,6 +313,7 @@ def _predict(size: Size, chunk: int, features: Any) -> Stage:
     n, p, d, m = float(size.rows), size.basis, size.width, size.columns
     products = 2 * n * p * (d + m)
     exps = n * p if features is None else 0.0
-    work = Pass(-(-size.rows // chunk), n * d * size.item, products, exps=exps, streamed=True)
+    tasks = -(-size.rows // chunk)
+    work = Pass(tasks, n * d * size.item, products, exps=exps, row_values=n * (d + m), streamed=True)
     held = PROCESS_BYTES + 2 * size.item * p * (2 * d + m) + chunk * (40 * d + 32 * m)
     return Stage("predict", size.rows, (work,), held, f"chunks of {chunk} rows")

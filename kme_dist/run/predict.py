@@ -207,14 +207,25 @@ class _ChunkProgress:
         return int(getattr(self.executor, "retried", 0))
 
     def _stream(self, todo: list[int]) -> Iterator[tuple[int, Receipt | Exception]]:
-        results = self.executor.stream(self.compute, self._calls(todo), name="predict-chunk")
+        results = self.executor.stream(self.compute, _ChunkCalls(self, todo), name="predict-chunk")
         for index, result in results:
             yield todo[index], result
 
-    def _calls(self, todo: list[int]) -> Iterator[tuple[Any, ...]]:
-        for chunk in todo:
-            span = span_of(self.source, self.layout, chunk)
-            yield (*self.arguments, chunk, self.source.identity(*span), self.source.part(*span))
+
+@dataclass(frozen=True)
+class _ChunkCalls:
+    """A call for every chunk, made when it is sent: rows in memory are part of it."""
+
+    job: _ChunkProgress
+    todo: list[int]
+
+    def __len__(self) -> int:
+        return len(self.todo)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for chunk in self.todo:
+            span = span_of(self.job.source, self.job.layout, chunk)
+            yield (*self.job.arguments, chunk, self.job.source.identity(*span), self.job.source.part(*span))
 
 
 def _finish(
