@@ -11,8 +11,9 @@ Poisson process somebody is killed with SIGKILL:
     driver      the worker process that runs the driver of the job
     scheduler   the scheduler, in the first part of the time only
 
-The first part, three fifths of the time, kills all of them. In the second part only one worker is killed, again and
-again: the memory of scheduler, driver, supervisor and the other workers is measured there, over one life of each.
+The first part, three fifths of the time, kills all of them. In the second part one job learns without end and only one
+worker is killed, again and again: the memory of scheduler, driver, supervisor and the other workers is measured there,
+over one life of each. That job is cancelled when the time is over; its first steps are compared.
 
 Recovery is the longest pause in the progress of the job from the kill to the next kill; a kill before the job has
 recovered from another one counts together with it, as the more severe of the two. Before anything is killed, each job
@@ -175,8 +176,9 @@ def prepare(folder: Path, chunks: int) -> None:
     model.fit(X[:CENTRES], y[:CENTRES]).save(folder / "model.zarr")
 
 
+ENDLESS, STEPS = "endless", 900
 WORK = {
-    "short rounds": ("learn", {"steps": 900, "batch_size": 500, "batches_per_step": 2}),
+    "short rounds": ("learn", {"steps": STEPS, "batch_size": 500, "batches_per_step": 2}),
     "predict": ("predict", {}),
     "long rounds": ("learn", {"steps": 200, "batch_size": 2000, "batches_per_step": 2, "checkpoint_steps": 10}),
 }
@@ -186,7 +188,7 @@ class Work:
     """One job, from its submission to its result."""
 
     def __init__(self, cluster: Cluster, folder: Path, kind: str, number: int) -> None:
-        pipeline, learn = WORK[kind]
+        pipeline, learn = WORK[kind] if kind != ENDLESS else ("learn", {**WORK["short rounds"][1], "steps": 10**7})
         self.kind, self._cluster = kind, cluster
         self.id = f"{kind.replace(' ', '-')}-{number}"
         self._output = folder / "output" / self.id
@@ -214,6 +216,10 @@ class Work:
             if done.returncode != RetryError.exit_code:
                 raise RuntimeError(done.stderr.decode())
             time.sleep(1.0)
+
+    def cancel(self) -> None:
+        command = [*KME_DIST, "jobs", "cancel", self.id, "--scheduler", self._cluster.address]
+        subprocess.run(command, env=self._cluster.environment, capture_output=True, check=False)
 
     @property
     def state(self) -> str:
@@ -249,6 +255,11 @@ class Work:
             for name in sorted(arrays):
                 found.update(name.encode() + np.ascontiguousarray(arrays[name]).tobytes())
         return found.hexdigest()[:16]
+
+    def curve(self) -> list[float]:
+        """The objective of the first steps."""
+        lines = [json.loads(line) for line in self._progress.read_text().splitlines()[:STEPS]]
+        return [line["objective"] for line in lines]
 
     def remove(self) -> None:
         for path in (self._output, self._progress.parent):
@@ -325,20 +336,25 @@ class Soak:
         self.episodes: list[Episode] = []
         self.open: Episode | None = None
         self.expected: dict[str, str] = {}
+        self.curve: list[float] = []  # of short rounds, undisturbed
         self.results: list[tuple[str, str]] = []  # job, and what became of it
         self._sample_at, self._threads = 0.0, ThreadPoolExecutor(1)
+        self._end = self._next_kill = 0.0  # set when the kills begin
 
     def run(self, minutes: float) -> None:
         for kind in WORK:  # undisturbed
             began = time.monotonic()
-            self._do(kind, 0, kill_until=0.0, gentle_from=0.0)
+            self._do(kind, 0)
             _say(f"{kind}, undisturbed: {time.monotonic() - began:.0f} s, load {load_average()}")
         began, kinds = time.monotonic(), list(WORK)
-        end, number = began + 60 * minutes, 0
+        self._end = began + 60 * minutes
         self._next_kill = began + self.random.expovariate(1 / self.every_s)
-        while time.monotonic() < end:
+        number = 0
+        while time.monotonic() < began + FIRST_PART * 60 * minutes:
             number += 1
-            self._do(kinds[number % len(kinds)], number, kill_until=end, gentle_from=began + FIRST_PART * 60 * minutes)
+            self._do(kinds[number % len(kinds)], number)
+        if minutes:
+            self._do(ENDLESS, 1, gentle=True)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -346,12 +362,12 @@ class Soak:
 
     # --- one job ---
 
-    def _do(self, kind: str, number: int, *, kill_until: float, gentle_from: float) -> None:
+    def _do(self, kind: str, number: int, *, gentle: bool = False) -> None:
         work = Work(self.cluster, self.folder, kind, number)
         sent: Future[None] = self._threads.submit(work.submit)
-        last, started = None, False
+        last, started, cancelled = None, False, False
         while True:
-            self._tick()
+            self._tick(work)
             if sent.done():
                 sent.result()
             status = work.state
@@ -361,21 +377,21 @@ class Soak:
                 self._mark(now)
             if status in ENDED and not self._may_be_resumed(work, status):
                 break
-            if started and now >= self._due(kill_until):
+            if gentle and now >= self._end and not cancelled:
+                cancelled = bool(self._threads.submit(work.cancel))
+            if started and self._next_kill <= now < self._end:
                 self._next_kill = now + self.random.expovariate(1 / self.every_s)
-                self._kill(work, now, gentle=now >= gentle_from)
+                self._kill(work, now, gentle=gentle)
         self._finish_episode()
         self._compare(work, status)
 
-    def _due(self, kill_until: float) -> float:
-        return self._next_kill if time.monotonic() < kill_until else float("inf")
-
-    def _tick(self) -> None:
+    def _tick(self, work: Work) -> None:
         time.sleep(TICK_S)
         self.cluster.tend()
         if time.monotonic() >= self._sample_at:
             self._sample_at = time.monotonic() + SAMPLE_S
-            self.memory.sample(self.cluster.processes())
+            driver = work.driver()
+            self.memory.sample(self.cluster.processes() | ({} if driver is None else {"driver": driver}))
 
     def _may_be_resumed(self, work: Work, state: str) -> bool:
         """Whether the supervisor will resubmit a job that failed."""
@@ -384,13 +400,18 @@ class Soak:
 
     def _compare(self, work: Work, state: str) -> None:
         outcome = state
-        if state == "succeeded":
+        if work.kind == ENDLESS and state == "cancelled":
+            steps = work.curve()
+            outcome = "same bits" if steps == self.curve[: len(steps)] else "OTHER BITS"
+        elif state == "succeeded":
             try:
                 digest = work.digest()
                 same = self.expected.setdefault(work.kind, digest) == digest
                 outcome = "same bits" if same else "OTHER BITS"
             except KMEError as error:
                 outcome = f"damaged: {error}"
+            if work.kind == "short rounds" and not self.curve:
+                self.curve = work.curve()
         else:
             _say(f"{work.id}: {work.job.status().get('error')}")
         self.results.append((work.id, outcome))
