@@ -176,11 +176,11 @@ def prepare(folder: Path, chunks: int) -> None:
     model.fit(X[:CENTRES], y[:CENTRES]).save(folder / "model.zarr")
 
 
-ENDLESS, STEPS = "endless", 900
+ENDLESS, STEPS = "endless", 400
 WORK = {
     "short rounds": ("learn", {"steps": STEPS, "batch_size": 500, "batches_per_step": 2}),
     "predict": ("predict", {}),
-    "long rounds": ("learn", {"steps": 200, "batch_size": 2000, "batches_per_step": 2, "checkpoint_steps": 10}),
+    "long rounds": ("learn", {"steps": 80, "batch_size": 2000, "batches_per_step": 2, "checkpoint_steps": 10}),
 }
 
 
@@ -510,7 +510,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="of kills, after the undisturbed runs")
     parser.add_argument("--seed", type=int, default=0, help="of the times and kinds of the kills")
     parser.add_argument("--every", type=float, default=12.0, help="seconds between kills, in the mean")
-    parser.add_argument("--chunks", type=int, default=1200, help="of a prediction job")
+    parser.add_argument("--chunks", type=int, default=600, help="of a prediction job")
     parser.add_argument("--folder", type=Path, help="for data, jobs and logs; kept if given")
     wanted = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
