@@ -11,18 +11,22 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import dask
 import numpy as np
 import pytest
+import yaml
+from dask.utils import parse_timedelta
 from distributed import Client, LocalCluster
 
+from kme_dist.ops.cluster import DASK_SETTINGS
 from kme_dist.run import gathering
 from kme_dist.run.executors import DaskExecutor
 
 PATIENT = {
-    "distributed.comm.retry.count": 5,
-    "distributed.comm.timeouts.connect": "60s",
+    "distributed.comm.retry.count": 30,
+    "distributed.comm.timeouts.connect": "5s",  # workers fetch from each other without retries
     "distributed.scheduler.allowed-failures": 100,
 }
 NEVER_S = 1e6  # no deadline of a hung worker helps here
@@ -155,3 +159,14 @@ def test_a_task_that_the_scheduler_has_forgotten_is_sent_again(client):
     client._send_to_scheduler({"op": "client-releases-keys", "keys": [key], "client": client.id})
     assert started.results() == [8, 27]
     assert executor.retried >= 1
+
+
+def test_workers_give_up_the_address_of_a_dead_one_soon_wherever_the_cluster_runs():
+    """What one worker fetches from another is not seen by the driver: there it is the settings."""
+    deployed = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "dask.yaml").read_text())["distributed"]["comm"]
+    started = {name.removeprefix("distributed.comm."): value for name, value in DASK_SETTINGS.items()}
+    for connect, retries in (
+        (deployed["timeouts"]["connect"], deployed["retry"]["count"]),
+        (started["timeouts.connect"], started["retry.count"]),
+    ):
+        assert parse_timedelta(connect) * (1 + retries) <= 20.0
