@@ -50,7 +50,8 @@ START_S = 600.0  # timeout for the first worker of a queue or an orchestrator
 # By default Dask's workers return every freed array to the system, which clears each page before its next use. Arrays
 # of tiles and batches are kept in the process instead, up to the first of these sizes per worker.
 _WORKER_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_MMAP_THRESHOLD_": 64 << 20}
-# Long loops: short logs, tolerance of workers that die, and hung workers detected within a minute.
+# Long loops: short logs, tolerance of workers that die, and hung workers detected within a minute. The address of a
+# worker that died is tried for ten seconds, no longer: other workers wait for its results meanwhile.
 DASK_SETTINGS = {
     "distributed.admin.log-length": 100,
     "distributed.admin.low-level-log-length": 100,
@@ -58,7 +59,8 @@ DASK_SETTINGS = {
     "distributed.diagnostics.computations.max-history": 10,
     "distributed.scheduler.allowed-failures": 10,
     "distributed.scheduler.worker-ttl": "60s",
-    "distributed.comm.retry.count": 3,
+    "distributed.comm.retry.count": 1,
+    "distributed.comm.timeouts.connect": "10s",
     **{f"distributed.nanny.pre-spawn-environ.{name}": value for name, value in _WORKER_MEMORY.items()},
 }
 

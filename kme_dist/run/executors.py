@@ -34,6 +34,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kme_dist.backend import blas_threads
 from kme_dist.errors import RetryError
 from kme_dist.meter import metered, observed
+from kme_dist.run.gathering import fetch, gather
 from kme_dist.run.lanes import Lanes, aligned
 from kme_dist.run.streams import Calls, Done, Stream, shorten_logs, trim_notes
 
@@ -370,9 +371,9 @@ class DaskExecutor:
         self._begin_round()
         return self._submit_tasks(make_calls, ([function] * len(groups), groups), name, self._away_from_suspects())
 
-    def fetch(self, futures: list[Any]) -> list[Any]:
-        """Results of finished tasks, by one message."""
-        found: list[Any] = self.client.sync(_gather, self.client, futures, self._direct, callback_timeout=_GRACE_S)
+    def fetch(self, futures: list[Any]) -> dict[Any, Any]:
+        """Results of finished tasks by one message, of those that were not lost."""
+        found: dict[Any, Any] = self.client.sync(fetch, self.client, futures, self._direct, callback_timeout=_GRACE_S)
         return found
 
     def outcome(self, future: Any, otherwise: Any) -> Any:
@@ -381,8 +382,8 @@ class DaskExecutor:
             if future.status == "error":
                 return future.exception(timeout=_GRACE_S)
             if future.status == "finished":
-                return future.result(timeout=_GRACE_S)
-        except _cluster_errors() as error:  # its worker died before it was fetched; Dask recomputes it
+                return self.fetch([future]).get(future, otherwise)
+        except _cluster_errors() as error:
             self.check_alive(error)
         return otherwise
 
@@ -419,7 +420,7 @@ class DaskExecutor:
             try:
                 futures = futures or submit([i for i in range(count) if i not in found], self._away_from_suspects())
                 waiting = list(futures.values())
-                values = self.client.sync(_gather, self.client, waiting, self._direct, callback_timeout=self._deadline)
+                values = self.client.sync(gather, self.client, waiting, self._direct, callback_timeout=self._deadline)
                 found |= dict(zip(futures, values, strict=True))
             except cluster_errors as error:
                 last = error
@@ -492,12 +493,10 @@ class DaskExecutor:
 
     def _finished(self, futures: dict[int, Any]) -> dict[int, Any]:
         """Results of a failed round that are available."""
-        found = {}
-        for i, future in futures.items():
-            if future.status == "finished":
-                with contextlib.suppress(*_cluster_errors()):
-                    found[i] = future.result(timeout=_GRACE_S)
-        return found
+        finished = {future: i for i, future in futures.items() if future.status == "finished"}
+        with contextlib.suppress(*_cluster_errors()):
+            return {finished[future]: value for future, value in self.fetch(list(finished)).items()}
+        return {}
 
     def _addresses(self) -> list[str]:
         return sorted(self.client.scheduler_info(n_workers=-1)["workers"])
@@ -528,11 +527,6 @@ class DaskExecutor:
             raise RetryError(
                 f"the Dask scheduler at {_address(self.client)} was lost; restart it and run the same command"
             ) from error
-
-
-async def _gather(client: Any, futures: list[Any], direct: bool) -> list[Any]:
-    found: list[Any] = await client.gather(futures, asynchronous=True, direct=direct)
-    return found
 
 
 def _cluster_errors() -> tuple[type[BaseException], ...]:

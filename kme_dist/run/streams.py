@@ -49,7 +49,7 @@ class Tasks(Protocol):
     @property
     def workers(self) -> int: ...
     def submit_calls(self, function: Callable[..., Any], groups: Sequence[Sequence[Call]], name: str) -> list[Any]: ...
-    def fetch(self, futures: list[Any]) -> list[Any]: ...
+    def fetch(self, futures: list[Any]) -> dict[Any, Any]: ...
     def outcome(self, future: Any, otherwise: Any) -> Any: ...
     def replace_hung(self) -> None: ...
     def check_alive(self, error: BaseException) -> None: ...
@@ -115,6 +115,7 @@ class Stream:
                 batch = self._next_batch()
                 if self.ahead is None:  # before results are fetched, which takes as long as some calls
                     self._launch(self._fresh(waiting, len(batch)))
+                lost = []
                 for future, outcome in self._outcomes(batch).items():
                     if isinstance(outcome, Done):
                         yield from self._landed(future, outcome)
@@ -122,11 +123,13 @@ class Stream:
                         again += self._taken(future).singly()  # to see which of them failed
                     elif outcome is not _PENDING:
                         yield self._taken(future).calls[0][0], outcome
-                    elif future.status not in ("cancelled", "lost"):
+                    elif future.status in ("cancelled", "lost"):
+                        lost.append(future)
+                    else:
                         self._watch([future])
-                if time.monotonic() >= check_at:
+                if lost or time.monotonic() >= check_at:
                     check_at = time.monotonic() + CHECK_EVERY_S
-                    again += self._lost_or_overdue()
+                    again += self._lost_or_overdue(lost)
                 if any(flight.attempt >= self.tasks.attempts for flight in again):
                     raise self.tasks.gave_up(f"a task named {self.name}")
         finally:
@@ -180,8 +183,8 @@ class Stream:
         finished = [future for future in futures if future.status == "finished"]
         found: dict[Any, Any] = {}
         if len(finished) > 1:
-            with contextlib.suppress(Exception):  # a result was lost: each by itself, and its error is seen there
-                found = dict(zip(finished, self.tasks.fetch(finished), strict=True))
+            with contextlib.suppress(Exception):  # each by itself, and its error is seen there
+                found = self.tasks.fetch(finished)
         return {
             future: found[future] if future in found else self.tasks.outcome(future, _PENDING) for future in futures
         }
@@ -200,10 +203,13 @@ class Stream:
         future.release()
         return flight
 
-    def _lost_or_overdue(self) -> list[Flight]:
-        """Tasks to repeat, no longer in flight; hung workers are replaced."""
+    def _lost_or_overdue(self, lost: list[Any]) -> list[Flight]:
+        """Tasks to repeat, no longer in flight; hung workers are replaced.
+
+        Those `lost` a moment ago are repeated even if Dask has recomputed them since: nobody watches them any more.
+        """
         limit, now = self.tasks.limit(self._slowest), time.monotonic()
-        gone = [future for future in self._flights if future.status in ("cancelled", "lost")]
+        gone = lost + [future for future in self._flights if future.status in ("cancelled", "lost")]
         overdue = [future for future, flight in self._flights.items() if now - flight.began > limit]
         if gone:
             self.tasks.check_alive(RuntimeError("tasks were cancelled"))

@@ -1,0 +1,96 @@
+"""Results of tasks, fetched from the workers that hold them, without waiting for workers that are gone.
+
+    await gather(client, futures, direct)       # results in the order of the futures, when all tasks are done
+    await fetch(client, futures, direct)        # {future: result} of finished tasks: of those that can be had now
+
+If a worker dies while its result is fetched, Dask's own `client.gather` keeps connecting to its address, for minutes
+with the settings of a production cluster, although the scheduler knows of the death at once and has the result
+recomputed elsewhere. So the scheduler is asked again while a fetch takes long, and the fetch is abandoned when the
+workers it started from no longer hold the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+_CHECK_EVERY_S = 1.0  # how often the scheduler is asked during a fetch; most fetches take milliseconds
+_PAUSE_S = 0.05
+_FETCHES = 20  # in vain, of a result that the scheduler believes to be there
+
+
+async def gather(client: Any, futures: Sequence[Any], direct: bool) -> list[Any]:
+    """Results of all tasks; the error of a task that failed is raised, OSError if a result cannot be fetched."""
+    found: dict[Any, Any] = {}
+    for _ in range(_FETCHES):
+        missing = [future for future in futures if future not in found]
+        await _all_done(missing)
+        try:
+            found |= await fetch(client, missing, direct)
+        except OSError:
+            if client.status != "running":
+                raise
+        if len(found) == len(futures):
+            return [found[future] for future in futures]
+        await asyncio.sleep(_PAUSE_S)
+    raise OSError(f"results of {len(futures) - len(found)} finished tasks cannot be fetched from their workers")
+
+
+async def fetch(client: Any, futures: Sequence[Any], direct: bool) -> dict[Any, Any]:
+    """Results of finished tasks; those that are missing were lost, and their futures are pending again."""
+    keys = [future.key for future in futures]
+    held = {key: workers for key, workers in (await client.scheduler.who_has(keys=keys)).items() if workers}
+    data = await _while_held(client, held, direct) if held else {}
+    for future in futures:
+        if future.key not in data:
+            # The scheduler answers when it has the result, or has forgotten the task: the future is cancelled then.
+            client._send_to_scheduler({"op": "report-key", "key": future.key})
+            future._state.reset()
+    return {future: data[future.key] for future in futures if future.key in data}
+
+
+async def _while_held(client: Any, held: dict[str, Any], direct: bool) -> dict[str, Any]:
+    """The data of the keys, or none if workers that held some of them disappear meanwhile."""
+    transfer = asyncio.ensure_future(_transfer(client, held, direct))
+    try:
+        while not (await asyncio.wait({transfer}, timeout=_CHECK_EVERY_S))[0]:
+            now = await client.scheduler.who_has(keys=list(held))
+            if any(not set(workers) & set(now.get(key, ())) for key, workers in held.items()):
+                return {}
+        return transfer.result()
+    finally:
+        transfer.cancel()
+
+
+async def _transfer(client: Any, held: dict[str, Any], direct: bool) -> dict[str, Any]:
+    """The data that arrive, straight from the workers or through the scheduler."""
+    from distributed.utils_comm import gather_from_workers
+
+    data, rest = dict[str, Any](), list(held)
+    if direct:
+        data, missing, failed, _ = await gather_from_workers(held, rpc=client.rpc)
+        rest = [*missing, *failed]  # perhaps the scheduler can reach them
+    while rest:
+        answer = await client.scheduler.gather(keys=rest)
+        if answer["status"] == "OK":
+            return {**data, **answer["data"]}
+        rest = [key for key in rest if key not in answer["keys"]]
+    return data
+
+
+async def _all_done(futures: Sequence[Any]) -> None:
+    """Wait for the tasks; raises the first error among them at once."""
+    waits = [asyncio.ensure_future(_done(future)) for future in futures]
+    try:
+        await asyncio.gather(*waits)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _done(future: Any) -> None:
+    state = future._state
+    await state.wait()
+    if state.status in ("error", "cancelled"):
+        raise state.exception.with_traceback(state.traceback)
