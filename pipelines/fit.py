@@ -324,10 +324,11 @@ def run(
     ) as current:
         if not fresh and not update and (current.folder.path / MODEL).exists():
             ingest.check_source(config, current.folder.path)  # before the rows are replaced
-            current.keep_previous((MODEL, STATISTICS, CONFIG), ingest.STAGE, STAGE)
         current.do(ingest.STAGE)
         if update:
             _check_update(current, remove)
+        elif not fresh:
+            current.keep_previous((MODEL, STATISTICS, CONFIG), STAGE)
         return current.do(_update_stage(remove, merge) if update else STAGE)
 
 

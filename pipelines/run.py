@@ -57,9 +57,10 @@ def run(
     ) as current:
         folder = current.folder
         learn.rehearse(current)
+        current.do(ingest.STAGE)
         if not fresh:
-            current.keep_previous(REPLACED, ingest.STAGE, learn.STAGE, fit.STAGE)
-        for stage in STAGES:
+            current.keep_previous(REPLACED, learn.STAGE, fit.STAGE)
+        for stage in STAGES[1:]:
             current.do(stage)
         reused = not folder.done_now and folder.known.get("status") == "succeeded"
         counted = folder.done_now or [stage.name for stage in STAGES]

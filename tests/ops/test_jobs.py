@@ -29,6 +29,7 @@ from kme_dist.ops import driver, jobs
 from kme_dist.ops.certs import tls_files
 from kme_dist.ops.driver import drive
 from kme_dist.pipelines.job import run_pipeline
+from kme_dist.run.fit.problem import ProgressLine
 
 # A process that starts one job, with a pipeline that notes each chunk it does, skips those that are noted, and so
 # behaves like ours do after a kill. Arguments: root, job, seconds for a chunk, chunk to die at.
@@ -634,6 +635,35 @@ def test_every_pipeline_of_a_job_takes_what_a_driver_passes(name):
     """The driver knows names only; `run_pipeline` calls the function of that name."""
     module = importlib.import_module(f"kme_dist.pipelines.{name}")
     assert {"name", "listener", "command"} <= set(inspect.signature(module.run).parameters)
+
+
+def test_a_job_names_its_run_and_tells_its_stage(job, pipeline):
+    seen = []
+
+    def run(config, *, listener, **_):
+        listener.begin("fit")
+        seen.append((listener.run_id, latest_progress(job)))
+        listener.say(ProgressLine("fit: column 3 of 16", 19, 100))
+        seen.append(latest_progress(job))
+        return {}
+
+    def latest_progress(job):
+        return drivers[0].lease.progress
+
+    drivers, made = [], driver.JobListener.begin
+
+    def begin(self, stage):
+        drivers.append(self)
+        made(self, stage)
+
+    pipeline(run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver.JobListener, "begin", begin)
+        drive(job, run_pipeline)
+    assert seen == [
+        (job.id, {"stage": "fit", "done": 0, "total": None}),
+        {"stage": "fit", "done": 19, "total": 100},
+    ]
 
 
 def test_what_a_pipeline_reports_reaches_the_log_of_the_job(job, pipeline):
