@@ -58,8 +58,9 @@ def drivers(
 
     stop = threading.Event()
     hosts = load("ops.drivers")
-    host = hosts.Drivers(at, command, slots=slots, max_per_user=max_per_user, say=output.say)
-    with _signals_set(stop), kept_jobs(job_root(root), at, output.say):
+    home = job_root(root)
+    host = hosts.Drivers(at, command, slots=slots, max_per_user=max_per_user, root=str(home), say=output.say)
+    with _signals_set(stop), kept_jobs(home, at, output.say):
         host.serve(stop)
 
 

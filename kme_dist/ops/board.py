@@ -265,3 +265,13 @@ class RunBoard:
             if run.tone in taken and len(taken) < TONES:
                 run.tone = next(tone for tone in range(TONES) if tone not in taken)
         return shown
+
+
+def duration(seconds: float) -> str:
+    """For people, on both pages."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -32,7 +32,7 @@ from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, BoardRun, Curve, RunBoard
+from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, BoardRun, Curve, RunBoard, duration
 
 PATH = "/kme"
 MILLISECONDS = 1000
@@ -210,7 +210,7 @@ class Page:
             f"<span class=bad>{counts['failed']}</span>" if counts.get("failed") else "0",
             _count(rows),
             _count(rate),
-            _duration(counts.get("seconds", 0)),
+            duration(counts.get("seconds", 0)),
         )
         return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
@@ -408,9 +408,9 @@ def _progress(run: BoardRun) -> str:
 
 def _times(run: BoardRun) -> str:
     if run.status != "running":
-        return f"took {_duration(run.seconds)}"
-    left = "" if run.seconds_left is None else f", {_duration(run.seconds_left)} left"
-    return f"{_duration(run.seconds)}{left}"
+        return f"took {duration(run.seconds)}"
+    left = "" if run.seconds_left is None else f", {duration(run.seconds_left)} left"
+    return f"{duration(run.seconds)}{left}"
 
 
 def _numbers(run: BoardRun) -> list[tuple[str, str]]:
@@ -436,10 +436,10 @@ def _note(run: BoardRun) -> str:
         return f"<div class='note bad'>{html.escape(str(said)[:200])}</div>"
     quiet = time.time() - run.last_message
     if run.status == "running" and quiet > 30:
-        return f"<div class=note>no message for {_duration(quiet)}</div>"
+        return f"<div class=note>no message for {duration(quiet)}</div>"
     if run.events:
         what, when = run.events[-1]
-        return f"<div class=note>{html.escape(what)} {_duration(max(0.0, time.time() - when))} ago</div>"
+        return f"<div class=note>{html.escape(what)} {duration(max(0.0, time.time() - when))} ago</div>"
     return ""
 
 
@@ -468,12 +468,3 @@ def _bytes(value: float) -> str:
             return f"{value:.0f} {unit}"
         value /= 1000
     return f"{value:.1f} GB"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -75,6 +75,7 @@ class Drivers:
     command: Command
     slots: int = SLOTS
     max_per_user: int | None = None
+    root: str = ""  # whose jobs are shown on the dashboard, also before any is submitted
     say: Callable[[str], None] = lambda line: None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _children: dict[str, _Child] = field(default_factory=dict, repr=False)
@@ -126,6 +127,7 @@ class Drivers:
             host=self.id,
             client=client.id,
             label=f"process {os.getpid()} on {socket.gethostname()}",
+            root=self.root,
             free=max(0, self.slots - len(self._children)),
             max_per_user=self.max_per_user,
             seen=self._seen,

@@ -70,6 +70,7 @@ class Turn:
     host: str
     client: str  # id of its client: the host has left when that has gone
     label: str  # for people: process and machine
+    root: str = ""  # whose jobs it supervises
     free: int = 0
     max_per_user: int | None = None
     seen: tuple[str, int] = ("", 0)  # the queue and its version when the host last saw it
@@ -115,7 +116,7 @@ class JobQueue:
         self.entries: dict[str, Entry] = {}
         self.asked: dict[str, Entry] = {}  # about to be submitted: which hosts could run them?
         self.hosts: dict[str, _Host] = {}
-        self.roots: dict[str, None] = {}  # of all jobs that were ever queued, in order of appearance
+        self.roots: dict[str, None] = {}  # of hosts and of all jobs that were ever queued
         self.seen = (uuid.uuid4().hex, 0)  # which queue this is, and its version
 
     def add(self, entries: Iterable[Entry]) -> None:
@@ -140,6 +141,8 @@ class JobQueue:
     def turn(self, told: Turn) -> Answer:
         host = self.hosts.setdefault(told.host, _Host(told.label))
         host.client, host.seen = told.client, time.monotonic()
+        if told.root:
+            self.roots[told.root] = None
         same = told.seen[0] == self.seen[0]  # else it has not restored its jobs yet
         host.checked |= told.checked
         self.add(told.restored)
