@@ -8,6 +8,7 @@ kme-dist drivers --scheduler tls://10.0.0.5:8786 --tls certs --slots 4
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def drivers(
     def command(job: Job) -> list[str]:
         return [sys.executable, "-m", "kme_dist", "jobs", "drive", job.id, "--root", str(job.root), *options]
 
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # the host says itself that a scheduler is lost
     stop = threading.Event()
     hosts = load("ops.drivers")
     home = job_root(root)

@@ -35,7 +35,7 @@ from kme_dist.ops.queue import Answer, Entry, Turn, exchange
 SLOTS = 4
 POLL_S = 0.5
 ANSWER_S = 10.0  # how long the scheduler may take to answer
-LOST_S = 20.0  # without a scheduler, until the drivers are stopped
+LOST_S = 45.0  # without a scheduler, until the drivers are stopped: until then they try again by themselves
 STOP_S = 30.0  # time for a driver to save its state
 CONNECT_S = 5.0
 

@@ -51,14 +51,14 @@ def submit(job: Job, cluster: ClusterConfig, resubmission: int | None = None) ->
         counted: dict[str, Any] = {} if resubmission is None else {"resubmission": resubmission}
         job.event("waiting", scheduler=client.scheduler.address, **counted)
         job.log(f"submitted to the scheduler at {client.scheduler.address}", **counted)
-        client.run_on_scheduler(enqueue, entry)
+        _ask(client, enqueue, entry)
 
 
 def _find_host(client: Any, job: Job, entry: Entry) -> None:
     """Return when a driver host has said that it can read the job's folder."""
     deadline, address = time.monotonic() + ACCEPT_S, client.scheduler.address
     try:
-        while not (hosts := client.run_on_scheduler(hosts_for, entry)).able:
+        while not (hosts := _ask(client, hosts_for, entry)).able:
             if hosts.count and len(hosts.problems) == hosts.count:
                 raise ConfigError(f"no driver host can read the job's folder {job.folder} ({hosts.problems[0]})")
             if time.monotonic() > deadline:
@@ -68,8 +68,18 @@ def _find_host(client: Any, job: Job, entry: Entry) -> None:
                 )
             time.sleep(0.05)
     except KMEError:
-        client.run_on_scheduler(forget, entry.key)
+        _ask(client, forget, entry.key)
         raise
+
+
+def _ask(client: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function of the queue on the scheduler; RetryError if that is lost meanwhile."""
+    from distributed.client import ClosedClientError
+
+    try:
+        return client.run_on_scheduler(function, *arguments)
+    except (OSError, TimeoutError, ClosedClientError) as error:
+        raise RetryError(f"the scheduler was lost ({type(error).__name__}: {error}); try again") from error
 
 
 def drive_for_host(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline) -> None:
@@ -101,7 +111,7 @@ def on_scheduler(jobs: Sequence[Job], cluster: ClusterConfig) -> list[dict[str, 
     """What the scheduler knows of each job: its state there, its place in the queue or the host of its driver, and the
     workers that run its tasks."""
     with open_unchecked(cluster, timeout_s=ANSWER_S) as client:
-        found: list[dict[str, Any]] = client.run_on_scheduler(find_jobs, [job_key(job) for job in jobs])
+        found: list[dict[str, Any]] = _ask(client, find_jobs, [job_key(job) for job in jobs])
         return found
 
 
@@ -166,8 +176,8 @@ def cancel(job: Job, cluster: ClusterConfig | None, *, grace_s: float = 30.0) ->
 def _stop_tasks(job: Job, cluster: ClusterConfig) -> None:
     with open_unchecked(cluster) as client:
         key = job_key(job)
-        workers = client.run_on_scheduler(find_jobs, [key])[0]["busy"]
-        client.run_on_scheduler(forget, key)  # its host ends the driver
+        workers = _ask(client, find_jobs, [key])[0]["busy"]
+        _ask(client, forget, key)  # its host ends the driver
         if not workers:
             return
         # Cancelling a task does not stop a function that is running: only a new process does.

@@ -89,7 +89,7 @@ class Supervisor:
     _not_before: dict[str, float] = field(default_factory=dict, repr=False)
     _said: str = field(default="", repr=False)
 
-    def keep(self, stop: Event, every_s: float = EVERY_S) -> None:
+    def keep(self, stop: Event, every_s: float | None = None) -> None:
         """Look every `every_s` until `stop` is set."""
         while True:
             try:
@@ -97,7 +97,7 @@ class Supervisor:
                 self._said = ""
             except RetryError as error:  # the scheduler is away; jobs are resubmitted when it is back
                 self._say_once(str(error))
-            if stop.wait(every_s):
+            if stop.wait(EVERY_S if every_s is None else every_s):
                 return
 
     def look(self) -> list[str]:

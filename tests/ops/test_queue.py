@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kme_dist.config import parse_config
-from kme_dist.ops import jobs, queue
+from kme_dist.errors import RetryError
+from kme_dist.ops import jobs, queue, submit
 from kme_dist.ops.queue import DEATHS, Entry, JobQueue, Turn
 
 
@@ -229,3 +230,11 @@ def test_a_job_belongs_to_whoever_submits_it(tmp_path, monkeypatch, given):
     monkeypatch.delenv("KME_USER")
     monkeypatch.setattr(jobs.getpass, "getuser", lambda: {}["nobody"])
     assert jobs.this_user().startswith("user ")
+
+
+def test_a_scheduler_that_is_lost_while_it_is_asked_is_no_bug():
+    def lost(function, *arguments):
+        raise OSError("Stream is closed")
+
+    with pytest.raises(RetryError, match="the scheduler was lost"):
+        submit._ask(SimpleNamespace(run_on_scheduler=lost), queue.find_jobs, [])

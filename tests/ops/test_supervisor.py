@@ -16,6 +16,7 @@ import pytest
 from ports import free_port
 
 from kme_dist.cli import app as cli
+from kme_dist.cli.drivers import kept_jobs
 from kme_dist.config import ClusterConfig, parse_config
 from kme_dist.data.leases import EpochLease, begin_epoch
 from kme_dist.errors import ConfigError, RetryError
@@ -140,6 +141,17 @@ def test_a_scheduler_that_is_away_is_said_once_and_waited_for(job, monkeypatch):
     watched(job, say=lines.append).keep(stop, every_s=0.0)
     assert lines == ["no scheduler answers"]
     assert len(looks) == 3
+
+
+def test_a_schedule_and_a_driver_host_keep_the_jobs_of_their_root(job, scheduler, monkeypatch):
+    monkeypatch.setattr(supervisor, "EVERY_S", 0.01)
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    with kept_jobs(job.root, None, print):
+        time.sleep(0.05)
+    assert scheduler.sent == [], "without a scheduler there is nothing to keep"
+    with kept_jobs(job.root, AT, lambda line: None):
+        _until(lambda: scheduler.sent)
+    assert scheduler.sent[0] == (job.id, 1)
 
 
 # --- notices ---------------------------------------------------------------------------------------
