@@ -23,7 +23,7 @@ from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Dataset
 from kme_dist.errors import ConfigError
 from kme_dist.models.base import model_place
-from kme_dist.models.predict import REGRESSION_OUTPUTS
+from kme_dist.models.outputs import REGRESSION_OUTPUTS
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines import ingest, recipes, tables
@@ -35,7 +35,7 @@ from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.predict import PredictionOutcome
 
 T = TypeVar("T")
-EXIT_QUARANTINED = 65
+EXIT_INCOMPLETE = 65
 PREDICTIONS = "predictions.zarr"
 FEW_CHUNKS = 4
 SECONDS_BETWEEN_LINES = 5.0
@@ -218,7 +218,7 @@ STAGE = Stage("predict", _work, _inputs, lambda run: [out for _, out in models_o
 def _summary(outcome: PredictionOutcome, request: PredictRequest) -> dict[str, Any]:
     facts = dataclasses.asdict(outcome)
     return {
-        "status": "incomplete" if outcome.quarantined else "succeeded",
+        "status": "succeeded" if outcome.complete else "incomplete",
         "predictions": facts.pop("path"),
         "model": request.model,
         "data": request.data,

@@ -121,8 +121,8 @@ class StagedRows(RowSource):
         )
         return column if self.id_field[1] == "text" else column.to_numpy(zero_copy_only=False)
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
-        return self.data.identity(ranges)
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
+        return self.data.identity(ranges, rows)
 
 
 @contextlib.contextmanager

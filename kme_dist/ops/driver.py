@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kme_dist.config import Config, parse_config
 from kme_dist.data.leases import EpochLease, LeaseLost
-from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, plural
+from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, counted
 from kme_dist.ops.jobs import PIPELINES, Job, now
 
 ATTEMPTS = 3  # of one driver, when the infrastructure fails
@@ -101,12 +101,7 @@ def _attempts(
             result = run_pipeline(
                 pipeline, config, name=request["name"], command=f"kme-dist jobs resume {job.id}", listener=listener
             )
-            if result.get("quarantined"):
-                skipped = len(result["quarantined"])
-                raise CorruptError(
-                    f"skipped {skipped} {plural(skipped, 'chunk')} that could not be read (quarantined), the others "
-                    f"are done; see `kme-dist inspect {result.get('predictions')}`"
-                )
+            _check_nothing_skipped(result)
             return result
         except RetryError as error:
             if attempt == ATTEMPTS:
@@ -115,6 +110,16 @@ def _attempts(
             job.log(f"{error}; attempt {attempt + 1} of {ATTEMPTS} follows", level="warning")
             listener.pause(PAUSE_S * 2 ** (attempt - 1))
     raise AssertionError("the last attempt returns or raises")
+
+
+def _check_nothing_skipped(result: Mapping[str, Any]) -> None:
+    chunks, rows = len(result.get("quarantined", ())), result.get("skipped_rows", 0)
+    found = [f"{counted(chunks, 'chunk')} that could not be read (quarantined)"] if chunks else []
+    found += [f"{counted(rows, 'row', ',')} that are not finite"] if rows else []
+    if found:
+        raise CorruptError(
+            f"skipped {' and '.join(found)}, the others are done; see `kme-dist inspect {result.get('predictions')}`"
+        )
 
 
 def _pipeline_name(request: Mapping[str, Any]) -> str:
