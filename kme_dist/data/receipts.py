@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kme_dist.data.chunks import read_attributes, write_attributes
-from kme_dist.data.dataset import short_digest
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.store import check_seal, sealed
 from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
@@ -155,7 +154,7 @@ def replaced(place: Place) -> RetryError:
 
 
 def write_receipt(place: Place, receipt: Receipt) -> None:
-    body = json.dumps(_with_digest(asdict(receipt))).encode()
+    body = json.dumps(sealed(place, asdict(receipt))).encode()
     place.write(_receipt_key(receipt.epoch, receipt.chunk), body, sync=False)
 
 
@@ -189,8 +188,8 @@ def read_receipts(place: Place, job: str, epoch: str, *, since: bool = True) -> 
 
 def gather_receipts(place: Place, epoch: str, receipts: Sequence[Receipt]) -> None:
     """Write one manifest with all receipts, then delete the single ones."""
-    manifest = {"epoch": epoch, "chunks": [asdict(receipt) for receipt in receipts]}
-    write_final(place, MANIFEST, [json.dumps(_with_digest(manifest)).encode()], epoch)
+    manifest = sealed(place, {"epoch": epoch, "chunks": [asdict(receipt) for receipt in receipts]})
+    write_final(place, MANIFEST, [json.dumps(manifest).encode()], epoch)
     place.delete_below(RECEIPTS)
 
 
@@ -218,22 +217,14 @@ def write_final(place: Place, key: str, parts: list[Any], epoch: str, *, sync: b
         written = place.compare_and_write(key, parts, seen)
 
 
-def _with_digest(entry: dict[str, Any]) -> dict[str, Any]:
-    plain = json.loads(json.dumps(entry))
-    return {**plain, "entry_digest": short_digest(plain)}
-
-
 def _parse(place: Place, key: str) -> list[Receipt]:
     """Receipts that are damaged are left out: their chunks are recomputed, and readers miss them."""
     try:
         known = json.loads(place.read(key))
-        expected = known.pop("entry_digest", None)
-        if expected is None:
-            return [_from_version_1(entry) for entry in (known["chunks"] if key == MANIFEST else [known])]
-        if short_digest(known) != expected:
-            return []
-        return [_receipt(entry) for entry in (known["chunks"] if key == MANIFEST else [known])]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        read = _receipt if "attributes_digest" in known else _from_version_1
+        check_seal(place, known, required=False)
+        return [read(entry) for entry in (known["chunks"] if key == MANIFEST else [known])]
+    except (CorruptError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
