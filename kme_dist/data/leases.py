@@ -39,7 +39,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, ClassVar, Self
 
-from kme_dist.data.places import Place
+from kme_dist.data.places import Place, store_errors
 from kme_dist.errors import ConfigError, KMEError, RetryError
 
 Check = Callable[[], None]
@@ -239,7 +239,8 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:  # FileNotFoundError: file systems like /proc, where nobody can create a file
             if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
+                with store_errors(str(target)):
+                    raise
             raise ConfigError(
                 f"{target}: cannot create a file in {target.parent} ({error.strerror}). Choose another path."
             ) from None
@@ -260,8 +261,9 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
             break
         os.close(descriptor)  # the previous holder removed the file between our open and our lock
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _this_process().encode(), 0)
+        with contextlib.suppress(OSError):  # for people only; a disk may be full
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _this_process().encode(), 0)
         yield _always_held
     finally:
         path.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from kme_dist.config import Config, parse_config
 from kme_dist.data.leases import EpochLease, LeaseLost
+from kme_dist.data.places import store_errors
 from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, counted
 from kme_dist.ops.jobs import PIPELINES, Job, now
 
@@ -69,9 +70,12 @@ def drive(
             return done
         listener = JobListener(job, lease, host.shutting_down, say)
         try:
-            listener.check()
-            result = _attempts(job, request, run_pipeline, host, listener)
-            lease.check()
+            with store_errors(job.place):  # a full disk is an infrastructure failure wherever it is noticed
+                listener.check()
+                result = _attempts(job, request, run_pipeline, host, listener)
+                lease.check()
+                done = {"id": job.id, "state": "succeeded", "ended": now(), "epoch": lease.epoch, "result": result}
+                committed = job.commit(done)
         except Cancelled:
             job.event("cancelled", epoch=lease.epoch)
             raise
@@ -81,8 +85,7 @@ def drive(
         except BaseException as error:
             _record_failure(job, lease.epoch, error)
             raise
-        done = {"id": job.id, "state": "succeeded", "ended": now(), "epoch": lease.epoch, "result": result}
-        if not job.commit(done):
+        if not committed:
             return _finished(job)
         job.event("succeeded", epoch=lease.epoch)
         job.log("succeeded", epoch=lease.epoch)
@@ -98,9 +101,10 @@ def _attempts(
         job.log(f"{holder} begins", epoch=epoch)
         pipeline, config = _pipeline_name(request), _config_to_run(job, host.cluster)
         try:
-            result = run_pipeline(
-                pipeline, config, name=request["name"], command=f"kme-dist jobs resume {job.id}", listener=listener
-            )
+            with store_errors(job.place):
+                result = run_pipeline(
+                    pipeline, config, name=request["name"], command=f"kme-dist jobs resume {job.id}", listener=listener
+                )
             _check_nothing_skipped(result)
             return result
         except RetryError as error:
