@@ -34,6 +34,7 @@ import typer
 
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
+from kme_dist.cli import schedule as schedule_commands
 from kme_dist.cli.options import (
     ConfigOptions,
     Fresh,
@@ -371,6 +372,7 @@ def smoke(
 
 
 job_commands.add_commands(app)
+schedule_commands.add_commands(app)
 predict_commands.add_commands(app)
 
 

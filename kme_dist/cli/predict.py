@@ -54,10 +54,17 @@ class PredictOptions:
     like: Annotated[str | None, typer.Option(help="Data set whose encoding is used instead of the model's.")] = None
     id_column: Annotated[str | None, typer.Option(help="CSV or Parquet column to copy to the output.")] = None
     unseen: Unseen = None
+    on_model_change: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Predictions of an earlier model: recompute them, refuse (default), or start a new-folder.",
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by the keys of the section."""
-        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column", "unseen")
+        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column", "unseen", "on_model_change")
         found = {key: getattr(self, key) for key in texts}
         found |= {"outputs": split_names(self.outputs), "expectations": split_pairs(self.expectation, "--expectation")}
         return {key: value for key, value in found.items() if value is not None}

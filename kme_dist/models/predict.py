@@ -347,7 +347,7 @@ def compute_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Recei
 
 @devices.computed_once(2)
 def _scorer(address: str, digest: str, dtype: str) -> Scorer:
-    found = _model_digest(Place.of(address))
+    found = model_digest(Place.of(address))
     if found != digest:
         raise ConfigError(f"the model {address} has changed since this job started; restart with --from-scratch")
     return Scorer(load(address), dtype)
@@ -361,7 +361,7 @@ def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
         _check_model(model)
         place = out.sibling(f"{out.name}.model")
         model.save(place.address)
-    digest, fitted = _model_digest(place), load(place.address)
+    digest, fitted = model_digest(place), load(place.address)
     _check_model(fitted)
     return place.address, digest, fitted
 
@@ -379,7 +379,8 @@ def _check_model(model: Any) -> None:
         raise ConfigError(f"model: this {kind} is not fitted; call fit first")
 
 
-def _model_digest(place: Place) -> str:
+def model_digest(place: Place) -> str:
+    """Identifies the content of a saved model."""
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:

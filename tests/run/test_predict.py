@@ -417,7 +417,7 @@ def test_a_changed_model_or_request_is_refused_until_told_otherwise(model, data,
 def test_a_model_that_changes_while_workers_load_it_is_refused(model, data, tmp_path):
     place = tmp_path / "model.zarr"
     model.save(place)
-    digest = inference._model_digest(Place.of(place))
+    digest = inference.model_digest(Place.of(place))
     kme.load(place).calibrate(rows(120, seed=5), model.predict(rows(120, seed=5))).save(place)
     with pytest.raises(ConfigError, match="has changed since this job started"):
         inference._scorer(str(place), digest, "float32")
@@ -641,7 +641,7 @@ def test_gpu_workers_compute_on_the_device(model, tmp_path, device, monkeypatch)
     inference._scorer.cache_clear()
     try:
         kme.predict(model.path, rows(700), tmp_path / "out.zarr", outputs=OUTPUTS)
-        scorer = inference._scorer(model.path, inference._model_digest(Place.of(model.path)), "float32")
+        scorer = inference._scorer(model.path, inference.model_digest(Place.of(model.path)), "float32")
         assert scorer._device == "cupy"
     finally:
         inference._scorer.cache_clear()
