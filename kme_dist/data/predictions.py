@@ -280,19 +280,21 @@ class Predictions:
             raise DataError(f"{self.place} has no output {name!r}; its outputs: {self.names}.")
         if not 0 <= start <= stop <= self.rows:
             raise DataError(f"{self.place}: rows {start} to {stop} are out of range; there are {self.rows}.")
-        if self.layout.format == "parquet":
-            return self._from_parquet(name, start, stop)
         if start == stop:
             return np.asarray(self._fields[name].empty(0))
-        for chunk in range(start // self.layout.chunk_rows, -(-stop // self.layout.chunk_rows)):
-            self._recorded(chunk)
+        size = self.layout.chunk_rows
+        for chunk in range(start // size, -(-stop // size)):
+            self._recorded(chunk, min(size, stop - chunk * size))
+        if self.layout.format == "parquet":
+            return self._from_parquet(name, start, stop)
         return self._array(name).read(start, stop)
 
     def _array(self, name: str) -> StoredArray:
         if name not in self._arrays:
             field = self._fields[name]
             try:
-                if not self.layout.fits(field, self.rows):
+                # A job that was interrupted may not have extended the arrays yet.
+                if not self.layout.fits(field, None if self.status == "running" else self.rows):
                     raise CorruptError(f"{self.place}/{name}: {METADATA_KEY} does not match the record; predict again.")
                 check = functools.partial(self._matches, name)
                 self._arrays[name] = StoredArray(self.place, name, cache_bytes=0, check=check)
@@ -305,17 +307,21 @@ class Predictions:
         rows, digests = self._recorded(chunk)
         return name not in digests or _digest(np.ascontiguousarray(values[:rows]).data) == digests[name]
 
-    def _recorded(self, chunk: int) -> tuple[int, Mapping[str, str]]:
-        """The rows and the digests of a chunk on record; an error if it is not finished."""
+    def _recorded(self, chunk: int, needed: int = 0) -> tuple[int, Mapping[str, str]]:
+        """The rows and the digests of a chunk on record; an error if its first `needed` rows are not finished."""
+        found: tuple[int, Mapping[str, str]] = (-1, {})
         if (receipt := self._receipts.get(chunk)) is not None:
-            return receipt.rows, receipt.digests
+            found = receipt.rows, receipt.digests
         for entry in self.quarantined:
             if int(entry["chunk"]) == chunk:
-                return int(entry["rows"]), entry.get("digests", {})  # version 1 has none
+                found = int(entry["rows"]), entry.get("digests", {})  # version 1 has none
+        if found[0] >= needed:
+            return found
         if self.status == "running":
+            first = chunk * self.layout.chunk_rows + max(0, found[0])
             raise DataError(
-                f"{self.place}: chunk {chunk} (rows from {chunk * self.layout.chunk_rows}) is not predicted yet; the "
-                "job runs or was interrupted: resume it with the same `kme-dist predict`"
+                f"{self.place}: chunk {chunk} (rows from {first}) is not predicted yet; the job runs or was "
+                "interrupted: resume it with the same `kme-dist predict`"
             )
         raise self.layout.damaged(chunk)
 

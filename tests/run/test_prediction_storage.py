@@ -260,6 +260,31 @@ def test_a_job_killed_while_it_replaces_another_resumes(models, tmp_path, monkey
     same_as_from_nothing(models[1], X, out)
 
 
+@pytest.mark.parametrize("format", ["zarr", "parquet"])
+@pytest.mark.parametrize("point", ["declare", "write"])
+def test_while_appended_rows_are_computed_the_old_ones_are_readable_and_no_others(
+    models, tmp_path, monkeypatch, format, point
+):
+    X, out = rows(400), tmp_path / "out"
+    kme.predict(models[0], X[:300], out, format=format)
+    before = kme.open_predictions(out).read("probability")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputLayout, point, killed)
+        with pytest.raises(KeyboardInterrupt):
+            kme.predict(models[0], X, out, format=format)
+    found = kme.open_predictions(out)
+    np.testing.assert_array_equal(found.read("probability", 0, 300), before)
+    for start in (0, 299, 300):
+        with pytest.raises(DataError, match=r"chunk 1 \(rows from 300\) is not predicted yet"):
+            found.read("label", start, 301)
+    assert kme.predict(models[0], X, out, format=format).computed_rows == 100
+    same_as_from_nothing(models[0], X, out)
+
+
 # --- damage -----------------------------------------------------------------------------------------
 
 
