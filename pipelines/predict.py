@@ -20,9 +20,12 @@ from kme_dist import predict
 from kme_dist.config import ClusterConfig, Config, PredictConfig
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Dataset
+from kme_dist.data.places import Place
+from kme_dist.data.receipts import read_state
 from kme_dist.errors import ConfigError
 from kme_dist.models.base import model_place
-from kme_dist.models.predict import REGRESSION_OUTPUTS
+from kme_dist.models.outputs import REGRESSION_OUTPUTS
+from kme_dist.models.predict import model_digest
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.jobs import new_id
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
@@ -36,7 +39,7 @@ from kme_dist.run.predict import PredictionOutcome
 from kme_dist.run.streams import Calls
 
 T = TypeVar("T")
-EXIT_QUARANTINED = 65
+EXIT_INCOMPLETE = 65
 PREDICTIONS = "predictions.zarr"
 FEW_CHUNKS = 4
 SECONDS_BETWEEN_LINES = 5.0
@@ -73,7 +76,25 @@ def request_of(config: Config, name: str) -> PredictRequest:
         settings = settings.model_copy(update={"like": own.path})  # files are encoded like the rows of the run
     model = settings.model or str(folder / MODEL)
     default = {"parquet": "predictions", "csv": "predictions.csv"}.get(settings.format or "", PREDICTIONS)
-    return PredictRequest(name, model, data, settings.out or str(folder / default), split, settings)
+    out = _destination(settings.out or str(folder / default), model, settings)
+    return PredictRequest(name, model, data, out, split, settings)
+
+
+def _destination(out: str, model: str, settings: PredictConfig) -> str:
+    """Where to write; beside it, to a path named by the model, if it has predictions of another one, and
+    `on_model_change` says so."""
+    if settings.on_model_change != "new-folder":
+        return out
+    place = Place.of(out)
+    if (settings.format or place.name.rpartition(".")[2].lower()) == "csv":
+        raise ConfigError(
+            f"predict.on_model_change: new-folder is not supported for CSV ({out}); choose Zarr or Parquet"
+        )
+    earlier, digest = read_state(place), model_digest(model_place(model))
+    if earlier is None or earlier["computed_from"].get("model") == digest:
+        return out
+    stem, dot, suffix = place.name.rpartition(".")
+    return place.sibling(f"{stem or suffix}-{digest[:8]}{dot}{suffix if dot else ''}").address
 
 
 def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
@@ -83,7 +104,7 @@ def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
 
 def standalone_request(model: str, data: str, out: str, settings: PredictConfig) -> PredictRequest:
     """The request of `kme-dist predict --model M --data D --out O`, without a config."""
-    return PredictRequest(Path(out).stem, model, data, out, settings.split, settings)
+    return PredictRequest(Path(out).stem, model, data, _destination(out, model, settings), settings.split, settings)
 
 
 def run(
@@ -157,6 +178,7 @@ def predict_rows(
         id_column=settings.id_column,
         overwrite=overwrite,
         from_scratch=fresh,
+        on_model_change="recompute" if settings.on_model_change == "recompute" else "refuse",
         progress=RowProgress(listener),
         watch=reported_to.chunks,
     )
@@ -221,7 +243,7 @@ STAGE = Stage("predict", _work, _inputs, lambda run: [out for _, out in models_o
 def _summary(outcome: PredictionOutcome, request: PredictRequest) -> dict[str, Any]:
     facts = dataclasses.asdict(outcome)
     return {
-        "status": "incomplete" if outcome.quarantined else "succeeded",
+        "status": "succeeded" if outcome.complete else "incomplete",
         "predictions": facts.pop("path"),
         "model": request.model,
         "data": request.data,

@@ -21,7 +21,8 @@ from kme_dist import load
 from kme_dist.data.predictions import write_csv
 from kme_dist.data.readers import FileOptions, open_source
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.predict import Asked, TableScorer
+from kme_dist.models.outputs import Asked
+from kme_dist.models.predict import TableScorer
 
 FORMATS = ("csv", "jsonl")
 

@@ -109,11 +109,11 @@ def test_a_chunk_walks_from_zarr_to_its_receipt(stored, tmp_path, monkeypatch):
     kme.MCEClassifier(steps=0, solver="cholesky").fit(X, y).save(tmp_path / "m.zarr")
     real, found = inference.predict_chunk, []
 
-    def second(plan, chunk, *rest):
-        if chunk != 1:  # the first one loads the model
-            return real(plan, chunk, *rest)
-        found.extend(traced(lambda: real(plan, chunk, *rest)))
-        return real(plan, chunk, *rest)
+    def second(plan, task, *rest):
+        if task.chunk != 1:  # the first one loads the model
+            return real(plan, task, *rest)
+        found.extend(traced(lambda: real(plan, task, *rest)))
+        return real(plan, task, *rest)
 
     monkeypatch.setattr(inference, "predict_chunk", second)
     kme.predict(str(tmp_path / "m.zarr"), stored.path, tmp_path / "out.zarr", executor=SerialExecutor())

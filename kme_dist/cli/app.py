@@ -35,6 +35,7 @@ import typer
 from kme_dist.cli import drivers as cluster_commands
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
+from kme_dist.cli import schedule as schedule_commands
 from kme_dist.cli.options import (
     ConfigOptions,
     Fresh,
@@ -373,6 +374,7 @@ def smoke(
 
 cluster_commands.add_commands(app)
 job_commands.add_commands(app)
+schedule_commands.add_commands(app)
 predict_commands.add_commands(app)
 
 

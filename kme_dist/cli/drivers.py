@@ -28,6 +28,7 @@ from kme_dist.ops.certs import make_certificates, tls_files
 from kme_dist.ops.jobs import Job, job_root
 
 SLOTS = 4
+JOIN_S = 10.0  # a supervisor may be waiting for the scheduler when the command ends
 RESTART_S = 1.0  # until a driver host that died is started again
 MaxPerUser = Annotated[
     int | None, typer.Option(min=1, help="Jobs of one person that run at a time; default: no limit.")
@@ -80,6 +81,7 @@ def kept_jobs(root: Path, at: ClusterConfig | None, say: Callable[[str], None]) 
         yield
     finally:
         stop.set()
+        thread.join(JOIN_S)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Commands for jobs: submit, jobs, schedule.
+"""Commands for jobs: submit, jobs.
 
     kme-dist submit configs/covtype.yaml --scheduler tls://cluster:8786 --tls certs
     kme-dist jobs status covtype-20260301-101500-4f2a1c
-    kme-dist schedule nightly.yaml --pipeline predict --cron "0 2 * * *"
 
 `jobs` reads the job's folder, and asks the scheduler only when an address is given. `logs` needs none: all drivers
 write to the folder.
@@ -26,7 +25,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kme_dist.cli.drivers import kept_jobs
 from kme_dist.cli.options import (
     Connection,
     JobConfig,
@@ -45,9 +43,9 @@ from kme_dist.data.leases import LeaseLost
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError, counted
 from kme_dist.ops import jobs
 from kme_dist.ops.driver import Cancelled
-from kme_dist.ops.driver import drive as drive_here
+from kme_dist.ops.driver import drive as drive_job
 from kme_dist.ops.jobs import ENDED, Job, create_job, job_root
-from kme_dist.ops.schedule import fire_times, keep_schedule, parse_time, stamp, utc_now
+from kme_dist.ops.schedule import parse_time, utc_now
 
 jobs_app = typer.Typer(
     name="jobs", help="Jobs under the root folder: list, status, logs, wait, cancel, resume, keep, prune."
@@ -59,8 +57,7 @@ class JobCancelled(Exception):
 
 
 def add_commands(app: typer.Typer) -> None:
-    for command in (submit, schedule):
-        app.command()(expand_options(command))
+    app.command()(expand_options(submit))
     app.add_typer(jobs_app)
 
 
@@ -93,7 +90,7 @@ def submit(
     before = job.status()["state"] if job.events() or job.result() is not None else None
     try:
         if before != "succeeded":
-            _submit(job, at)
+            submit_job(job, at)
     except KMEError:
         if wanted.job_id is None and not job.events():  # no scheduler has seen it: leave nothing behind
             shutil.rmtree(job.folder)
@@ -242,7 +239,7 @@ def _wait_for(job: Job, at: ClusterConfig | None, output: Output, timeout_s: flo
 
     facts = load("ops.submit").wait(job, timeout_s, show, at)
     output.result(facts, f"{facts['id']} {facts['state']}")
-    _exit_like(facts)
+    exit_like(facts)
 
 
 @jobs_app.command()
@@ -264,15 +261,15 @@ def resume(which: JobOptions, connection: Connection, output: Output) -> None:
     """Resume a job that failed, was cancelled or lost its scheduler; without --scheduler in this process."""
     job, at = which.job(), connection.cluster()
     if at is not None:
-        _submit(job, at)
+        submit_job(job, at)
     else:
         job.request()
         (job.folder / "cancel").unlink(missing_ok=True)
-        _drive_here(job, 0.0, output.say)
+        drive_here(job, 0.0, output.say)
     facts = job.status()
     output.result(facts, f"{job.id} {facts['state']}")
     if at is None:
-        _exit_like(facts)
+        exit_like(facts)
 
 
 @jobs_app.command(hidden=True)
@@ -287,7 +284,7 @@ def drive(which: JobOptions, connection: Connection, output: Output) -> None:
             load("ops.submit").drive_for_host(job, at, load("pipelines.job").run_pipeline)
     except LeaseLost as error:
         raise RetryError(str(error)) from None
-    _exit_like(job.status())
+    exit_like(job.status())
 
 
 @dataclass(frozen=True)
@@ -363,85 +360,22 @@ def _moment(option: str, text: str) -> datetime.datetime:
         raise ConfigError(f"{option} {text!r}: must be an age such as 7d, 12h or 30m, or a time in ISO 8601") from None
 
 
-@dataclass(frozen=True)
-class ScheduleOptions:
-    """What runs when."""
-
-    cron: Annotated[str | None, typer.Option(help="Minute hour day month weekday, e.g. '0 2 * * *'.")] = None
-    once: Annotated[bool, typer.Option("--once", help="Run for one scheduled time (--at) now, then exit.")] = False
-    at: Annotated[str | None, typer.Option(metavar="TIME", help="Scheduled time of --once; default: now.")] = None
-    pipeline: Pipeline = "predict"
-    timezone: Annotated[str, typer.Option(help="Time zone of --cron, e.g. Europe/Berlin.")] = "UTC"
-    patience: Annotated[
-        float, typer.Option(help="Seconds that a second start of the same run waits for the result of the first.")
-    ] = 60.0
-    root: Root = None
-
-
-def schedule(
-    config: JobConfig, wanted: ScheduleOptions, connection: Connection, output: Output, overrides: Overrides = None
-) -> None:
-    """Run a pipeline at the times of a cron expression, exactly once for each time however often it is started."""
-    settings = load_config(config, overrides or [])  # also without --once: report mistakes now, not at night
-    if wanted.once:
-        when = parse_time(wanted.at) if wanted.at is not None else utc_now().replace(second=0)
-        job = create_job(
-            job_root(wanted.root),
-            pipeline=wanted.pipeline,
-            config=settings,
-            name=config.stem,
-            job_id=jobs.scheduled_id(config.stem, when),
-            scheduled=stamp(when),
-        )
-        _run_scheduled(job, connection.cluster(), wanted.patience, output.say)
-        facts = job.status()
-        output.result(facts, f"{job.id} {facts['state']}")
-        _exit_like(facts)
-        return
-    if wanted.cron is None or wanted.at is not None:
-        raise ConfigError("--cron is missing; or use --once (with --at TIME) for a single run")
-    options = [f"--set={change}" for change in overrides or []]
-    options += ["--pipeline", wanted.pipeline, "--root", str(job_root(wanted.root)), f"--patience={wanted.patience}"]
-    options += [f"--scheduler={connection.scheduler}"] if connection.scheduler else []
-    options += [f"--tls={connection.tls}"] if connection.tls else []
-    flags = {"--allow-insecure": connection.insecure, "--json": output.as_json, "--quiet": output.quiet}
-    options += [flag for flag, given in flags.items() if given]
-    command = [sys.executable, "-m", "kme_dist", "schedule", str(config), "--once", *options]
-    with kept_jobs(job_root(wanted.root), connection.cluster(), output.say):
-        keep_schedule(
-            fire_times(wanted.cron, wanted.timezone),
-            start=lambda when: [*command, "--at", stamp(when)],
-            stop=threading.Event(),
-            say=output.say,
-        )
-
-
-def _run_scheduled(job: Job, at: ClusterConfig | None, patience_s: float, say: Callable[[str], None]) -> None:
-    if job.result() is not None:
-        say(f"{job.id} is already done")
-    elif at is not None:
-        _submit(job, at)
-        load("ops.submit").wait(job)
-    else:
-        _drive_here(job, patience_s, say)
-
-
 # -------------------------------------------------------------------------------------------------
 
 
-def _submit(job: Job, at: ClusterConfig) -> None:
+def submit_job(job: Job, at: ClusterConfig) -> None:
     load("ops.submit").submit(job, at)
 
 
-def _drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:
+def drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:
     try:
         with contextlib.suppress(Cancelled):  # the job's folder says so, and the caller reads it
-            drive_here(job, load("pipelines.job").run_pipeline, wait_s=wait_s, say=say)
+            drive_job(job, load("pipelines.job").run_pipeline, wait_s=wait_s, say=say)
     except LeaseLost as error:
         raise RetryError(f"another process took over because this one had stalled ({error})") from None
 
 
-def _exit_like(facts: Mapping[str, Any]) -> None:
+def exit_like(facts: Mapping[str, Any]) -> None:
     """Exit with the code of a job that has ended."""
     if facts["state"] == "cancelled":
         raise JobCancelled(f"the job {facts['id']} was cancelled; resume it with `kme-dist jobs resume {facts['id']}`")

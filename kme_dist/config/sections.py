@@ -304,6 +304,10 @@ class PredictConfig(_Section):
     id_column: str | None = Field(
         default=None, min_length=1, description="column of a CSV or Parquet file to copy to the predictions"
     )
+    on_model_change: Literal["refuse", "recompute", "new-folder"] = Field(
+        default="refuse",
+        description="predictions of an earlier model at the destination: an error, replaced, or kept beside new ones",
+    )
 
 
 class OutputConfig(_Section):

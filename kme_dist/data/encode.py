@@ -54,6 +54,7 @@ class Encoder:
     ) -> None:
         if unseen not in UNSEEN:
             raise ConfigError(f"unseen is {unseen!r}; it must be one of {', '.join(UNSEEN)}.")
+        self.refuse_missing = True  # where the schema has no fill values; else such values are passed on as they are
         self.refuse_unseen, self.unseen = unseen == "error", dict[str, tuple[int, str]]()
         self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
         names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
@@ -265,7 +266,7 @@ class Encoder:
     def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Missing and infinite values, by the policy. Marks rows to drop in `keep`."""
         infinite = np.isinf(X)
-        if infinite.any():
+        if infinite.any() and self.refuse_missing:
             row, j = (int(v) for v in np.argwhere(infinite)[0])
             raise self._bad(block, row, j, f"the value is infinite, or too large for {self.schema.dtype}")
         missing = np.isnan(X)
@@ -273,6 +274,8 @@ class Encoder:
             return X
         if self.schema.missing == "drop":
             keep &= ~missing.any(axis=1)
+            return X
+        if self.schema.missing == "error" and not self.refuse_missing:
             return X
         if self.schema.missing == "error":
             row, j = (int(v) for v in np.argwhere(missing)[0])

@@ -396,9 +396,9 @@ class RowsRef:
         """Digest of the stored rows and labels, for any split."""
         return self.source.digest
 
-    def identity(self, start: int, stop: int) -> str:
-        """Changes when rows [start, stop) change; without reading them."""
-        return self.source.identity(self.stored(start, stop))
+    def identity(self, start: int, stop: int, rows: int = 0) -> str:
+        """Changes when rows [start, stop) change; without reading them. `rows`: see `RowSource.identity`."""
+        return self.source.identity(self.stored(start, stop), rows)
 
 
 def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:

@@ -22,7 +22,8 @@ from kme_dist.core.kernels import Gaussian
 from kme_dist.core.sums import Accumulator, Centres, OneHot
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
-from kme_dist.data.predictions import Field, OutputLayout, Receipt, write_receipt
+from kme_dist.data.predictions import Field, OutputLayout
+from kme_dist.data.receipts import Receipt, RowSpan, write_receipt
 from kme_dist.data.rows import Scaling
 from kme_dist.data.statistics import Statistics
 from kme_dist.run.executors import FAN_IN, DaskExecutor
@@ -111,13 +112,15 @@ def _predicting() -> float:
     calibration = Calibration.fit("isotonic", decide(X), y)
     fields = (Field("label", "int64"), Field("probability", "float32", (_CLASSES,)))
     with tempfile.TemporaryDirectory() as folder:
-        layout = OutputLayout(folder, "zarr", _CHUNK, fields, tuple(range(_CLASSES)))
+        layout = OutputLayout(folder, "zarr", _CHUNK, fields, tuple(range(_CLASSES)), "measured")
 
         def chunk() -> None:
             f = decide(scaling.apply(X, "float32"))
             p = class_probabilities(f, 0.0, calibration)
-            digest, stored = layout.write(0, {"label": f.argmax(axis=1), "probability": p})
-            write_receipt(layout.place, Receipt("measured", 0, _CHUNK, "rows", digest, stored))
+            attempt, digests, stored = layout.write(0, {"label": f.argmax(axis=1), "probability": p})
+            spans = (RowSpan(_CHUNK, "rows"),)
+            write_receipt(layout.place, Receipt("measured", 0, layout.epoch, attempt, spans, digests, stored))
+            layout.publish(0, attempt)
 
         return _best(chunk, clock=time.process_time) / (_CHUNK * (_WIDTH + _CLASSES))
 
