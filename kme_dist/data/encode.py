@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from kme_dist.data.notation import Notation, in_other_notation, suggestion
 from kme_dist.data.readers import Block, MatrixSource, Source, TableSource
 from kme_dist.data.schema import PERIODS, Column, Schema, finder
+from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
@@ -403,6 +404,20 @@ class Encoder:
         ordered = list(names) if names is not None else sorted(self.codes, key=key)
         place = {value: i for i, value in enumerate(ordered)}
         return ordered, np.array([place[value] for value in self.codes], np.int64)
+
+
+def check_single(source: Source, schema: Schema, found: Statistics) -> None:
+    """Refuse rows that single precision, which was asked for, has merged."""
+    if schema.dtype != "float32" or (isinstance(source, MatrixSource) and source.dtype == np.float32):
+        return
+    largest = np.maximum(np.abs(found.minimum), np.abs(found.maximum))
+    constant = (found.squares == 0) & (largest >= 2**24)  # or values that have become equal
+    for name, bad, value in zip(schema.feature_names, found.merged_in_single | constant, largest, strict=True):
+        if bad and found.count > 1:
+            raise DataError(
+                f"{source.name}: float32 cannot tell the values of the feature {name!r} apart, which are about "
+                f"{value:.6g}; set `dtype` to float64 or auto."
+            )
 
 
 def check_class_names(where: str, schema: Schema, names: Sequence[Any], *, asked: bool) -> None:

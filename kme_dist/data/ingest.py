@@ -28,7 +28,7 @@ import numpy as np
 
 from kme_dist.data.chunks import write_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, DATASET_VERSION, Dataset, open_dataset
-from kme_dist.data.encode import Encoded, Encoder, MissingValueError, check_class_names
+from kme_dist.data.encode import Encoded, Encoder, MissingValueError, check_class_names, check_single
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.prefetch import Prefetched
@@ -399,8 +399,10 @@ class IngestPlan:
                 _recode(writer, target, places)
             _permute_counts(writer, places, len(classes))
         declare_arrays(target, writer, writer.total)
+        attributes = dataset_attributes(self, writer, classes)
+        check_single(self.source, self.schema, Statistics.from_json(attributes["statistics"], writer.width))
         still_held()
-        write_attributes(target, sealed(target, dataset_attributes(self, writer, classes)))
+        write_attributes(target, sealed(target, attributes))
 
 
 def _usual_order(name: str, position: int) -> tuple[int, int]:

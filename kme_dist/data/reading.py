@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.data.encode import Encoder, MissingValueError, check_class_names
+from kme_dist.data.encode import Encoder, MissingValueError, check_class_names, check_single
 from kme_dist.data.readers import Block, FileOptions, MatrixSource, Source, open_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
+from kme_dist.data.statistics import Statistics
 from kme_dist.data.survey import plan_schema, with_indicators
 from kme_dist.errors import ConfigError, DataError
 
@@ -106,6 +107,8 @@ def read_table(source: Any, *, id: str | int | None = None, schema: Schema | Non
     weights = None
     if schema.weight is not None:
         weights = np.concatenate([np.zeros(0), *(b.weights for b in blocks if b.weights is not None)])
+    if not given and schema.dtype == "float32":
+        check_single(opened, schema, Statistics.of(X))
     if not given:
         announce([*schema.notes, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
     names = (schema.feature_names, classes, schema.label)

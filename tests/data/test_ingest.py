@@ -434,18 +434,31 @@ def test_infinite_and_too_large_values_are_named(tmp_path):
     assert read_table(tmp_path / "t.csv").X[1, 1] == 1e39
 
 
-def test_no_digit_of_the_source_is_lost_unless_asked_for(tmp_path):
+def test_values_stay_apart_in_every_source(tmp_path):
+    """Consecutive seconds, of which single precision would make four values, are stored in double or refused."""
     seconds = 1_700_000_000 + np.arange(400)
     table = pa.table({"time": seconds, "value": np.linspace(0, 1, 400)})
     pa.csv.write_csv(table, tmp_path / "t.csv")
     pq.write_table(table, tmp_path / "t.parquet")
     wide = np.column_stack([seconds, np.linspace(0, 1, 400)])
-    for source in (tmp_path / "t.csv", tmp_path / "t.parquet", table, wide, seconds[:, None]):
+    rows = zip(seconds.tolist(), np.linspace(0, 1, 400).tolist(), strict=True)
+    (tmp_path / "t.libsvm").write_text("".join(f"{i % 2} 1:{t} 2:{v!r}\n" for i, (t, v) in enumerate(rows)))
+    files = [tmp_path / f"t.{kind}" for kind in ("csv", "parquet", "libsvm")]
+    for source in (*files, table, wide, seconds[:, None]):
         found = read_table(source).X
         assert found.dtype == np.float64
         assert len(np.unique(found[:, 0])) == 400
     assert read_table(wide.astype(np.float32)).X.dtype == np.float32
-    assert read_table(tmp_path / "t.csv", dtype="float32").X.dtype == np.float32
+    for source in (*files, wide):
+        with pytest.raises(
+            DataError, match=r"float32 cannot tell the values of the feature '(time|x0)' apart, which are"
+        ):
+            read_table(source, dtype="float32")
+    with pytest.raises(DataError, match=r"feature 'time' apart, which are about 1\.7e"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", dtype="float32")
+    assert not (tmp_path / "t.zarr").exists()
+    assert read_table(tmp_path / "t.csv", features=["value"], dtype="float32").X.dtype == np.float32
+    assert ingest(tmp_path / "t.csv", tmp_path / "t.zarr").dtype == np.float64
 
 
 def test_bytes_stay_bytes_and_images_keep_their_shape(tmp_path):
