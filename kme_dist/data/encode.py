@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kme_dist.data.notation import Notation, in_other_notation, suggestion
-from kme_dist.data.readers import Block, MatrixSource, Source, TableSource
+from kme_dist.data.readers import Block, MatrixSource, Source, TableSource, kind_of
 from kme_dist.data.schema import PERIODS, Column, Schema, finder
 from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, DataError
@@ -188,7 +188,7 @@ class Encoder:
         if column.kind in ("number", "date"):
             return self._typed(block, self._numbers(block, column, array))
         dtype = np.dtype(self.schema.dtype)
-        texts = self._stripped(as_text(array))
+        texts = self._stripped(as_text(array, column.name))
         codes = pc.index_in(texts, value_set=pa.array(column.categories, pa.string()))
         indices = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False)
         missing = texts.is_null().to_numpy(zero_copy_only=False)
@@ -261,7 +261,7 @@ class Encoder:
     def _days(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        if pa.types.is_temporal(array.type) or pa.types.is_null(array.type):
+        if kind_of(array.type) == "date" or pa.types.is_null(array.type):
             return days_of(array)
         if not pa.types.is_string(array.type) and not pa.types.is_large_string(array.type):
             raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
@@ -309,7 +309,7 @@ class Encoder:
 
     def _extra(self, block: Block, name: str) -> pa.Array:
         if block.table is not None:
-            return as_text(block.table.column(name))
+            return as_text(block.table.column(name), name)
         assert isinstance(self.source, MatrixSource)
         assert block.matrix is not None
         return pa.array(texts_of(block.matrix[:, self.source.feature_names.index(name)]))
@@ -476,13 +476,17 @@ def _parsed_days(texts: pa.Array) -> np.ndarray | None:
     return None
 
 
-def as_text(array: pa.Array) -> pa.Array:
-    """Any column as strings; integral floats without '.0', so that a key is the same in every format."""
+def as_text(array: pa.Array, column: str) -> pa.Array:
+    """A column as strings; integral floats without '.0', so that a key is the same in every format."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_floating(array.type):
         return pa.array(texts_of(array.to_numpy(zero_copy_only=False)), pa.string())
-    return array if pa.types.is_string(array.type) else array.cast(pa.string())
+    try:
+        return array if pa.types.is_string(array.type) else array.cast(pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        what = f"the column {column!r} holds values of type {array.type}, which are neither numbers nor texts"
+        raise DataError(f"{what}; convert them, or leave the column out.") from None
 
 
 def texts_of(values: np.ndarray) -> list[str | None]:

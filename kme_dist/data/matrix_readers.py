@@ -265,7 +265,7 @@ def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
 def _in_single(values: np.ndarray) -> np.ndarray:
     """Where single precision is enough: seven digits of a fraction, but every digit of a whole number."""
     rounded = values.astype(np.float32)
-    return (rounded == values) | ((values != np.round(values)) & (np.abs(values) < 2**24))
+    return np.asarray((rounded == values) | ((values != np.round(values)) & (np.abs(values) < 2**24)))
 
 
 def _line_blocks(path: Path, size: int) -> Iterator[tuple[int, bytes]]:

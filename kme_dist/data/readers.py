@@ -278,7 +278,7 @@ def kind_of(data_type: pa.DataType) -> Kind:
         return "number"
     if types.is_string(data_type) or types.is_large_string(data_type) or types.is_string_view(data_type):
         return "text"
-    if types.is_temporal(data_type):
+    if types.is_temporal(data_type) and not types.is_interval(data_type):
         return "date"
     return "other"
 

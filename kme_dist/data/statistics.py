@@ -43,7 +43,8 @@ class Statistics:
         """The columns whose values single precision cannot tell apart: its spacing at the largest of them, 1.2e-7 |x|,
         exceeds a thousandth of their deviation."""
         spread, largest = np.sqrt(self.variance), np.maximum(np.abs(self.minimum), np.abs(self.maximum))
-        return (spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread) & (self.count > 0)
+        merged = (spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread)
+        return np.asarray(merged & (self.count > 0))
 
     @classmethod
     def empty(cls, width: int) -> Statistics:

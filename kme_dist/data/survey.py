@@ -142,7 +142,7 @@ def _texts(source: Source, schema: Schema, names: Sequence[str]) -> Iterator[tup
         return
     for block in source.blocks(dict.fromkeys(names, pa.string())):
         assert block.table is not None
-        texts = {name: as_text(block.table.column(i)) for i, name in enumerate(names)}
+        texts = {name: as_text(block.table.column(i), name) for i, name in enumerate(names)}
         yield block, {name: pc.utf8_trim_whitespace(t) if schema.strip else t for name, t in texts.items()}
 
 
