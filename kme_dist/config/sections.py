@@ -75,7 +75,32 @@ class DataConfig(_Section):
     ) = Field(
         default=None,
         description="how to handle missing values of a file: error, drop, mean, median, indicator (the mean, and a "
-        "further feature that is 1 where the value is missing), or a number to fill in",
+        "further feature that is 1 where the value is missing), or a number to fill in; absent: indicator for tables "
+        "(csv, parquet), error for matrices (npy, npz, libsvm)",
+    )
+    categories: list[Column] | None = Field(
+        default=None,
+        min_length=1,
+        description="columns that are categories whatever their values look like (007, or 1,5), by name or position",
+    )
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+        default=None, description="field delimiter of a csv file; absent: from its first lines"
+    )
+    header: bool | None = Field(
+        default=None,
+        description="whether the first line of a csv file names the columns; absent: yes, unless it contains a number",
+    )
+    encoding: str | None = Field(default=None, min_length=1, description="encoding of a csv file; absent: utf-8")
+    decimal: Literal[".", ","] | None = Field(
+        default=None, description="decimal sign of numbers in a csv file, or in texts of a table; absent: ."
+    )
+    thousands: Literal[",", ".", "_", "'", " "] | None = Field(
+        default=None, description="separator between the thousands of numbers; absent: none"
+    )
+    percent: bool | None = Field(default=None, description="read texts such as 10% as numbers, here 0.1")
+    strip: bool | None = Field(
+        default=None,
+        description="remove spaces around texts; absent: texts that differ by them only are an error",
     )
     test_source: str | None = Field(
         default=None,

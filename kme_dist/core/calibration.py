@@ -57,6 +57,8 @@ class Calibration:
         """Fit to decision (or clip-normalised) probabilities that were computed without the labels (codes) of their
         rows; `kind` may be "auto"."""
         f = np.asarray(f, np.float64)
+        if not len(codes):  # no row could be left out: all are equal
+            return cls()
         if kind == "auto":
             return cls._best(f, codes, floor, weights)
         p = np.asarray(clip_normalise(f, floor))

@@ -39,6 +39,12 @@ class ModelColumns:
     names: tuple[str, ...] | None = None  # of the features; None: they have none
     encoding: Schema | None = None
 
+    @property
+    def file_options(self) -> FileOptions:
+        """How to read a text file of new rows: its first line is the header if it names the columns of the model."""
+        columns = [] if self.encoding is None else [column.name for column in self.encoding.columns]
+        return FileOptions(names=tuple(columns or self.names or ()))
+
     def schema_for(self, source: Source, id_column: str | None = None) -> Schema:
         """How to read the rows of a source; an error names the columns that it lacks."""
         encoding = self.encoding
@@ -130,7 +136,7 @@ def staged(
     path: str | Path | Place, beside: Place, columns: ModelColumns, *, unseen: str = "zeros", id_column: str | None
 ) -> Iterator[tuple[StagedRows, list[str]]]:
     """The rows of a file as a data set next to `beside`, and the columns that are ignored, while the block runs."""
-    source = open_source(Place.of(path).address)
+    source = open_source(Place.of(path).address, columns.file_options)
     schema = columns.schema_for(source, id_column)
     target = beside.sibling(f".{beside.name}.rows")
     ids = beside.sibling(f".{beside.name}.ids")

@@ -101,6 +101,16 @@ class Scaling:
         return [array.tolist() for array in self.stored().values()]
 
 
+def resolving_dtype(dtype: str, source: RowSource, split: str | None, scaling: str | None) -> str:
+    """The precision of scaled rows: `dtype`, or double where single precision cannot tell values of a feature apart.
+
+    Scaling subtracts in double. Rows that are not scaled may be so far from the origin (times in seconds, coordinates)
+    that single precision rounds their differences away.
+    """
+    narrow = dtype == "float32" and scaling is None
+    return "float64" if narrow and source.split_statistics(split).merged_in_single.any() else dtype
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of one batch."""

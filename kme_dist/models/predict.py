@@ -139,7 +139,7 @@ def predict(
     with contextlib.ExitStack() as stack:
         address, digest, fitted = _locate(model, parts)
         wanted = asked.of(fitted)
-        columns, ignored = _columns_of(fitted, like), list[str]()
+        columns, ignored = columns_of(fitted, like), list[str]()
         if needs_staging(data):
             rows = staged(data, parts, columns, unseen=unseen, id_column=id_column)
             data, ignored = stack.enter_context(rows)
@@ -224,7 +224,8 @@ def _csv_parts(place: Place, overwrite: bool) -> Place:
     return parts
 
 
-def _columns_of(fitted: Any, like: Any) -> ModelColumns:
+def columns_of(fitted: Any, like: Any = None) -> ModelColumns:
+    """The columns of the rows of a model, with the encoding of the data set `like` instead of its own."""
     names, encoding = fitted._names_of_rows(), fitted.encoding_
     if like is not None:
         encoding = (like if isinstance(like, Dataset) else open_dataset(like)).schema
@@ -256,7 +257,7 @@ class TableScorer:
         unseen: str = "zeros",
         dtype: str = "float64",
     ) -> None:
-        columns = _columns_of(fitted, like)
+        columns = columns_of(fitted, like)
         schema = columns.schema_for(source, id_column)
         self._encoder = Encoder(source, schema, [] if id_column is None else [id_column], unseen=unseen)
         self._ignored = columns.ignored(source, schema, id_column)
@@ -305,14 +306,15 @@ def _as_table(
     wanted = asked.of(fitted)
     dtype = "float64" if dtype == "auto" else _precision(fitted, dtype)
     if needs_staging(data) or is_table(data):
-        opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data)
+        columns = columns_of(fitted, like)
+        opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data, columns.file_options)
         tables = TableScorer(fitted, opened, wanted, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
         table = pa.concat_tables(tables.tables())
         for words in (unseen_words(tables.unseen), skipped_words(tables.skipped)):
             if words:
                 warnings.warn(words, stacklevel=3)
         return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
-    rows = open_rows(data, _columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
+    rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
     X = rows.read()[0].reshape(rows.count, -1)
     for row, why in not_finite(X).items():
         raise DataError(f"row {row}, {why}")
@@ -402,7 +404,7 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     """Peak memory of prediction on a worker: Python with its libraries, the model twice (as stored and as prepared),
     one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
     fitted = load(model)
-    source = open_rows(data, _columns_of(fitted, None), split=split)
+    source = open_rows(data, columns_of(fitted, None), split=split)
     dtype = _precision(fitted, "auto")
     wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(getattr(fitted, "classes_", (0, 1)))
     centres = int(fitted.embedding_.weights.shape[0])

@@ -30,7 +30,7 @@ from kme_dist.core.risk import positive_rows
 from kme_dist.core.tuning import FINE, Tuned
 from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import RowSource
-from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
 from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
@@ -182,18 +182,8 @@ class Recipe:
         return choose("auto", Size(rows, dtype=self.dtype), seconds=self.fit_seconds).solver in ("nystrom", "falkon")
 
     def precision_for(self, source: RowSource, split: str | None) -> str:
-        """The precision of scaled rows: double if single cannot resolve their differences.
-
-        Scaling subtracts in double. Unscaled rows may be so far from the origin (years, coordinates) that single
-        precision, with a spacing of 1.2e-7 |x|, rounds their differences away.
-        """
-        found = source.split_statistics(split)
-        if self.scaling is None and self.dtype == "float32" and found.count:
-            spread = np.sqrt(found.variance)
-            largest = np.maximum(np.abs(found.minimum), np.abs(found.maximum))
-            if bool(np.any((spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread))):
-                return "float64"
-        return self.dtype
+        """The precision of scaled rows: double if single cannot resolve their differences."""
+        return resolving_dtype(self.dtype, source, split, self.scaling)
 
     def floor(self, rows: float, n_classes: int) -> float:
         """The least probability of a label: n rows (or rows of weight n) cannot support anything rarer than

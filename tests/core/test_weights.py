@@ -306,9 +306,9 @@ def test_log_loss_is_a_weighted_mean(rng):
     ("weights", "words"),
     [
         (np.ones(3), r"shape \(3,\) for 4 rows"),
-        ([1, 1, -2, 1], r"row 2 .* is -2\.0"),
-        ([1, np.nan, 1, 1], "row 1 .* is nan"),
-        ([1, 1, 1, np.inf], "row 3 .* is inf"),
+        ([1, 1, -2, 1], r"row 2 is -2\.0"),
+        ([1, np.nan, 1, 1], "row 1 is nan"),
+        ([1, 1, 1, np.inf], "row 3 is inf"),
         (np.zeros(4), "all 4 weights are 0"),
     ],
 )

@@ -11,7 +11,8 @@ from kme_dist.core.features import Identity, from_config
 from kme_dist.core.spectral import VARIANTS
 from kme_dist.core.sums import Centres
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.data.ingest import Table, ingest
+from kme_dist.data.ingest import ingest
+from kme_dist.data.reading import Table
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.models.askl import SpectralLearner
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
