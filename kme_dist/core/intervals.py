@@ -18,17 +18,23 @@ Jackknife+ (Barber, Candès, Ramdas and Tibshirani, 2021): with f₋ᵢ(x) = f(x
 
 covers a new target with probability at least 1 - 2(1 - c) for any distribution, and about c in practice. Without
 `local` both sizes s are one. With too few rows for the requested coverage the interval is infinite.
+
+With tens of thousands of centres nobody can afford A⁻¹, and some rows are not fitted. Their residuals e_i take the
+place of those above, f₋ᵢ is f itself (split conformal prediction: probability at least c), and a(x) are the weights at
+x of an embedding of these rows alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kme_dist.backend import cholesky
 from kme_dist.core.conditional import drawn_targets
+from kme_dist.core.kernels.base import Kernel
 
 _SCALE_ROWS = 5.0  # weight of all residuals in s(x), in rows near x
 _SHAPE_ROWS = 40.0  # the same for F(t | x)
@@ -36,11 +42,12 @@ _SHAPE_ROWS = 40.0  # the same for F(t | x)
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Leave-one-out residuals of some training rows, and the weights of those rows in the prediction at any x."""
+    """Residuals of some rows under fits without them, and the weights of those rows at any x."""
 
     columns: np.ndarray  # (centres or features, rows): a(x) = columnsᵀ z(x)
     residuals: np.ndarray  # (rows, outputs)
     sizes: np.ndarray  # s_i, (rows, outputs)
+    held_out: np.ndarray | None = None  # these rows, if they were not fitted: z(x) is k(x, held_out)
 
     @classmethod
     def of(cls, columns: np.ndarray, Z: np.ndarray, residuals: np.ndarray) -> LeftOut:
@@ -48,6 +55,15 @@ class LeftOut:
         a = columns.T @ Z.T  # a_j(x_i); without row i they are a_j / (1 - a_i), the same once normalised
         np.fill_diagonal(a, 0.0)
         return cls(np.ascontiguousarray(columns), residuals, _sizes(residuals, normalised(a)))
+
+    @classmethod
+    def of_held_out(cls, kernel: Kernel, X: np.ndarray, residuals: np.ndarray, shift: float) -> LeftOut:
+        """Of rows X that were not fitted; `shift` is that of an embedding of them alone."""
+        K = np.asarray(kernel.gram(X.astype(np.float64)))
+        top = float(np.mean(np.diagonal(K))) or 1.0
+        A = np.asfortranarray(K + max(shift, 1e-10 * top * len(K)) * np.eye(len(K)))
+        found = cls.of(np.asarray(cholesky(A).solve(np.eye(len(K)))).astype(X.dtype), K, residuals)
+        return replace(found, held_out=X)
 
     @property
     def count(self) -> int:
@@ -86,7 +102,7 @@ class LeftOut:
         under, over = math.floor((1 - coverage) * (n + 1) + 1e-9), math.ceil(coverage * (n + 1) - 1e-9)
         for j in range(f.shape[1]):
             e = self.residuals[:, j]
-            without = f[:, j][:, None] - a.T * e
+            without = f[:, j][:, None] - (0.0 if self.held_out is not None else a.T * e)
             reach = here[:, j][:, None] * (np.abs(e) / sizes[:, j])
             low[:, j] = np.partition(without - reach, under - 1, axis=1)[:, under - 1] if under >= 1 else -np.inf
             high[:, j] = np.partition(without + reach, over - 1, axis=1)[:, over - 1] if over <= n else np.inf

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,14 @@ from kme_dist.core.squared import distinct_rows, in_order, solve_rows, squared_o
 from kme_dist.core.sums import Centres, Sums, Values, sum_rows
 from kme_dist.core.tuning import START_SHIFT, Tuned, at_median_distance
 from kme_dist.data.dataset import RowSource
+from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.conditional import Inverse, Pairs, padded_factor, sampled_columns
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit import Size, choose
+from kme_dist.run.fit import Problem, Size, choose, falkon
 from kme_dist.run.fit.problem import CENTRES, silent
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import (
@@ -55,11 +57,12 @@ from kme_dist.run.learners import (
     within_limits,
 )
 from kme_dist.run.means import BLOCK_ROWS
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import AUTO, Candidate, Recipe
 from kme_dist.run.trainer import LengthScalePrior
 
 PHASE, PROFILE_PHASE = "squared error", "squared error, best profile"
-SOLVERS = ("cholesky", "tiled", "pcg", "nystrom")
+SOLVERS = ("cholesky", "tiled", "pcg", "nystrom", "falkon")
 LEFT_OUT_ROWS = 1_000  # for intervals
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 500), (2_000, 1_000)  # rows, and how many of them are left out
 _START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 6
@@ -318,14 +321,19 @@ def fit_regression(
     *,
     executor: Executor,
     split: str | None = "auto",
+    scratch: str | Path | Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> RegressionFit:
-    """Solve for the weights on all rows of a split, exactly if that is affordable, else on centres."""
+    """Solve for the weights on all rows of a split, exactly if that is affordable, else on centres.
+
+    `scratch` is a folder that driver and workers can reach, None if the executor works in this process; only solver
+    "falkon" uses it, and resumes from what an interrupted fit left there.
+    """
     began, report = time.perf_counter(), report or silent
     rows = numeric_rows(source, recipe, split)
     target, n = target_of(rows, executor), rows.positive
     room = recipe.memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
-    size = Size(n, len(target.mean), width=max(1, source.features), dtype=rows.dtype, labelled=False)
+    size = Size(n, len(target.mean), width=max(1, source.features), dtype=rows.dtype)
     chosen = choose(recipe.solver, size, recipe.centres, None, room, recipe.fit_seconds, iterate=False)
     if chosen.solver not in SOLVERS:
         raise ConfigError(f"solver={chosen.solver!r} requires classes; choose 'auto', {', '.join(map(repr, SOLVERS))}")
@@ -334,6 +342,8 @@ def fit_regression(
     centres = min(chosen.centres or recipe.centres or CENTRES, n)
     if chosen.solver == "nystrom" and centres < n:
         fit = common.on_centres(centres)
+    elif chosen.solver == "falkon" and centres < n:
+        fit = common.on_many_centres(centres, room, Scratch.at(scratch), report)
     elif chosen.solver in ("tiled", "pcg"):
         fit = common.out_of_core(chosen.solver)
     else:
@@ -408,6 +418,27 @@ class _Fit:
             few = slice(0, LEFT_OUT_ROWS)
             left = LeftOut.of(columns[:, few], Z[few], e[few])
         return self._made(C, V, left, lam, {"centres": count})
+
+    def on_many_centres(self, count: int, room: int, scratch: Scratch, report: Callable[[str], None]) -> RegressionFit:
+        """Conjugate gradients; rows held out end them, choose λ, and have the residuals."""
+        given, seed, lam = self.recipe.fit, self.recipe.seed, self.regularization
+        problem = Problem(
+            self.rows, self.kernel, self.executor, scratch, room, seed=seed, tolerance=given.get("tolerance") or 1e-6,
+            tile_rows=given.get("tile_rows"), centres=count, centre_choice=given.get("centre_choice") or "auto",
+            retune=self.recipe.refit_regularization and self.recipe.steps > 0, target=self.target, report=report,
+        )  # fmt: skip
+        solved = falkon.prepare(problem).solve(lam)
+        held, lam = solved.left_out, solved.regularization or lam
+        if held is None:
+            raise DataError(f"solver='falkon' holds rows out, and {self.rows.count} rows are too few; use 'cholesky'")
+        X, E, w = positive_rows(held.rows, self.target.standardised(held.codes) - held.decisions, held.weights)
+        drawn = np.random.default_rng([seed, 6]).choice(
+            len(E), min(LEFT_OUT_ROWS, len(E)), replace=False, p=None if w is None else w / w.sum()
+        )
+        with blas_threads(1):
+            left = LeftOut.of_held_out(self.kernel, X[drawn], E[drawn], lam * float(self.rows.weight))
+        facts = {**solved.facts, "centres": count, "iterations": solved.iterations}
+        return self._made(solved.embedding.centres, solved.weights, left, lam, facts)
 
     def _made(self, X: Any, V: np.ndarray, left: LeftOut, lam: float, facts: dict[str, Any]) -> RegressionFit:
         assert self.rows.scale is not None

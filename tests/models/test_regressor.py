@@ -137,6 +137,41 @@ def test_with_centres_weights_count_rows_too():
     np.testing.assert_allclose(few.predict(X), exact.predict(X), rtol=0.02)
 
 
+@pytest.fixture(scope="module")
+def many_centres():
+    return CMERegressor(solver="falkon", centres=120, steps=12).fit(*wave(2_400))
+
+
+def test_with_many_centres_intervals_come_from_rows_held_out(many_centres):
+    X, y = wave(2_000, seed=2)
+    assert many_centres.solver_ == "falkon"
+    assert many_centres.left_out_.held_out.shape == (120, 3)  # a twentieth of the rows
+    low, high = many_centres.predict_interval(X, 0.9)
+    assert np.mean((low <= y) & (y <= high)) == pytest.approx(0.9, abs=0.07)
+    assert np.mean((high - low)[X[:, 0] > 0.3]) > 1.3 * np.mean((high - low)[X[:, 0] < -0.3])
+    mean, std = many_centres.predict(X, return_std=True)
+    assert np.sqrt(np.mean((y - mean) ** 2)) < 1.1 * np.sqrt(np.mean((10 * 0.1 * (1 + (X[:, 0] > 0))) ** 2))
+    assert np.sqrt(np.mean(((y - mean) / std) ** 2)) == pytest.approx(1.0, abs=0.2)
+    assert many_centres.loo_rmse_ == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)), rel=0.2)
+
+
+def test_with_many_centres_bits_are_the_same_on_workers_from_a_data_set_and_once_saved(many_centres, tmp_path):
+    rows, (X, _) = wave(2_400), wave(50, seed=6)
+    data = kme.ingest(rows, tmp_path / "rows.zarr", dtype="float64")
+    settings = {"solver": "falkon", "centres": 120, "steps": 12}
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(
+            LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0")
+        )
+        client = stack.enter_context(Client(cluster))
+        others = [CMERegressor(client=client, **settings).fit(*given) for given in (rows, (data,))]
+    many_centres.save(tmp_path / "model.zarr")
+    for other in (*others, kme.load(tmp_path / "model.zarr")):
+        np.testing.assert_array_equal(other.predict(X), many_centres.predict(X))
+        np.testing.assert_array_equal(other.predict_interval(X), many_centres.predict_interval(X))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.zarr", "rows.zarr"]
+
+
 def test_a_saved_model_predicts_the_same_bits(fitted, tmp_path):
     X, _ = wave(50, seed=6)
     fitted.save(tmp_path / "model.zarr")
@@ -194,7 +229,7 @@ def test_verbose_tells_what_was_kept(capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"solver": "falkon"}, "solver='falkon' is unknown"),
+        ({"solver": "features"}, "solver='features' is unknown"),
         ({"steps": -1}, "steps=-1: must be an integer >= 0"),
         ({"scaling": "range"}, "scaling='range' is unknown"),
     ],
