@@ -393,8 +393,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.kernel_ = kernels.from_config(facts["kernel"], own=own)
         self.regularization_ = float(facts["regularization"])
         self.embedding_ = Embedding(self.kernel_, arrays["centres"], arrays["weights"], self.regularization_)
-        left = [arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes")]
-        self.left_out_ = LeftOut(*left, held_out=arrays.get("left_out/rows"))
+        columns, residuals, sizes = (arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes"))
+        self.left_out_ = LeftOut(columns, residuals, sizes, arrays.get("left_out/rows"))
         self.target_ = Target(arrays["target/mean"], arrays["target/width"])
         self.scaling_, self._single = stored_scaling(arrays), bool(facts["single"])
         self.kernel_name_, self.loo_errors_ = facts["kernel_name"], dict(facts["loo_errors"])

@@ -178,7 +178,35 @@ def test_the_statistic_is_the_sum_over_all_pairs_with_their_signs(rng, monkeypat
     M = (A @ A.T) * (B @ B.T) * KERNELS[0].gram(z)
     np.fill_diagonal(M, 0.0)
     E = np.concatenate([run.random_signs(5, b, size, 3) for b, size in ((0, 16), (1, 16), (2, 8))])
-    np.testing.assert_allclose(found, np.einsum("ib,ij,jb->b", E, M, E) / (40 * 39), rtol=1e-9)
+    expected = np.einsum("ib,ij,jb->b", E, M, E)
+    expected[0] -= shared_by_chance(KERNELS[0].gram(z), 0.4, KERNELS[0].gram(z), A, B)
+    np.testing.assert_allclose(found, expected / (40 * 39), rtol=1e-6)
+
+
+def shared_by_chance(K, shift, w, *residuals):
+    """Σ_{i≠j} C_ij C'_ij w_ij, with the residual operator as a matrix."""
+    n, found = len(K), w - np.diag(np.diag(w))
+    A = shift * np.linalg.solve(K + shift * np.eye(n), np.eye(n) - 1 / n)
+    for R in residuals:
+        d = np.sum(R * R, axis=1) / np.sum(A * A, axis=1)
+        found = found * ((A * d) @ A.T)
+    return found.sum()
+
+
+def test_what_is_subtracted_is_the_mean_of_the_statistic_for_independent_noise(rng):
+    """Residuals of pure noise: their inner products are those of A diag(d) Aᵀ on average."""
+    z = rng.normal(size=(30, 1))
+    K, w = KERNELS[0].gram(z), KERNELS[1].gram(z)
+    A = 0.1 * np.linalg.solve(K + 0.1 * np.eye(30), np.eye(30) - 1 / 30)
+    hollow = w - np.diag(np.diag(w))
+    values, means = [], []
+    for _ in range(600):
+        x, y = (A @ rng.normal(size=(30, 4)) for _ in range(2))
+        values.append(np.sum(hollow * (x @ x.T) * (y @ y.T)))
+        means.append(shared_by_chance(K, 0.1, w, x, y))
+    error = np.std(values) / np.sqrt(600)
+    assert np.mean(values) > 5 * error, "the mean is not zero"
+    assert np.mean(means) == pytest.approx(np.mean(values), abs=3 * error)
 
 
 def given_z(rng, kind, n=150):
