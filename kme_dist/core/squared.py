@@ -219,6 +219,8 @@ class SolvedRows:
     residuals: np.ndarray  # (left out, outputs)
     chosen: np.ndarray  # which rows are left out
     dtype: str  # of the factorisation
+    ones: np.ndarray  # A⁻¹ 1: weights of targets that are all 1
+    ones_left: np.ndarray  # what they predict at the rows left out
 
 
 def solve_rows(
@@ -237,20 +239,20 @@ def solve_rows(
     back = np.empty(n, np.int64)
     back[order] = np.arange(n)
     own = None if w is None else w[order]
-    for factor, V in _factorised(kernel, select(X, order), Y[order], shift, own):
+    sides = np.concatenate([Y[order], np.ones((n, 1))], axis=1)
+    for factor, V in _factorised(kernel, select(X, order), sides, shift, own):
         half = factor.last_columns(count)
         padded = np.concatenate([np.zeros((n - count, count), half.dtype), half])
         B = np.asarray(factor.half_solve(padded, transposed=True))
         D = np.sum(half.astype(np.float64) ** 2, axis=0)
         if np.isfinite(B).all() and (D > 0).all():
-            residuals = V[-count:] / D[:, None]
+            residuals, chosen = V[-count:] / D[:, None], order[-count:]
             V, B = V[back], B[back]
             if place is not None and w is not None:
                 part = ((1.0 if given is None else given) / w[place])[:, None]
                 V, B = V[place] * part, B[place] * part.astype(B.dtype)
-                first = np.unique(place, return_index=True)[1]
-                return SolvedRows(V, B, residuals, first[order[-count:]], str(half.dtype))
-            return SolvedRows(V, B, residuals, order[-count:], str(half.dtype))
+                chosen = np.unique(place, return_index=True)[1][chosen]
+            return SolvedRows(V[:, :-1], B, residuals[:, :-1], chosen, str(half.dtype), V[:, -1], 1 - residuals[:, -1])
     raise NumericalError(
         f"the Gram matrix of all {n} rows is singular in float64 at a shift of {shift:.1e}; raise `regularization`",
         rows=n, regularization=shift / n, dtype="float64",

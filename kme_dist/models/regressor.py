@@ -21,7 +21,7 @@ from sklearn.base import RegressorMixin
 from kme_dist.backend import blas_threads
 from kme_dist.core import kernels
 from kme_dist.core.embedding import HOST_TILE, Decision, Embedding
-from kme_dist.core.intervals import LeftOut, Predictive
+from kme_dist.core.intervals import LeftOut, Near, Predictive
 from kme_dist.core.kernels import Kernel, Matern
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.risk import positive_rows
@@ -377,7 +377,11 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             "centres": self.embedding_.centres, "weights": self.embedding_.weights, **scaling_arrays(self.scaling_),
             "target/mean": self.target_.mean, "target/width": self.target_.width, "left_out/columns": left.columns,
             "left_out/residuals": left.residuals, "left_out/sizes": left.sizes,
-        } | ({} if left.held_out is None else {"left_out/rows": left.held_out})  # fmt: skip
+        }  # fmt: skip
+        if left.held_out is not None:
+            arrays["left_out/rows"] = left.held_out
+        if left.near is not None:
+            arrays |= {"left_out/ones": left.near.ones, "left_out/typical": left.near.typical}
         return arrays, {
             "kernel": self.kernel_.to_config(),
             "regularization": self.regularization_,
@@ -394,7 +398,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.regularization_ = float(facts["regularization"])
         self.embedding_ = Embedding(self.kernel_, arrays["centres"], arrays["weights"], self.regularization_)
         columns, residuals, sizes = (arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes"))
-        self.left_out_ = LeftOut(columns, residuals, sizes, arrays.get("left_out/rows"))
+        near = Near(arrays["left_out/ones"], arrays["left_out/typical"]) if "left_out/ones" in arrays else None
+        self.left_out_ = LeftOut(columns, residuals, sizes, arrays.get("left_out/rows"), near)
         self.target_ = Target(arrays["target/mean"], arrays["target/width"])
         self.scaling_, self._single = stored_scaling(arrays), bool(facts["single"])
         self.kernel_name_, self.loo_errors_ = facts["kernel_name"], dict(facts["loo_errors"])

@@ -59,6 +59,21 @@ def test_intervals_cover_and_follow_the_noise(fitted):
     assert np.sqrt(np.mean(((y - fitted.predict(X)) / std) ** 2)) == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "nystrom", "falkon"])
+def test_far_from_all_rows_the_targets_are_as_uncertain_as_without_inputs(solver):
+    X, y = wave(300)
+    centres = 100 if solver in ("nystrom", "falkon") else None
+    model = CMERegressor(Gaussian(length_scale=0.6), 1e-4, steps=0, solver=solver, centres=centres).fit(X, y)
+    there = np.array([[60.0, 0, 0], [600.0, 0, 0]])
+    mean, std = model.predict(there, return_std=True)
+    np.testing.assert_allclose(mean, y.mean())
+    assert (std > 0.7 * y.std()).all()
+    low, high = model.predict_interval(there, 0.8)
+    assert (high - low > 0.7 * np.ptp(np.quantile(y, [0.1, 0.9]))).all()
+    low, high = model.predict_interval(X, 0.8)
+    assert np.mean(high - low) < 0.4 * np.ptp(np.quantile(y, [0.1, 0.9]))
+
+
 def test_quantiles_samples_and_expectations_are_those_of_one_distribution(fitted):
     X, _ = wave(20, seed=3)
     mean, std = fitted.predict(X, return_std=True)
@@ -102,6 +117,8 @@ def test_targets_may_be_of_any_unit_and_far_from_zero():
     one, other = (CMERegressor(steps=20).fit(X, target) for target in (y, 1e9 + 1e-3 * y))
     np.testing.assert_allclose(other.predict(X), 1e9 + 1e-3 * one.predict(X), rtol=1e-12)
     assert np.isfinite(CMERegressor(steps=5).fit(X, np.full(200, 3.0)).predict(X)).all()
+    with pytest.raises(DataError, match="the variance of the targets overflows"):
+        CMERegressor(steps=5).fit(X, 1e200 * y)
 
 
 def test_weights_count_rows():
