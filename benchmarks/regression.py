@@ -213,54 +213,53 @@ def measured(tasks: list[dict[str, Any]], path: Path) -> None:
 
 
 def summary(tasks: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
-    """Means over the splits that all models of a set have."""
+    """A paragraph for each set; every model is compared with CMERegressor on the splits that both have."""
     found = {results.key(record): record for record in records if record["status"] == "ok"}
     lines = []
     for name in dict.fromkeys(task["set"] for task in tasks):
-        own = [task for task in tasks if task["set"] == name]
-        models = list(dict.fromkeys(task["model"] for task in own))
-        by = {(t["split"], t["model"]): found[results.key(t)] for t in own if results.key(t) in found}
-        splits = [s for s in sorted({t["split"] for t in own}) if all((s, model) in by for model in models)]
-        if not splits:
-            lines.append(f"{name}: no split has all models")
-            continue
-        lines += _set_lines(name, models, splits, by)
+        by: dict[str, dict[int, dict[str, Any]]] = {}
+        for task in tasks:
+            if task["set"] == name and results.key(task) in found:
+                by.setdefault(task["model"], {})[task["split"]] = found[results.key(task)]
+        lines += _set_lines(name, by) if by else [f"{name}: nothing was measured"]
     return "\n".join(lines) + "\n"
 
 
-def _set_lines(name: str, models: list[str], splits: list[int], by: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
-    def values(model: str, figure: str) -> np.ndarray:
-        return np.array([by[split, model][figure] for split in splits])
+def _set_lines(name: str, by: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    def mean(model: str, figure: str, splits: Any) -> float:
+        return float(np.mean([by[model][split][figure] for split in splits]))
 
-    def intervals(model: str, kind: str) -> np.ndarray:
-        return np.array([by[split, model]["intervals"][kind] for split in splits])
-
-    rows = by[splits[0], models[0]]["train"]
-    counted = f"splits {', '.join(map(str, splits))}"
-    lines = [f"{name}: {rows:,} training rows, {counted}"]
-    for model in models:
-        rmse, seconds = values(model, "rmse"), values(model, "fit_cpu")
-        mark = "~" if by[splits[0], model].get("estimated") else ""
+    rows = next(iter(next(iter(by.values())).values()))["train"]
+    lines = [f"{name}: {rows:,} training rows"]
+    for model, cells in by.items():
+        rmse = np.array([cell["rmse"] for cell in cells.values()])
+        mark = "~" if any(cell.get("estimated") for cell in cells.values()) else ""
         error = rmse.std(ddof=1) / math.sqrt(len(rmse)) if len(rmse) > 1 else math.nan
-        lines.append(f"  {model:11} RMSE {rmse.mean():<10.5g} ± {error:<9.2g} {mark}{seconds.mean():.1f} s")
-    kinds = [(m, kind) for m in ("cme", "hgb") if m in models for kind in by[splits[0], m]["intervals"]]
+        seconds = f"{mark}{mean(model, 'fit_cpu', cells):.1f} s"
+        lines.append(f"  {model:11} RMSE {rmse.mean():<10.5g} ± {error:<9.2g} {seconds:10} splits {_numbers(cells)}")
     widths = {}
-    for model, kind in kinds:
-        coverage, widths[kind] = intervals(model, kind).mean(axis=0)
-        lines.append(f"  {kind:11} coverage {100 * coverage:.1f} %   width {widths[kind]:.5g}")
-    others = [model for model in models if model != "cme"]
-    if "cme" in models and others:
-        best = min(others, key=lambda model: values(model, "rmse").mean())
-        ratio = values("cme", "rmse").mean() / values(best, "rmse").mean()
-        line = f"  CMERegressor: RMSE {ratio:.3f} of the best other ({best})"
-        if "krr" in models:
-            speed = values("krr", "fit_cpu").sum() / values("cme", "fit_cpu").sum()
-            line += f"; fitted {speed:.1f} times faster than the KRR grid"
+    for model in ("cme", "hgb"):
+        for kind in next(iter(by[model].values()))["intervals"] if model in by else ():
+            pairs = np.array([cell["intervals"][kind] for cell in by[model].values()])
+            coverage, widths[kind] = pairs.mean(axis=0)
+            lines.append(f"  {kind:11} coverage {100 * coverage:.1f} %   width {widths[kind]:.5g}")
+    common = {m: sorted(by[m].keys() & by["cme"].keys()) for m in by if m != "cme"} if "cme" in by else {}
+    ratios = {m: mean("cme", "rmse", own) / mean(m, "rmse", own) for m, own in common.items() if own}
+    if ratios:
+        best = max(ratios, key=lambda model: ratios[model])
+        parts = [f"RMSE {ratios[best]:.3f} of the best other ({best})"]
+        if common.get("krr"):
+            speed = mean("krr", "fit_cpu", common["krr"]) / mean("cme", "fit_cpu", common["krr"])
+            parts.append(f"fitted {speed:.1f} times faster than the KRR grid")
         if "split" in widths:
             narrower = min(widths["split"], widths["CQR"])
-            line += f"; intervals {widths['jackknife+'] / narrower:.2f} of the narrower conformal ones"
-        lines.append(line)
+            parts.append(f"intervals {widths['jackknife+'] / narrower:.2f} of the narrower conformal ones")
+        lines.append(f"  CMERegressor: {'; '.join(parts)}")
     return lines
+
+
+def _numbers(splits: Any) -> str:
+    return ", ".join(map(str, sorted(splits)))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,17 +13,11 @@ from sklearn.base import clone
 from sklearn.datasets import load_diabetes
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.linear_model import LinearRegression
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import kme_dist as kme
 from kme_dist import CMERegressor
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.kernels import Gaussian
-
-
-@parametrize_with_checks([CMERegressor()])
-def test_scikit_learn_accepts_it(estimator, check):
-    check(estimator)
 
 
 def wave(n, seed=0, noise=0.1):
