@@ -229,6 +229,20 @@ def test_the_test_given_z_keeps_its_level_and_has_power(rng):
         assert found >= 5, kind
 
 
+@pytest.mark.parametrize(
+    "rows", [50, pytest.param(100, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", ["alike", pytest.param("linear", marks=pytest.mark.slow)])
+def test_the_level_holds_with_few_rows(rows, kind):
+    """Regressions of x and y that are alike share their degrees of freedom, which must not count as dependence."""
+    rejected = 0
+    for seed in range(80):
+        z, a, b = np.random.default_rng([seed, rows]).normal(size=(3, rows, 1))
+        f, noise = (np.sin(3 * z), 0.1) if kind == "alike" else (z, 1.0)
+        rejected += kme.conditional_independence_test(f + noise * a, f + noise * b, z, draws=100).rejects(0.1)
+    assert rejected <= 16  # 8 are expected, and more than 16 have probability 0.002
+
+
 def test_fewer_centres_than_rows_give_nearly_the_same(rng):
     x, y, z = given_z(rng, "dependent", 300)
     exact = kme.conditional_independence_test(x, y, z, draws=50)
