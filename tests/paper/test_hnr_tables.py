@@ -30,14 +30,14 @@ def unit_range(X):
     return (X - X.min(axis=0)) / np.where(width > 0, width, 1)  # a constant feature becomes 0
 
 
-def ten_folds(X, y, *, stochastic=False, objective="rcb"):
+def ten_folds(X, y, *, stochastic=False):
     order = np.random.RandomState(0).permutation(len(X))
     X, y = unit_range(X)[order], y[order]
     scores = []
     with backend.blas_threads(1):
         for train, test in KFold(10).split(X):
             clf = MCEClassifier(
-                objective=objective,
+                objective="rcb",
                 refit_regularization=False,
                 scaling=None,
                 steps=10_000 if stochastic else 1000,
@@ -144,7 +144,8 @@ def test_a_median_of_zero_gives_the_first_class_and_the_published_figure(shared_
     assert found == (pytest.approx(42.1, abs=0.051), pytest.approx(47.7, abs=0.051))
 
 
-# Grids of CV are not printed, and ours are others; ERM has no unique end. On our folds, within one published deviation.
+# The grid of CV is not printed; why ERM differs by a few rows was not found. On the same folds near, not to the digit
+# (ERM 92.8 ± 6.6, 76.6 ± 18.5; CV 95.0 ± 5.8, 78.1 ± 20.7).
 OTHERS = [
     ("wine", "erm", 93.9, 5.2),
     ("wine", "cv", 93.3, 7.4),
@@ -154,7 +155,15 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "objective", "mean", "deviation"), OTHERS)
-def test_other_objectives_stay_within_one_published_deviation(name, objective, mean, deviation, shared_data):
-    found, spread = ten_folds(*shared_data(name), objective=objective)
+def test_other_objectives_stay_within_a_third_of_the_published_deviation(name, objective, mean, deviation, shared_data):
+    X, y = shared_data(name)
+
+    def learned(X, y, queries):
+        settings = {"refit_regularization": False, "scaling": None, "steps": 1000, "batch_size": len(X)}
+        return MCEClassifier(objective=objective, **settings).fit(X, y).predict(queries)
+
+    with backend.blas_threads(1):
+        found, spread = folds_of_the_file(unit_range(X), y, learned)
     print(f"{name} {objective}: {found:.1f} ± {spread:.1f}, published {mean} ± {deviation}")
-    assert abs(found - mean) < deviation
+    assert abs(found - mean) < deviation / 3
+    assert abs(spread - deviation) < deviation / 3
