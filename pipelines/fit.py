@@ -170,9 +170,12 @@ def _fit_regressor(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     settings, path = run.starts[0].settings, run.folder.path
     recipe = _recipe(run, settings)
     candidates = [_given(recipe)] if learned is None else learned.starts[0]
-    fit = fit_regression(run.training_data, recipe, candidates[0], executor=run.executor, report=run.say)
+    fit = fit_regression(
+        run.training_data, recipe, candidates[0], executor=run.executor, scratch=path / SCRATCH, report=run.say
+    )
     model = CMERegressor(**settings).adopt(run.training_data, candidates, fit)
     model.save(path / MODEL)
+    run.folder.remove(SCRATCH)
     return {
         "status": "succeeded",
         "folder": str(path),

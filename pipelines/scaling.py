@@ -94,8 +94,8 @@ def stages(
         model = recipes.estimator_of(config, settings)
         learn, features, dtype = _learn_network(model, data, rows), _network(model, data), model.dtype
         solver, centres, seconds = "features", None, None
-    size = _size(data, rows, dtype)
-    chosen = choose(solver, size, centres, features, room or 2**63, seconds)
+    size, numeric = _size(data, rows, dtype), config.model.kind == recipes.REGRESSION
+    chosen = choose(solver, size, centres, features, room or 2**63, seconds, iterate=not numeric)
     width = _width(features, data)
     size = replace(size, basis=width if features is not None else min(chosen.centres or rows, rows))
     fit = _fit(chosen, size) if config.model.kind != "askl" else Stage("fit", rows, (), PROCESS_BYTES, "none needed")
@@ -145,7 +145,7 @@ def _plain(found: Estimate) -> dict[str, Any]:
 
 
 def _size(data: RowSource, rows: int, dtype: str) -> Size:
-    return Size(rows, max(1, data.n_classes), width=data.features, dtype=dtype, labelled=data.classes is not None)
+    return Size(rows, max(1, data.n_classes), width=data.features, dtype=dtype)
 
 
 def _width(features: Any, data: RowSource) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -30,7 +29,6 @@ from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import parse_bytes
-from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.validation import object_rows
 from kme_dist.errors import ConfigError, DataError, counted
@@ -43,6 +41,7 @@ from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.train import Recipe, Trained, fit_candidates, gaussian_of, learn_candidates
+from kme_dist.run.workers import scratch_for
 
 _SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound
 
@@ -219,7 +218,7 @@ class MCEClassifier(EmbeddingClassifier):
             self._check_same_width(X)
         with contextlib.ExitStack() as stack:
             data, folder = self._labelled_rows(X, y, stack, sample_weight)
-            executor, scratch = self._executor(), self._scratch(data, folder, stack)
+            executor, scratch = self._executor(), scratch_for(data, folder, self._client, stack)
             recipe, rows = self.recipe(data), data.split_positive(data.training_split())
             account = Account(self.verbose, type(self).__name__, lambda name: recipe.patience(name, rows))
             account.begin(
@@ -268,15 +267,6 @@ class MCEClassifier(EmbeddingClassifier):
         shown = f" {self.calibration_.temperature:.3g}" if kind == "temperature" else ""
         account.say(f"calibration {kind}{shown}")
         account.done()
-
-    def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
-        """Where tasks exchange arrays: beside a data set, since workers on other hosts cannot reach a folder of this
-        machine."""
-        if self._client is None or not isinstance(data, Dataset):
-            return folder
-        place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
-        stack.callback(place.delete_all)
-        return place
 
     @property
     def n_iter_(self) -> int:
