@@ -100,7 +100,7 @@ def _build(folder: Path) -> list[dict]:
             jsonpatch.apply_patch(resource, steps, in_place=True)
     for image in recipe.get("images", ()):
         for container in all_containers(resources):
-            if container["image"] == image["name"]:
+            if container["image"].split(":")[0] == image["name"]:
                 container["image"] = f"{image['newName']}:{image['newTag']}"
     if "namespace" in recipe:
         for resource in resources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import json
 import os
 import re
 import shlex
@@ -85,7 +86,9 @@ def test_every_worker_has_a_port_of_its_own(tmp_path):
     for number, port in ((1, 8791), (2, 8792), (10, 8800)):
         assert call("/bin/sh", "-c", script.replace("%i", str(number))).stdout.strip() == f"127.0.0.1:{port}"
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
-    assert scraped["static_configs"][0]["targets"] == ["127.0.0.1:8791", "127.0.0.1:8792"]
+    (pattern,) = scraped["file_sd_configs"][0]["files"]
+    (listed,) = (DEPLOY / "prometheus").glob(pattern)
+    assert json.loads(listed.read_text()) == [{"targets": ["127.0.0.1:8791", "127.0.0.1:8792"]}]
 
 
 def accepted(words):
