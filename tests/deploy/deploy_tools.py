@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jsonpatch
@@ -57,6 +58,28 @@ def package_folder(name: str) -> Path:
 def call(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
     """Run a command and catch what it says."""
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, **options)
+
+
+# How this host reaches the package index; a machine that the tests make sees none of it unless told.
+HOST_FILES = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+
+
+def debian_archive() -> Path:
+    """A fresh Debian with systemd and Python as an archive, made once; or a skipped test."""
+    archive = TOOLS / "debian-root.tar"
+    if not archive.exists():
+        debootstrap = tool("debootstrap")
+        with tempfile.TemporaryDirectory() as folder:
+            root, packages = Path(folder) / "root", "systemd,systemd-sysv,dbus,ca-certificates,python3"
+            done = call(debootstrap, "--variant=minbase", f"--include={packages}", "bookworm", root, timeout=900)
+            if done.returncode != 0:
+                pytest.skip(f"no Debian could be installed into a folder: {done.stdout[-300:]}")
+            shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)
+            archive.parent.mkdir(exist_ok=True, parents=True)
+            part = archive.with_suffix(".part")
+            assert call("tar", "--create", "--file", part, "--directory", root, ".").returncode == 0
+            part.rename(archive)
+    return archive
 
 
 def documents(path: Path) -> list[dict]:
