@@ -35,7 +35,7 @@ from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import ingest, learn, recipes, tables
-from kme_dist.pipelines.folder import Listener
+from kme_dist.pipelines.folder import CONFIG, Listener, to_yaml
 from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.fit import Fit, FitStatistics, add_rows, fit_on_dataset, refit, remove_rows
@@ -49,6 +49,7 @@ FACTS = ("solver", "reason", "regularization", "loss", "residual", "iterations",
 
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
+    run.folder.place.write(CONFIG, to_yaml(run.resolved).encode())
     learned = learn.load_learned(run)
     if run.config.model.kind == recipes.REGRESSION:
         return _fit_regressor(run, learned)
@@ -323,6 +324,7 @@ def run(
     ) as current:
         if not fresh and not update and (current.folder.path / MODEL).exists():
             ingest.check_source(config, current.folder.path)  # before the rows are replaced
+            current.keep_previous((MODEL, STATISTICS, CONFIG), ingest.STAGE, STAGE)
         current.do(ingest.STAGE)
         if update:
             _check_update(current, remove)

@@ -38,7 +38,7 @@ from kme_dist.data.rows import Scaling
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import ingest, recipes, tables
-from kme_dist.pipelines.folder import Listener, MetricsFile, digest, to_json, to_yaml
+from kme_dist.pipelines.folder import CONFIG, Listener, MetricsFile, digest, to_json, to_yaml
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.full import learn_features
@@ -179,7 +179,7 @@ def _save(run: Run, learned: LearnedResult, steps: int) -> None:
 
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
-    run.folder.place.write("config.yaml", to_yaml(run.resolved).encode())
+    run.folder.place.write(CONFIG, to_yaml(run.resolved).encode())
     saved, began = CheckpointFolder.of(run).open(), time.monotonic()
     with MetricsFile(run.folder.path / METRICS) as lines:
         if run.config.model.kind not in ("mce", recipes.REGRESSION):

@@ -25,6 +25,7 @@ from kme_dist.errors import ConfigError
 from kme_dist.models.base import model_place
 from kme_dist.models.predict import REGRESSION_OUTPUTS
 from kme_dist.ops.cluster import in_words, open_executor
+from kme_dist.ops.jobs import new_id
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines import ingest, recipes, tables
 from kme_dist.pipelines.fit import MODEL
@@ -122,7 +123,9 @@ def run_request(
     listener = listener or Listener()
     with (
         LazyExecutor(cluster, listener.say, performance) as executor,
-        telemetry(executor, run=request.name, stage="predict", pipeline=request.name) as stage,
+        telemetry(
+            executor, run=listener.run_id or new_id(request.name), stage="predict", pipeline=request.name
+        ) as stage,
     ):
         return predict_rows(request, executor, stage, listener, fresh=fresh, overwrite=overwrite)
 

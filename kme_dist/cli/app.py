@@ -32,6 +32,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kme_dist.cli import drivers as cluster_commands
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
 from kme_dist.cli.options import (
@@ -370,6 +371,7 @@ def smoke(
         )
 
 
+cluster_commands.add_commands(app)
 job_commands.add_commands(app)
 predict_commands.add_commands(app)
 

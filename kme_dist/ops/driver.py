@@ -9,6 +9,7 @@ What a pipeline is, the driver does not know: `run_pipeline` (of kme_dist.pipeli
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -45,6 +46,12 @@ class DriverHost:
     holder: str | None = None  # its name in the lease; the process id and host by default
     cluster: Mapping[str, Any] | None = None  # section `cluster` to use instead of the configuration's own
     shutting_down: Callable[[], bool] = lambda: False  # polled: when true, the driver stops so that another can resume
+
+
+def orphaned() -> Callable[[], bool]:
+    """Whether the process that started this one is gone, and with it whoever would start the driver again."""
+    parent = os.getppid()
+    return lambda: os.getppid() != parent
 
 
 def drive(
@@ -176,8 +183,15 @@ class JobListener:
     def progress(self, stage: str, done: int, total: int | None) -> None:
         self._progress({"stage": stage, "done": done, "total": total})
 
+    def begin(self, stage: str) -> None:
+        """A stage that may say nothing until it ends."""
+        self.lease.progress = {"stage": stage, "done": 0, "total": None}
+
     def say(self, line: str) -> None:
         self.check()
+        done, total = getattr(line, "done", None), getattr(line, "total", None)
+        if done is not None and total is not None:
+            self.lease.progress = {"stage": line.partition(":")[0], "done": done, "total": total}
         self.job.log(line, epoch=self.lease.epoch)
         self.tell(line)
 

@@ -1,6 +1,6 @@
-"""Keeps submitted jobs going without a hand: `kme-dist jobs keep --scheduler ADDRESS`.
+"""Keeps submitted jobs going without a hand: in every driver host and schedule, and by `kme-dist jobs keep`.
 
-    supervisor = Supervisor(root, cluster, run_pipeline, say=print, notices=Notices(command=["notify-operator"]))
+    supervisor = Supervisor(root, cluster, say=print, notices=Notices(command=["notify-operator"]))
     supervisor.keep(stop)           # looks at all jobs under the root every few seconds
 
 A job that was submitted to a scheduler is resubmitted when it has no driver any more: the scheduler does not know it
@@ -28,7 +28,6 @@ from typing import Any
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import latest_epoch
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
-from kme_dist.ops.driver import RunPipeline
 from kme_dist.ops.jobs import ENDED, Job, list_jobs, redact
 from kme_dist.ops.submit import GONE, on_scheduler, submit
 
@@ -82,7 +81,6 @@ class Supervisor:
 
     root: Path
     cluster: ClusterConfig
-    run_pipeline: RunPipeline
     say: Callable[[str], None] = lambda line: None
     limit: int = LIMIT
     pause_s: float = PAUSE_S
@@ -156,7 +154,7 @@ class Supervisor:
             return False
         self._not_before[job.id] = time.monotonic() + min(self.pause_s * 2**earlier, _LONGEST_PAUSE_S)
         try:
-            submit(job, self.cluster, self.run_pipeline, resubmission=earlier + 1)
+            submit(job, self.cluster, resubmission=earlier + 1)
         except RetryError:
             self._not_before.pop(job.id)
             raise

@@ -459,9 +459,9 @@ def test_a_job_runs_by_itself_and_survives_the_death_of_its_driver(operator, ste
     code, out = operator("jobs", "status", job.id, "--json")
     assert code == 0, out
     status = json.loads(out)
-    assert (status["state"], status["scheduler"]["state"]) == ("running", "processing")
+    assert (status["state"], status["scheduler"]["state"]) == ("running", "running")
     assert status["scheduler"]["connected"], "its tasks are known by the name of its client"
-    assert f"worker {status['scheduler']['driver']}" == lease["holder"]
+    assert status["scheduler"]["driver"].startswith("process ")
     os.kill(lease["process"], signal.SIGKILL)
     code, out = operator("jobs", "wait", job.id, "--quiet", "--timeout", "200", connected=False)
     assert code == 0, out
@@ -474,7 +474,7 @@ def test_a_job_runs_by_itself_and_survives_the_death_of_its_driver(operator, ste
     code, out = operator("jobs", "logs", job.id, connected=False)
     assert "succeeded" in out
     code, out = operator("jobs", "list", connected=False)
-    assert f"{job.id}  learn     succeeded" in out
+    assert f"{job.id}  learn     succeeded  {jobs.this_user()[:12]}" in out
     code, out = operator("jobs", "list")
     assert code == 0, out
     assert "not on the scheduler" not in out, "what has ended need not be there"
@@ -505,40 +505,6 @@ def test_cancel_then_makes_it_stop_and_frees_the_workers(operator, cluster, monk
     monkeypatch.setattr(clusters, "CONNECT_S", 240)
     with clusters.open_client(ClusterConfig(kind="address", address=cluster[0], tls=tls_files(cluster[1]))) as client:
         assert client.submit(sum, [1, 2]).result(timeout=240) == 3, "the workers are free for others"
-
-
-def test_a_cluster_without_a_driver_worker_is_told(monkeypatch):
-    from kme_dist.ops import submit
-
-    class Client:
-        scheduler = type("S", (), {"address": "tcp://127.0.0.1:1"})
-
-        def scheduler_info(self, n_workers):
-            return {"workers": {"tcp://127.0.0.1:2": {"resources": {}}}}
-
-    with pytest.raises(RetryError, match=r"no worker at .* \(1 connected\) .* --resources kme_driver=1"):
-        submit._driver_workers(Client())
-
-
-def test_the_workers_that_are_busy_for_a_job_are_found():
-    from types import SimpleNamespace as Thing
-
-    from kme_dist.ops import submit
-
-    def task(worker):
-        return Thing(state="processing", processing_on=worker and Thing(address=worker), key=object())
-
-    class Hashable(Thing):
-        __hash__ = object.__hash__
-
-    tasks = [Hashable(**vars(task(worker))) for worker in ("tcp://a", "tcp://b", None)]
-    others = [Hashable(**vars(task("tcp://c")))]
-    scheduler = Thing(
-        tasks={"kme-driver-x": task("tcp://a")},
-        clients={"Client-kme-driver-x-1": Thing(wants_what=tasks), "Client-2": Thing(wants_what=others)},
-    )
-    found = submit._find_tasks("x", dask_scheduler=scheduler)
-    assert found == {"state": "processing", "driver": "tcp://a", "connected": True, "busy": ["tcp://b"]}
 
 
 def test_a_job_that_nobody_took_leaves_no_trace(tmp_path, capsys, monkeypatch):

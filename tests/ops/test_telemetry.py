@@ -148,7 +148,7 @@ def test_the_log_has_one_whole_json_object_a_line():
         told.event("checkpoint", step=40, path="runs/digits")
     found = lines(log)
     assert [line["event"] for line in found] == ["started", "step", "checkpoint", "ended"]
-    assert all(list(line)[:5] == ["ts", "level", "run", "stage", "event"] for line in found)
+    assert all(list(line)[:6] == ["ts", "level", "run", "pipeline", "stage", "event"] for line in found)
     assert all(line["ts"].endswith("+00:00") and line["run"] == "digits" for line in found)
     assert found[1]["gradient_norm"] is None, "JSON has no NaN"
     assert found[-1]["status"] == "succeeded"
