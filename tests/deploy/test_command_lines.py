@@ -40,7 +40,11 @@ def raw_command_lines():
     for path in sorted((DEPLOY / "systemd").glob("*.service")):
         unit = configparser.ConfigParser(strict=False, interpolation=None)
         unit.read_string(path.read_text().replace("\\\n", " "))
-        yield path.name, shlex.split(unit["Service"]["ExecStart"])
+        defaults = re.findall(r"(\w+)=(\S+)", " ".join(re.findall(r"(?m)^Environment=(.*)$", path.read_text())))
+        command = unit["Service"]["ExecStart"]
+        for name, value in defaults:
+            command = command.replace(f"${{{name}}}", value)
+        yield path.name, shlex.split(command)
     for line in (DEPLOY / "cron" / "kme-dist").read_text().splitlines():
         if "kme-dist" in line and line[0].isdigit():
             line = re.sub(r'"\$\(.*?\)\S*"', "2026-03-01T02:30:00Z", line)

@@ -32,7 +32,7 @@ class Machine:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.container = [tool("systemd-nspawn"), "--quiet", "--register=no", "--directory", root]
+        self.container = [tool("systemd-nspawn"), "--quiet", "--register=no", "--keep-unit", "--directory", root]
 
     def inside(self, *words, **options):
         bind = f"--bind-ro={ROOT}:/usr/src/kme-dist"
@@ -199,7 +199,7 @@ def active(booted, unit):
 
 
 def test_everything_starts_with_the_machine_and_passes_the_smoke_test(booted):
-    wanted = ["kme-dist-scheduler", "kme-dist-worker@1", "kme-dist-worker@2", "kme-dist-keep"]
+    wanted = ["kme-dist-scheduler", "kme-dist-worker@1", "kme-dist-worker@2", "kme-dist-drivers", "kme-dist-keep"]
     booted.wait_for("services", lambda: all(active(booted, unit) == "active" for unit in wanted))
     done = booted.kme(*SMOKE.split(), timeout=300)
     assert done.returncode == 0, done.stderr + booted.journal()

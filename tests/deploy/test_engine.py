@@ -152,7 +152,9 @@ def test_compose_understands_the_file(tmp_path):
     check = [compose_program(), "--file", COMPOSE_FILE]
     done = call(*check, "config", "--services", env=environment)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {"scheduler", "worker", "driver", "store"}, "what `up` starts: nothing that ends"
+    assert set(done.stdout.split()) == {"scheduler", "worker", "drivers", "store"}, (
+        "what `up` starts: nothing that ends"
+    )
     del environment["KME_STORE_SECRET"]
     done = call(*check, "config", env=environment)
     assert done.returncode != 0
@@ -163,7 +165,7 @@ def test_the_commands_of_the_guide_make_a_cluster_that_works(engine):
     done = engine.compose("up", "--detach", "--wait", timeout=300)
     assert done.returncode == 0, done.stderr + engine.compose("logs", "--tail=30").stdout
     states = engine.compose("ps", "--format", "{{.Service}} {{.State}}").stdout.splitlines()
-    assert set(states) == {f"{name} running" for name in ("scheduler", "worker", "driver", "store")}
+    assert set(states) == {f"{name} running" for name in ("scheduler", "worker", "drivers", "store")}
     done = engine.compose("run", "--rm", "smoke", timeout=600)
     assert done.returncode == 0, done.stderr + engine.compose("logs", "--tail=30").stdout
     assert "passed: " in done.stdout

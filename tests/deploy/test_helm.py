@@ -206,7 +206,7 @@ def test_values_reach_the_resources(tmp_path):
 image: {{repository: here/kme, digest: "{digest}", pullSecrets: [registry]}}
 storage: {{existingClaim: disk}}
 workers: {{replicas: 5, nodeSelector: {{pool: compute}}}}
-driver: {{tolerations: [{{key: small, operator: Exists}}]}}
+drivers: {{maxPerUser: 3, tolerations: [{{key: small, operator: Exists}}]}}
 keep: {{notifyURL: "https://example.org/hook", limit: 2}}
 nightly: {{schedule: "0 4 * * 1", timeZone: Europe/Berlin, config: "data: {{source: mine.zarr}}"}}
 monitoring: {{labels: {{release: prometheus}}}}
@@ -221,8 +221,9 @@ smoke: {{enabled: false}}
     assert not any(r["kind"] in ("PersistentVolumeClaim", "Job") for r in resources)
     worker = find(resources, "DaskCluster")["spec"]["worker"]
     assert (worker["replicas"], worker["spec"]["nodeSelector"]) == (5, {"pool": "compute"})
-    driver = find(resources, "Deployment", "kme-dist-driver")["spec"]["template"]["spec"]
-    assert driver["tolerations"] == [{"key": "small", "operator": "Exists"}]
+    drivers = find(resources, "Deployment", "kme-dist-drivers")["spec"]["template"]["spec"]
+    assert drivers["tolerations"] == [{"key": "small", "operator": "Exists"}]
+    assert drivers["containers"][0]["args"][-2:] == ["--max-per-user", "3"]
     (keep,) = find(resources, "Deployment", "kme-dist-keep")["spec"]["template"]["spec"]["containers"]
     assert keep["args"][-2:] == ["--notify-url", "https://example.org/hook"]
     assert keep["args"][keep["args"].index("--limit") + 1] == "2"

@@ -154,7 +154,7 @@ def test_the_rules_of_checkov_hold(name, tmp_path):
     path.write_text(yaml.safe_dump_all(overlay(name)))
     assert checkov_findings(path) <= ALLOWED
     broken = overlay(name)
-    container = find(broken, "Deployment", "kme-dist-driver")["spec"]["template"]["spec"]["containers"][0]
+    container = find(broken, "Deployment", "kme-dist-drivers")["spec"]["template"]["spec"]["containers"][0]
     container["securityContext"]["allowPrivilegeEscalation"] = True
     path.write_text(yaml.safe_dump_all(broken))
     assert "CKV_K8S_20" in checkov_findings(path)
@@ -375,17 +375,15 @@ def test_submitters_may_start_daskjobs_and_no_more():
     assert not any("*" in pair or "secrets" in pair for pair in granted)
 
 
-def test_the_autoscaler_never_touches_the_driver():
-    """It scales the default group of the cluster; what drives jobs is a Deployment that comes back by itself."""
-    resources = overlay("cpu")
-    cluster = find(resources, "DaskCluster")["metadata"]["name"]
-    assert find(resources, "DaskAutoscaler")["spec"]["cluster"] == cluster
-    driver = find(resources, "Deployment", "kme-dist-driver")
-    (container,) = all_containers(driver)
-    assert "kme_driver=1" in container["args"]
-    assert driver["spec"]["selector"]["matchLabels"]["dask.org/cluster-name"] == cluster
-    labels = driver["spec"]["template"]["metadata"]["labels"]
-    assert "dask.org/workergroup-name" not in labels, "the operator counts workers of a group by this label"
+def test_drivers_of_jobs_are_clients_and_not_workers():
+    """The autoscaler retires idle workers, and Dask would give a worker tasks."""
+    drivers = find(overlay("cpu"), "Deployment", "kme-dist-drivers")["spec"]
+    (container,) = all_containers(drivers)
+    assert container["args"][:2] == ["kme-dist", "drivers"]
+    assert environment(container)["KME_ROOT"] == "/data"
+    labels = drivers["template"]["metadata"]["labels"]
+    assert labels["kme-dist/role"] == "client"
+    assert not any(name.startswith("dask.org/") for name in labels)
 
 
 def test_gpu_workers_ask_for_a_gpu_and_say_so():

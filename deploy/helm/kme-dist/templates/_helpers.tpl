@@ -173,7 +173,7 @@ containers:
   - name: worker
     {{- include "kme-dist.container" . | nindent 4 }}
     {{- if .Values.workers.cuda }}
-    # One worker for each GPU. Compute tasks require the resource GPU, so that they never run on the driver's worker.
+    # One worker for each GPU; tasks that compute on one require the resource GPU.
     args: [dask, cuda, worker, --name, $(DASK_WORKER_NAME), --nthreads, "1",
            --memory-limit, {{ .Values.workers.memoryLimit }}, --device-memory-limit, "0.8", --pre-import, cupy,
            --resources, GPU=1, --dashboard-address, ":8788", --local-directory, /scratch, --preload, kme_dist.dashboard]
