@@ -173,16 +173,19 @@ def test_the_commands_of_the_guide_make_a_cluster_that_works(engine):
 
 def test_a_job_runs_on_it(engine):
     """The disk is shared, and writable for whoever KME_UID is."""
+    from sklearn.datasets import load_wine
+
+    rows = load_wine(as_frame=True).frame.to_csv(index=False)
     script = """
 set -e
 cd /data
-python3 -c 'from sklearn.datasets import load_wine; load_wine(as_frame=True).frame.to_csv("wine.csv", index=False)'
+cat > wine.csv
 kme-dist ingest wine.csv table.zarr --label target --shuffle 0 --quiet
 printf 'data: {source: table.zarr}\\nlearn: {steps: 5, batch_size: 60}\\noutput: {folder: runs/model}\\n' > model.yaml
 kme-dist submit model.yaml --pipeline learn --scheduler tls://scheduler:8786 --id first
 kme-dist jobs wait first --scheduler tls://scheduler:8786
 """
-    done = engine.compose("run", "--rm", "smoke", "sh", "-c", script, timeout=600)
+    done = engine.compose("run", "--rm", "--no-TTY", "smoke", "sh", "-c", script, input=rows, timeout=600)
     assert done.returncode == 0, done.stderr + engine.compose("logs", "--tail=60").stdout
 
 

@@ -246,7 +246,7 @@ def submit(environment, folder, script, *words, **more):
 def test_slurm_runs_the_smoke_test_over_tls(slurm, tmp_path):
     state, code, log = submit(slurm, tmp_path, "cpu.sbatch")
     assert (state, code) == ("COMPLETED", 0), log
-    assert "passed: 1 workers" in log
+    assert "passed: 1 worker," in log
     assert not list(tmp_path.glob(".kme-dist-*")), "keys are removed at the end"
 
 
