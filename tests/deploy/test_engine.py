@@ -51,10 +51,10 @@ match sys.argv[1:]:
 class Engine:
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.environment = {**os.environ, "DOCKER_HOST": f"unix://{home}/socket", "DOCKER_BUILDKIT": "0"}
+        self.environment = {**os.environ, "DOCKER_HOST": f"unix://{home}/socket", "DOCKER_BUILDKIT": "1"}
 
     def docker(self, *words, **options):
-        return call(tool("docker"), *words, env=self.environment, **options)
+        return call(docker_client(), *words, env=self.environment, **options)
 
     def build(self, tag, dockerfile, context, *words):
         done = self.docker("build", "--network=host", "--tag", tag, "--file", dockerfile, *words, context)
@@ -62,6 +62,11 @@ class Engine:
 
     def compose(self, *words, file=COMPOSE_FILE, **options):
         return call(compose_program(), "--file", file, *words, env=self.environment, **options)
+
+
+def docker_client():
+    """Debian's own has BuildKit, which leaves out stages that are not asked for; others need a plugin for it."""
+    return "/usr/bin/docker" if os.access("/usr/bin/docker", os.X_OK) else tool("docker")
 
 
 def compose_program():
@@ -114,12 +119,7 @@ def make_images(one, archive):
     assert done.returncode == 0, done.stderr
     (base / "Dockerfile").write_text(BASE.format(root="debian-root"))
     one.build("kme-base", base / "Dockerfile", base)
-    source = one.home / "source"  # what the ignore file lets through
-    allowed = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")]
-    for name in allowed:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, source / name)
-    one.build("kme-dist:local", DEPLOY / "Dockerfile", source, "--build-arg", "BASE=kme-base")
+    one.build("kme-dist:local", DEPLOY / "Dockerfile", ROOT, "--build-arg", "BASE=kme-base")
     store = one.home / "store"
     store.mkdir()
     (store / "Dockerfile").write_text(STORE)
