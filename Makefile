@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test shuffled portable lint format bench paper clean
+.PHONY: run test shuffled portable lint format manifests deploy-test bench paper clean
 
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
@@ -30,6 +30,17 @@ lint: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# deploy/kubernetes/base is rendered from the Helm chart: run this after a change of the chart, the alerts or the settings.
+manifests: $(VENV)/.test
+	PYTHON=$(BIN)/python tests/deploy/install_tools --helm
+	$(BIN)/python deploy/kubernetes/render
+
+# deploy/ on the real programs: helm, a Debian root with systemd, Slurm, Prometheus, a container engine. Installs them (as
+# root, on Debian), and says at the end what it ran and what it could not run.
+deploy-test: $(VENV)/.test
+	PYTHON=$(BIN)/python tests/deploy/install_tools --system
+	$(BIN)/python tests/deploy/run_all.py
 
 # Speed is claimed only as ratios measured in one run; torch is the yardstick of the gradient benchmark.
 bench: $(VENV)/.bench
