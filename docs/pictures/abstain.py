@@ -22,6 +22,7 @@ def draw():
         )
     axes.set_xlabel("rows answered, most certain first (%)")
     axes.set_ylabel("errors among them (%)")
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(20, 100)  # the first few rows say little
+    axes.set_ylim(0, 6)
     axes.grid()
     return figure

@@ -1,5 +1,5 @@
-"""A two-sample test every day: from day 15 on, two columns that were independent are correlated, while each of them
-alone looks as before. The shaded region has 99 % of the values without drift."""
+"""A two-sample test every day: from day 15 on, two columns that were independent become more and more correlated,
+while each of them alone looks as before. The shaded region has 99 % of the values without drift."""
 
 import numpy as np
 from matplotlib import pyplot as plt

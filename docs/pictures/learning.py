@@ -1,5 +1,5 @@
 """Two attributes of iris: learning from a start that overfits and from one that underfits, under the published
-objective. Both reach the same objective and accuracy."""
+objective. Both approach the same objective; the accuracy is that of the rows learned from."""
 
 from matplotlib import pyplot as plt
 from sklearn.datasets import load_iris
