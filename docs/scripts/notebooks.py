@@ -1,7 +1,7 @@
 """Notebooks: run by nbclient, and shown on the site with the outputs they are stored with.
 
     python -m docs.scripts.notebooks            run all, in a temporary folder; the stored ones are not changed
-    python -m docs.scripts.notebooks --write    run all and store their outputs
+    python -m docs.scripts.notebooks --write    run all, or those named, and store their outputs
 
 Stored outputs are small, and contain no path of the machine that ran them.
 """
@@ -85,6 +85,7 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
 
 
 if __name__ == "__main__":
-    for notebook_path in paths():
+    chosen = [Path(word) for word in sys.argv[1:] if not word.startswith("--")]
+    for notebook_path in chosen or paths():
         seconds = run(notebook_path, write="--write" in sys.argv[1:])
         print(f"{notebook_path.name}: every cell ran, {seconds:.0f} s", flush=True)
