@@ -11,6 +11,6 @@ y = np.repeat(["left", "right"], 30)
 frame = pd.DataFrame(
     {"width": rng.normal(size=60) + (y == "left"), "colour": rng.choice(["red", "blue"], 60), "kind": y}
 )
-other_frame = frame[["colour", "width"]]
+other_frame = frame[["kind", "colour", "width"]]
 texts = [("abab" if kind == "left" else "cdcd") + "xyz"[i % 3] for i, kind in enumerate(y)]
 bags = [rng.normal(kind == "left", 1.0, size=(5 + i % 4, 2)) for i, kind in enumerate(y)]
