@@ -243,7 +243,7 @@ def direct(folder, rows, count):
             for solver in ("falkon", "nystrom"):
                 fit = fit_on_dataset(
                     part, kernel, 1e-4, solver=solver, centres=count, executor=executor, scaling=scaling, retune=False,
-                    tolerance=1e-4 if dtype == "float32" else 1e-7, centre_choice="uniform", dtype=dtype,
+                    tolerance=1e-2 if dtype == "float32" else 1e-7, centre_choice="uniform", dtype=dtype,
                     scratch=Path(folder) / "scratch",
                 )  # fmt: skip
                 found[solver] = fit.embedding.decision(Z)
