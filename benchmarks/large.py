@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -200,14 +201,15 @@ def iterations(folder, rows, count, before=2, after=2):
     bare, marks = [bare_on_workers(rows, *shape)], []
     say(f"{rows} rows of covtype, {count} centres: bare tiles of a step {bare[0][0]:.1f} s on two workers")
     with open_executor(ClusterConfig(workers=2, memory="4GiB", dashboard=False)) as executor:
-        for until in (before, before + after):
+        for wanted in (before, after):
             marks.append([])
+            numbers = itertools.count(1)
 
-            def report(line, until=until):
+            def report(line, numbers=numbers, wanted=wanted):
                 print(f"    {line}; load {load_average()}", flush=True)
                 if "fit: step" in line or "resumes" in line:
                     marks[-1].append((time.perf_counter(), _used(executor)))
-                if f"fit: step {until}," in line:
+                if "fit: step" in line and next(numbers) == wanted:
                     raise KeyboardInterrupt
 
             with contextlib.suppress(KeyboardInterrupt):
@@ -234,14 +236,14 @@ def direct(folder, rows, count):
     scaling = Scaling.of(part.split_statistics(None), "unit")
     Z = scaling.apply(X_test, "float64")
     kernel = Gaussian(length_scale=np.full(Z.shape[1], 0.5 * float(median_length_scale(Z[:2_000], 0))))
-    falkon._HELD_OUT = (0, 0.0)  # the direct solve holds none out
+    falkon._HELD_OUT, falkon.MOST_STEPS = (0, 0.0), 300  # to the tolerance, not to the lowest loss of some rows
     found = {}
     with open_executor(ClusterConfig(workers=2, memory="4GiB", dashboard=False)) as executor:
         for dtype in ("float32", "float64"):
             for solver in ("falkon", "nystrom"):
                 fit = fit_on_dataset(
-                    part, kernel, 1e-6, solver=solver, centres=count, executor=executor, scaling=scaling, retune=False,
-                    tolerance=1e-4 if dtype == "float32" else 1e-7, centre_choice="uniform", dtype=dtype,
+                    part, kernel, 1e-4, solver=solver, centres=count, executor=executor, scaling=scaling, retune=False,
+                    tolerance=1e-2 if dtype == "float32" else 1e-7, centre_choice="uniform", dtype=dtype,
                     scratch=Path(folder) / "scratch",
                 )  # fmt: skip
                 found[solver] = fit.embedding.decision(Z)

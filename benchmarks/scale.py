@@ -3,9 +3,9 @@
     python -m benchmarks.scale simulate [--workers 50] [--chunks 2000] [--seconds 0.5] [--processes 2]
     python -m benchmarks.scale check [--rows 1000000] [--centres 2000] [--workers 1 2 4]
 
-    simulate   one real scheduler, workers whose tasks sleep, and the executor that predict (`stream`) and fit
-               (`map_reduce`) use: tasks per second, share of the time that workers are busy, processor time per task of
-               scheduler and driver, memory of the scheduler, beside what the model says
+    simulate   one real scheduler, workers whose calls sleep, and the executor that predict (`stream`) and fit
+               (`map_reduce`) use: calls per second, share of the time that workers are busy (all, and the least busy
+               one), processor time per call of scheduler, workers and driver, memory of the scheduler
     check      learn, fit and predict on made-up rows: measured seconds beside those of the model; more workers than
                cores share them, which the model is told
 
@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -68,8 +69,8 @@ class Watch:
     def scheduler_mib(self):
         return self._scheduler.memory_info().rss / 2**20
 
-    def per_task(self, tasks):
-        used = {name: (self._cpu_s(name) - before) / tasks * 1e3 for name, before in self._before.items()}
+    def per_call(self, calls):
+        used = {name: (self._cpu_s(name) - before) / calls * 1e3 for name, before in self._before.items()}
         return ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in used.items())
 
 
@@ -77,22 +78,30 @@ def simulate(given):
     with simulated_cluster(given.workers, given.processes) as (client, *processes):
         executor = DaskExecutor(client)
         list(executor.stream(sleep, [(0.01,)] * given.workers, name="warm-up"))
-        print(f"{given.workers} workers, {given.chunks} tasks of {given.seconds} s, load {load_average()}")
+        print(f"{given.workers} workers, {given.chunks} calls of {given.seconds} s, load {load_average()}")
         _streamed(executor, Watch(*processes), given)
         _reduced(executor, Watch(*processes), given)
 
 
 def _streamed(executor, watch, given):
     watch.start()
-    began, marks, when = time.perf_counter(), [], []
-    for done, _ in enumerate(executor.stream(sleep, [(given.seconds,)] * given.chunks, name="predict-chunk"), 1):
+    began, marks, when, calls = time.perf_counter(), [], [], Counter()
+    results = executor.stream(sleep, [(given.seconds,)] * given.chunks, name="predict-chunk")
+    for done, (_, (worker, _)) in enumerate(results, 1):
         when.append(time.perf_counter())
+        calls[worker] += 1
         if done % max(1, given.chunks // 5) == 0:
             marks.append(watch.scheduler_mib)
-    _report("stream", given.chunks, time.perf_counter() - began, watch, given)
+    took = time.perf_counter() - began
+    _report("stream", given.chunks, took, watch, given)
+    least = min(calls.values()) * given.seconds / took
     first, last = when[given.chunks // 5], when[given.chunks * 4 // 5]  # without start and end, which long runs forget
     middle = given.chunks * 3 // 5 * given.seconds / ((last - first) * given.workers)
-    print(f"  busy in the middle three fifths {middle:.1%}; scheduler MiB at each fifth:", *(f"{m:.0f}" for m in marks))
+    print(
+        f"  busy in the middle three fifths {middle:.1%}; the least busy of {len(calls)} workers {least:.1%} of all "
+        f"the time; scheduler MiB at each fifth: {' '.join(f'{m:.0f}' for m in marks)}",
+        flush=True,
+    )
 
 
 def _reduced(executor, watch, given):
@@ -103,11 +112,11 @@ def _reduced(executor, watch, given):
     _report("map_reduce", len(calls), time.perf_counter() - began, watch, given)
 
 
-def _report(name, tasks, took, watch, given):
-    busy = tasks * given.seconds / (took * given.workers)
+def _report(name, calls, took, watch, given):
+    busy = calls * given.seconds / (took * given.workers)
     print(
-        f"  {name:10} {took:7.1f} s  {tasks / took:6.0f} tasks/s  busy {busy:6.1%}  processor time per task: "
-        f"{watch.per_task(tasks)}; load {load_average()}",
+        f"  {name:10} {took:7.1f} s  {calls / took:6.0f} calls/s  busy {busy:6.1%}  processor time per call: "
+        f"{watch.per_call(calls)}; load {load_average()}",
         flush=True,
     )
 

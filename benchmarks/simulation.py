@@ -37,9 +37,11 @@ SETTINGS = Path(__file__).parents[1] / "deploy" / "dask.yaml"
 
 
 def sleep(seconds, result_bytes=0):
-    """The task of a simulated worker."""
+    """The call of a simulated worker; returns its address and so many bytes."""
+    from distributed import get_worker
+
     time.sleep(seconds)
-    return bytes(result_bytes)
+    return get_worker().address, bytes(result_bytes)
 
 
 def add(left, right):
