@@ -10,7 +10,7 @@ BENCHMARKS = {
 }
 
 # The others need a cluster and minutes to hours:
-# python -m benchmarks.{rounds,scale,fit,predict,telemetry,mnist,calibration,defaults,regression,large}; on a GPU
+# python -m benchmarks.{rounds,scale,fit,predict,telemetry,soak,mnist,calibration,defaults,regression,large}; on a GPU
 # also benchmarks.gpu
 for title, benchmark in BENCHMARKS.items():
     print(f"\n== {title} ==", flush=True)

@@ -513,7 +513,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=600, help="of a prediction job")
     parser.add_argument("--folder", type=Path, help="for data, jobs and logs; kept if given")
     wanted = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     with contextlib.ExitStack() as stack:
         folder = wanted.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-soak-")))
         folder.mkdir(parents=True, exist_ok=True)
