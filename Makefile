@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test shuffled portable lint format bench paper clean
+.PHONY: run test shuffled portable lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
 
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
@@ -31,6 +31,17 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# deploy/kubernetes/base is rendered from the Helm chart: run this after a change of the chart, the alerts or the settings.
+manifests: $(VENV)/.test
+	PYTHON=$(BIN)/python tests/deploy/install_tools --helm
+	$(BIN)/python deploy/kubernetes/render
+
+# deploy/ on the real programs: helm, a Debian root with systemd, Slurm, Prometheus, a container engine. Installs them (as
+# root, on Debian), and says at the end what it ran and what it could not run.
+deploy-test: $(VENV)/.test
+	PYTHON=$(BIN)/python tests/deploy/install_tools --system
+	$(BIN)/python tests/deploy/run_all.py
+
 # Speed is claimed only as ratios measured in one run; torch is the yardstick of the gradient benchmark.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
@@ -38,6 +49,36 @@ bench: $(VENV)/.bench
 # The published figures (minutes to hours; needs the shared data sets, see README).
 paper: $(VENV)/.test
 	$(BIN)/python -m pytest -m paper
+
+# The documentation site in build/site: warnings are errors, every link and anchor is followed.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	$(BIN)/python -m docs.scripts.links build/site
+
+# Every code block of README and docs/, and the notebooks, followed in empty folders (minutes; PAGES="docs/faq.md ...": some).
+docs-test: $(VENV)/.docs
+	$(BIN)/python -m docs.scripts.blocks $(PAGES)
+	$(if $(PAGES),,$(BIN)/python -m docs.scripts.notebooks)
+
+# Wheel and sdist, each installed into an empty environment, and `make run`'s job there, without the repository.
+release-test: $(VENV)/.release
+	$(BIN)/python tests/release.py
+
+# The tests with the oldest versions that pyproject.toml allows (constraints-oldest.txt), with the newest, and under other
+# versions of Python (FULL=1: all tests; PYTHONS="python3.12 ...").
+oldest: $(VENV)/.release
+	$(BIN)/python tests/versions.py oldest $(if $(FULL),--full)
+
+newest: $(VENV)/.release
+	$(BIN)/python tests/versions.py newest $(if $(FULL),--full)
+
+PYTHONS ?= python3.12 python3.13
+pythons: $(VENV)/.release
+	$(BIN)/python tests/versions.py pythons $(if $(FULL),--full) $(PYTHONS)
+
+# What an installation contains, as CycloneDX in build/sbom.json, and whether its licences allow redistribution.
+sbom: $(VENV)/.release
+	$(BIN)/python tests/licences.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(f"kme-dist needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=python3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -55,6 +96,14 @@ $(VENV)/.bench: $(VENV)/.test
 	$(PIP) --editable '.[test,bench]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[docs]'
+	touch $@ $(VENV)/.run
+
+$(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[release]'
+	touch $@ $(VENV)/.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

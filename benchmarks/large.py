@@ -3,7 +3,9 @@
     python -m benchmarks.large run               `kme-dist run configs/covtype.yaml` (80 % of the rows) and trees
     python -m benchmarks.large memory            MCEClassifier().fit on 100,000 rows of covtype in memory, and trees
     python -m benchmarks.large nystroem          50,000 rows, 1,024 centres, 1 and 2 cores; scikit-learn's Nystroem
-    python -m benchmarks.large iterations        20,000 centres on 400,000 rows: a step against its bare tiles, memory
+    python -m benchmarks.large iterations        20,000 centres on 400,000 rows: a step against its bare tiles, memory,
+                                                 interrupted and resumed
+    python -m benchmarks.large direct            2,000 centres on 100,000 rows: the same as by a direct solve
     python -m benchmarks.large linear            ingest, fit and predict of 10^5 to 4x10^6 made-up rows
 
 Test rows are scored once, at the end; nothing is chosen by them. The shared data sets are looked for in KME_DATA, or in
@@ -15,12 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +32,15 @@ from benchmarks.machine import load_average, shared_data
 from kme_dist import MCEClassifier, predict
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
-from kme_dist.core.falkon import normal_product
-from kme_dist.core.kernels import Gaussian, Matern
+from kme_dist.core.falkon import TILE_ROWS
+from kme_dist.core.kernels import Gaussian
 from kme_dist.core.kernels.base import median_length_scale
-from kme_dist.core.sums import Centres
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import Scaling
 from kme_dist.ops.cluster import open_executor
-from kme_dist.run.fit import fit_on_dataset
+from kme_dist.pipelines.scaling import PROCESS_BYTES
+from kme_dist.run.fit import SOLVERS, Size, falkon, fit_on_dataset
 
 CONFIG = Path(__file__).parents[1] / "configs" / "covtype.yaml"
 
@@ -153,44 +156,99 @@ def nystroem(folder):
 
 
 def _peak_gib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    """Of this process; `ru_maxrss` would also count the parent's memory at the moment it started this one."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 2**20
 
 
-def iterations(folder, rows, count, steps=3):
-    """Seconds of a step of a fit on two workers against those of its kernel tiles and two thin products alone."""
+def _used(executor):
+    """Processor seconds of all workers, which on a busy machine say more than the clock."""
+    return sum(executor.client.run(time.process_time).values())
+
+
+def bare_tiles(rows, count, width, columns):
+    """Seconds and processor seconds for `rows` rows of product, exponential and two thin products, in plain NumPy."""
+    rng = np.random.default_rng(0)
+    X, C = (rng.random((n, width), dtype=np.float32) for n in (TILE_ROWS, count))
+    S, tile = rng.random((count, columns), dtype=np.float32), np.empty((TILE_ROWS, count), np.float32)
+    total = np.zeros((count, columns))
+    with blas_threads(1):
+        for tiles in (2, 24):  # the first ones warm up
+            began, used = time.perf_counter(), time.process_time()
+            for _ in range(tiles):
+                np.exp(np.matmul(X, C.T, out=tile), out=tile)
+                total += tile.T @ (tile @ S)
+            found = time.perf_counter() - began, time.process_time() - used
+    return np.array(found) * rows / (tiles * TILE_ROWS)
+
+
+def bare_on_workers(rows, *shape, workers=2):
+    """The same for all rows, with every worker busy: seconds, and processor seconds of all of them."""
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = [one.result() for one in [pool.submit(bare_tiles, rows / workers, *shape) for _ in range(workers)]]
+    return np.max(found, axis=0)[0], np.sum(found, axis=0)[1]
+
+
+def iterations(folder, rows, count, before=2, after=2):
+    """Steps of a fit on two workers against their bare tiles; interrupted after some, then resumed for others."""
     X, y = covtype(folder, 0.8).read_rows(0, rows)
-    part = Path(folder) / "rows.zarr"
+    part = Path(folder) / f"rows-{rows}.zarr"
     data = open_dataset(part) if part.exists() else ingest((X, y), part, dtype="float32")
     scaling = Scaling.of(data.split_statistics(None), "unit")
-    Z = scaling.apply(X, "float32")
-    kernel = Matern(length_scale=np.full(Z.shape[1], 0.5 * float(median_length_scale(Z[:2_000], 0))), nu=1.5)
-    columns = 2 * data.n_classes  # two values of λ
-    few, basis = Z[:8_192], Centres(kernel, Z[-count:].copy())
-    S = np.random.default_rng(0).normal(size=(count, columns))
-    with blas_threads(1):
-        normal_product(basis, few[:512], S)
-        began = time.perf_counter()
-        normal_product(basis, few, S)
-        bare = (time.perf_counter() - began) / len(few) * rows / 2  # two workers
-    say(f"{rows} rows of covtype, {count} centres: bare tiles {bare:.1f} s a step on two workers")
-    stamps = []
-
-    def report(line):
-        stamps.append((time.perf_counter(), line))
-        print(f"    {line}", flush=True)
-        if f"step {steps}," in line:
-            raise KeyboardInterrupt
-
+    width = 0.5 * float(median_length_scale(scaling.apply(X[:2_000], "float32"), 0))
+    kernel, shape = Gaussian(length_scale=np.full(data.features, width)), (count, data.features, 2 * data.n_classes)
+    bare, marks = [bare_on_workers(rows, *shape)], []
+    say(f"{rows} rows of covtype, {count} centres: bare tiles of a step {bare[0][0]:.1f} s on two workers")
     with open_executor(ClusterConfig(workers=2, memory="4GiB", dashboard=False)) as executor:
-        with contextlib.suppress(KeyboardInterrupt):
-            fit_on_dataset(
-                data, kernel, 1e-6, solver="falkon", centres=count, executor=executor, scaling=scaling,
-                scratch=Path(folder) / "scratch", retune="shared", report=report,
-            )  # fmt: skip
+        for until in (before, before + after):
+            marks.append([])
+
+            def report(line, until=until):
+                print(f"    {line}; load {load_average()}", flush=True)
+                if "fit: step" in line or "resumes" in line:
+                    marks[-1].append((time.perf_counter(), _used(executor)))
+                if f"fit: step {until}," in line:
+                    raise KeyboardInterrupt
+
+            with contextlib.suppress(KeyboardInterrupt):
+                fit_on_dataset(
+                    data, kernel, 1e-6, solver="falkon", centres=count, executor=executor, scaling=scaling,
+                    scratch=Path(folder) / "scratch", retune="shared", report=report,
+                )  # fmt: skip
         peak = max(executor.client.run(_peak_gib).values())
-    at = [stamp for stamp, line in stamps if ": step" in line]
-    step = (at[-1] - at[0]) / (len(at) - 1)
-    say(f"  a step {step:.1f} s, {step / bare:.2f} times the bare tiles; worker memory at most {peak:.2f} GiB")
+    bare.append(bare_on_workers(rows, *shape))
+    planned = SOLVERS["falkon"].cost(Size(rows, data.n_classes, count, width=data.features)).memory + PROCESS_BYTES
+    steps = np.concatenate([np.diff(found, axis=0) for found in marks])
+    ratios = np.median(steps, axis=0) / np.mean(bare, axis=0)
+    say(
+        f"  a step {np.median(steps, axis=0)[0]:.1f} s, {ratios[0]:.2f} times the bare tiles, in processor time "
+        f"{ratios[1]:.2f} times; worker memory at most {peak:.2f} GiB, planned {planned / 2**30:.2f}"
+    )
+
+
+def direct(folder, rows, count):
+    """Conjugate gradients against the direct solve for the same centres: decisions for rows that are not in the fit."""
+    data = covtype(folder, 0.8)
+    (X, y), (X_test, _) = data.read_rows(0, rows), data.read_rows(data.rows - 20_000, data.rows)
+    part = ingest((X, y), Path(folder) / f"direct-{rows}.zarr", dtype="float32")
+    scaling = Scaling.of(part.split_statistics(None), "unit")
+    Z = scaling.apply(X_test, "float64")
+    kernel = Gaussian(length_scale=np.full(Z.shape[1], 0.5 * float(median_length_scale(Z[:2_000], 0))))
+    falkon._HELD_OUT = (0, 0.0)  # the direct solve holds none out
+    found = {}
+    with open_executor(ClusterConfig(workers=2, memory="4GiB", dashboard=False)) as executor:
+        for dtype in ("float32", "float64"):
+            for solver in ("falkon", "nystrom"):
+                fit = fit_on_dataset(
+                    part, kernel, 1e-6, solver=solver, centres=count, executor=executor, scaling=scaling, retune=False,
+                    tolerance=1e-4 if dtype == "float32" else 1e-7, centre_choice="uniform", dtype=dtype,
+                    scratch=Path(folder) / "scratch",
+                )  # fmt: skip
+                found[solver] = fit.embedding.decision(Z)
+                say(f"  {dtype}, {solver}: {fit.seconds:.1f} s, {fit.iterations} steps, residual {fit.residual:.1e}")
+            off = np.abs(found["falkon"] - found["nystrom"]).max()
+            same = np.mean(found["falkon"].argmax(axis=1) == found["nystrom"].argmax(axis=1))
+            say(f"{rows} rows, {count} centres, {dtype}: decisions differ by at most {off:.1e}, {same:.2%} same labels")
 
 
 # --- time against rows ------------------------------------------------------------------------------
@@ -212,34 +270,41 @@ def linear(folder, sizes):
         data = ingest(made_up(rows), place, dtype="float32")
         stored = time.perf_counter() - began
         with open_executor(ClusterConfig(workers=2, memory="4GiB", dashboard=False)) as executor:
+            began_used = _used(executor)
             fit = fit_on_dataset(
                 data, kernel, 1e-6, solver="nystrom", centres=1_000, executor=executor, retune=False,
                 scratch=Path(folder) / "scratch",
             )  # fmt: skip
-            after_fit = max(executor.client.run(_peak_gib).values())
+            fit_used, after_fit = _used(executor) - began_used, max(executor.client.run(_peak_gib).values())
             began = time.perf_counter()
             predict(model, data, Path(folder) / f"predictions-{rows}", executor=executor)
             applied, peak = time.perf_counter() - began, max(executor.client.run(_peak_gib).values())
+            used = _used(executor) - began_used - fit_used
         million = rows / 1e6
         say(
-            f"  {rows:>9,} rows: seconds per million: ingest {stored / million:.1f}, fit {fit.seconds / million:.1f}, "
-            f"predict {applied / million:.1f}; worker memory after fit {after_fit:.2f}, at most {peak:.2f} GiB"
+            f"  {rows:>9,} rows: seconds per million: ingest {stored / million:.1f}, fit {fit.seconds / million:.1f} "
+            f"(processor time of the workers {fit_used / million:.1f}), predict {applied / million:.1f} "
+            f"({used / million:.1f}); worker memory after fit {after_fit:.2f}, at most {peak:.2f} GiB"
         )
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["run", "memory", "nystroem", "iterations", "linear"])
+    parser.add_argument("part", choices=["run", "memory", "nystroem", "iterations", "direct", "linear"])
     parser.add_argument("--folder", help="to keep data sets and runs in")
-    parser.add_argument("--rows", type=int, nargs="+", help="400,000 for iterations; 10^5 to 4x10^6 for linear")
-    parser.add_argument("--centres", type=int, default=20_000)
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="400,000 for iterations; 100,000 for direct; 10^5 to 4x10^6 for linear"
+    )
+    parser.add_argument("--centres", type=int, help="20,000 for iterations; 2,000 for direct")
     chosen = parser.parse_args(argv)
     if chosen.part != "linear" and shared_data() is None:
         parser.exit(2, "the shared data sets were not found; set KME_DATA to their folder\n")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(chosen.folder or temporary).absolute()
         if chosen.part == "iterations":
-            iterations(folder, *(chosen.rows or [400_000]), chosen.centres)
+            iterations(folder, *(chosen.rows or [400_000]), chosen.centres or 20_000)
+        elif chosen.part == "direct":
+            direct(folder, *(chosen.rows or [100_000]), chosen.centres or 2_000)
         elif chosen.part == "linear":
             linear(folder, chosen.rows or [100_000, 200_000, 1_000_000, 4_000_000])
         else:

@@ -33,6 +33,9 @@ QUIET = {
 }
 
 
+SETTINGS = Path(__file__).parents[1] / "deploy" / "dask.yaml"
+
+
 def sleep(seconds, result_bytes=0):
     """The task of a simulated worker."""
     time.sleep(seconds)
@@ -63,7 +66,8 @@ def simulated_cluster(workers, processes=2):
 
 @contextlib.contextmanager
 def _started(*arguments):
-    silent = {**os.environ, "DASK_LOGGING__DISTRIBUTED": "critical"}  # at the end workers vanish one by one
+    # The settings of a real cluster, without a line for each worker that vanishes at the end.
+    silent = {**os.environ, "DASK_CONFIG": str(SETTINGS), "DASK_LOGGING__DISTRIBUTED": "critical"}
     process = subprocess.Popen([sys.executable, "-m", "benchmarks.simulation", *arguments], env=silent)
     try:
         yield process
@@ -75,7 +79,9 @@ def _started(*arguments):
 async def _scheduler(file):
     from distributed import Scheduler
 
-    async with Scheduler(host="127.0.0.1", port=0, dashboard=False, scheduler_file=file) as scheduler:
+    async with Scheduler(
+        host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0", scheduler_file=file
+    ) as scheduler:
         await scheduler.finished()
 
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
         validation_objective,
     )
     from kme_dist.data.dataset import Dataset, open_dataset
-    from kme_dist.data.ingest import Table, ingest, read_table
+    from kme_dist.data.ingest import ingest
     from kme_dist.data.predictions import Predictions, open_predictions
+    from kme_dist.data.reading import Table, read_table
     from kme_dist.models import bayes
     from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
     from kme_dist.models.bags import OneClassSupportMeasure, SupportMeasureClassifier
@@ -99,7 +100,7 @@ _HOMES = {
     "RelevanceDisplay": "kme_dist.report.displays",
     "ReliabilityDisplay": "kme_dist.report.displays",
     "SupportMeasureClassifier": "kme_dist.models.bags",
-    "Table": "kme_dist.data.ingest",
+    "Table": "kme_dist.data.reading",
     "conditional_independence_test": "kme_dist.models.independence",
     "feature_objective": "kme_dist.core.objective",
     "hsic_test": "kme_dist.models.independence",
@@ -111,7 +112,7 @@ _HOMES = {
     "open_predictions": "kme_dist.data.predictions",
     "predict": "kme_dist.models.predict",
     "rcb_objective": "kme_dist.core.objective",
-    "read_table": "kme_dist.data.ingest",
+    "read_table": "kme_dist.data.reading",
     "validation_objective": "kme_dist.core.objective",
 }
 _MODULES = {"bayes": "kme_dist.models.bayes", "errors": "kme_dist.errors", "kernels": "kme_dist.kernels"}

@@ -8,6 +8,7 @@
     └── RetryError    (RuntimeError)     75   try again: store unreachable, disk full, lease held, cluster lost
 
     PrecisionWarning (UserWarning)        -   a result with fewer digits than requested, or for a nearby setting
+    AssumptionWarning (UserWarning)       -   how a table was read, where it could be read in another way
 
 A message says what was found, what is required and what to do. Errors are sent between processes, so each one can be
 pickled with its attributes. Any other exception is a bug of ours and exits with 1 and a traceback.
@@ -74,6 +75,10 @@ class RetryError(KMEError, RuntimeError):
 
 class PrecisionWarning(UserWarning):
     """Double precision is not sufficient for the request; a nearby result was computed, and the message says which."""
+
+
+class AssumptionWarning(UserWarning):
+    """A table could be read in several ways; the message says which was chosen and the option that chooses another."""
 
 
 # --- words of messages that depend on a number ------------------------------------------------------------------

@@ -18,7 +18,8 @@ from rich.table import Table
 from kme_dist.data.chunks import read_attributes, read_layout
 from kme_dist.data.dataset import DATASET_FORMAT, describe_dataset, open_dataset
 from kme_dist.data.places import METADATA_KEY, Place
-from kme_dist.data.predictions import PARQUET_STATE, PREDICTIONS_FORMAT, open_predictions
+from kme_dist.data.predictions import open_predictions
+from kme_dist.data.receipts import PARQUET_STATE, PREDICTIONS_FORMAT
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import DataError, KMEError
 from kme_dist.run.checkpoints import FORMAT as CHECKPOINT_FORMAT
@@ -180,6 +181,7 @@ def _predictions(place: Place, verify: bool) -> dict[str, Any]:
         "chunks": found.chunks,
         "chunks_done": len(found.receipts()),
         "quarantined": [f"chunk {entry['chunk']}: {entry['error']}" for entry in found.quarantined],
+        "first_skipped": [f"row {row}: {why}" for row, why in found.first_skipped],
         "arrays": {
             field.name: f"{' x '.join(map(str, (found.rows, *field.row_shape)))} {field.dtype}"
             for field in found.layout.fields

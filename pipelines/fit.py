@@ -35,7 +35,7 @@ from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import ingest, learn, recipes, tables
-from kme_dist.pipelines.folder import Listener
+from kme_dist.pipelines.folder import CONFIG, Listener, to_yaml
 from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.fit import Fit, FitStatistics, add_rows, fit_on_dataset, refit, remove_rows
@@ -49,6 +49,7 @@ FACTS = ("solver", "reason", "regularization", "loss", "residual", "iterations",
 
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
+    run.folder.place.write(CONFIG, to_yaml(run.resolved).encode())
     learned = learn.load_learned(run)
     if run.config.model.kind == recipes.REGRESSION:
         return _fit_regressor(run, learned)
@@ -169,9 +170,12 @@ def _fit_regressor(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
     settings, path = run.starts[0].settings, run.folder.path
     recipe = _recipe(run, settings)
     candidates = [_given(recipe)] if learned is None else learned.starts[0]
-    fit = fit_regression(run.training_data, recipe, candidates[0], executor=run.executor, report=run.say)
+    fit = fit_regression(
+        run.training_data, recipe, candidates[0], executor=run.executor, scratch=path / SCRATCH, report=run.say
+    )
     model = CMERegressor(**settings).adopt(run.training_data, candidates, fit)
     model.save(path / MODEL)
+    run.folder.remove(SCRATCH)
     return {
         "status": "succeeded",
         "folder": str(path),
@@ -326,6 +330,8 @@ def run(
         current.do(ingest.STAGE)
         if update:
             _check_update(current, remove)
+        elif not fresh:
+            current.keep_previous((MODEL, STATISTICS, CONFIG), STAGE)
         return current.do(_update_stage(remove, merge) if update else STAGE)
 
 

@@ -36,13 +36,14 @@ from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 
 RUN_FORMAT = "kme-dist run 1"
+CONFIG = "config.yaml"  # of a run folder: all settings, also those that have their defaults
 PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed", "zarr", "matplotlib")
 
 
 @dataclass(frozen=True)
 class Listener:
     """Callbacks for the progress of a run: name of a starting point, learning step, units done, text line, and the
-    beginning and the end of a stage."""
+    beginning and the end of a stage. `run_id` is the id of the job that runs it, empty without one."""
 
     start: Callable[[str], None] = lambda name: None
     step: Callable[[dict[str, Any]], None] = lambda record: None
@@ -50,6 +51,7 @@ class Listener:
     say: Callable[[str], None] = lambda line: None
     begin: Callable[[str], None] = lambda stage: None
     end: Callable[[str], None] = lambda stage: None
+    run_id: str = ""
 
 
 @dataclass
@@ -168,6 +170,14 @@ class RunFolder:
         self.done_now.append(name)
         self.write()
         return result
+
+    def keep(self, folder: str, outputs: Sequence[str]) -> None:
+        """Move outputs of an earlier call to a folder inside this one, in place of what is there."""
+        self.remove(folder)
+        (self.path / folder).mkdir()
+        for output in outputs:
+            if (self.path / output).exists():
+                os.replace(self.path / output, self.path / folder / output)
 
     def remove(self, *outputs: str) -> None:
         """Remove the outputs of an earlier call with these names."""

@@ -37,7 +37,8 @@ def run(
     task: str = "auto",
     one_hot: Sequence[str] | None = None,
     ordinal: Sequence[str] = (),
-    missing: str | float = "error",
+    categories: Sequence[str] = (),
+    missing: str | float = "auto",
     dtype: str = "auto",
     shuffle: int | None = None,
     split: str | None = None,
@@ -48,6 +49,10 @@ def run(
     delimiter: str | None = None,
     header: bool | None = None,
     encoding: str = "utf-8",
+    decimal: str = ".",
+    thousands: str = "",
+    percent: bool = False,
+    strip: bool | None = None,
     compression: str = "auto",
     memory: int | str = "512MiB",
     overwrite: bool = False,
@@ -58,10 +63,11 @@ def run(
 ) -> Dataset:
     """Ingest `source` into `dest`, or with `add` append its rows to the existing data set.
 
-    `missing` is error, drop, mean, median, or a number, also as text. The other options are those of
+    `missing` is auto, error, drop, mean, median, indicator or a number, also as text. The other options are those of
     `kme_dist.data.ingest.ingest`.
     """
     files: dict[str, Any] = {"format": format, "delimiter": delimiter, "header": header, "encoding": encoding}
+    written: dict[str, Any] = {"decimal": decimal, "thousands": thousands, "percent": percent, "strip": strip}
     with RunProgress(sys.stderr, quiet=quiet or progress is not None) as shown:
         if add:
             return append(dest, source, split=split, memory=memory, progress=progress or shown.count, **files)
@@ -76,6 +82,7 @@ def run(
             task=task,
             one_hot="auto" if one_hot is None else tuple(one_hot),
             ordinal=tuple(ordinal),
+            categories=tuple(categories),
             missing=_number_or_word(missing),
             dtype=dtype,
             shuffle=shuffle,
@@ -89,6 +96,7 @@ def run(
             client=client,
             progress=progress or shown.count,
             **files,
+            **written,
         )
 
 
@@ -158,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--label", help="column of the classes or targets, by name or position")
     parser.add_argument("--weight", help="column of the weights of rows, by name or position")
     parser.add_argument("--like", metavar="DATA", help="data set whose encoding is reused")
-    parser.add_argument("--missing", default="error", help="error, drop, mean, median, or a number")
+    parser.add_argument("--missing", default="auto", help="auto, error, drop, mean, median, indicator, or a number")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="store the rows in a random order")
     parser.add_argument("--split", help="for example train=0.8,test=0.2")
     parser.add_argument("--split-key", help="column whose equal values stay in one split")

@@ -18,6 +18,13 @@ def run_pipeline(pipeline: str, config: Config, *, name: str, command: str, list
     """Run the pipeline of that name (one of kme_dist.ops.jobs.PIPELINES); returns its result."""
     # Loaded by name: submitting a job does not load the numerics, nor a prediction job the plots.
     module = importlib.import_module(f"kme_dist.pipelines.{pipeline}")
-    adapted = Listener(start=listener.start, step=listener.step, progress=listener.progress, say=listener.say)
+    adapted = Listener(
+        start=listener.start,
+        step=listener.step,
+        progress=listener.progress,
+        say=listener.say,
+        begin=listener.begin,
+        run_id=listener.job.id,
+    )
     result: dict[str, Any] = module.run(config, name=name, listener=adapted, command=command)
     return result

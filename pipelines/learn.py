@@ -33,12 +33,13 @@ import numpy as np
 from kme_dist import CENClassifier, kernels
 from kme_dist.config import Config
 from kme_dist.core import features as maps
+from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import Scaling
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import ingest, recipes, tables
-from kme_dist.pipelines.folder import Listener, MetricsFile, digest, to_json, to_yaml
+from kme_dist.pipelines.folder import CONFIG, Listener, MetricsFile, digest, to_json, to_yaml
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.full import learn_features
@@ -90,7 +91,7 @@ def load_learned(run: Run) -> LearnedResult | None:
         return LearnedResult(checkpoints=found["checkpoints"], regularization=float(found["regularization"]))
     if "features" in found:
         held = {name.removeprefix("features/"): a for name, a in arrays.items() if name.startswith("features/")}
-        scaling = Scaling(arrays["scaling/shift"], arrays["scaling/factor"])
+        scaling = Scaling.restored(arrays)
         learned = maps.from_config(found["features"], arrays=held)
         return LearnedResult(features=learned, regularization=float(found["regularization"]), scaling=scaling)
     only = {"name": found["objective"], **{key: found[key] for key in ("kernel", "regularization")}}
@@ -108,7 +109,8 @@ def _candidate(
     own = [line for line in lines if line.get("phase") in phases and line.get("start", "") == start]
     kernel = kernels.from_config(stored["kernel"])
     learned = None if "map" not in stored else LearnedMap.restored(stored["map"], _within(arrays, stored["map"]["at"]))
-    return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"), learned)
+    curves = Curves.restored(arrays, stored["curves"]) if "curves" in stored else None
+    return Candidate(stored["name"], kernel, float(stored["regularization"]), own, stored.get("loss"), curves, learned)
 
 
 def _within(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -124,6 +126,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     kernel = candidate.kernel.to_config()
     facts = {"name": candidate.name, "kernel": kernel, "regularization": candidate.regularization}
     found = {} if candidate.learned is None else {"map": candidate.learned.to_plain()}
+    found |= {} if candidate.curves is None else {"curves": f"curves-{candidate.curves.digest}/"}
     phases = list(dict.fromkeys(record["phase"] for record in candidate.history))
     found |= {"phases": phases} if len(phases) > 1 else {}
     return {**facts, "phase": _phase(candidate), "loss": candidate.loss, **found}
@@ -147,7 +150,7 @@ def _save(run: Run, learned: LearnedResult, steps: int) -> None:
     """Store as arrays and JSON; kernels and features apply to rows scaled by `(x - shift) * factor`."""
     settings, data = run.resolved, run.data
     scaling = Scaling.of(data.split_statistics(data.training_split()), settings["model"]["scaling"])
-    arrays = {"scaling/shift": scaling.shift, "scaling/factor": scaling.factor}
+    arrays = scaling.stored()
     arrays |= {f"features/{name}": value for name, value in _arrays(learned).items()}
     attributes = {
         "format": LEARNED_FORMAT,
@@ -167,8 +170,11 @@ def _save(run: Run, learned: LearnedResult, steps: int) -> None:
             {"name": start.name, "candidates": [_plain(candidate) for candidate in found]}
             for start, found in zip(run.starts, learned.starts, strict=True)
         ]
-        for found in (c.learned for start in learned.starts for c in start if c.learned is not None):
-            arrays |= {found.to_plain()["at"] + name: value for name, value in found.arrays.items()}
+        for candidate in (candidate for start in learned.starts for candidate in start):
+            if (found := candidate.learned) is not None:
+                arrays |= {found.to_plain()["at"] + name: value for name, value in found.arrays.items()}
+            if candidate.curves is not None:
+                arrays |= candidate.curves.stored(_plain(candidate)["curves"])
     if learned.checkpoints:
         attributes |= {"kind": run.config.model.kind, "checkpoints": learned.checkpoints}
     save_arrays(run.folder.path / LEARNED, arrays, attributes)
@@ -179,7 +185,7 @@ def _save(run: Run, learned: LearnedResult, steps: int) -> None:
 
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
-    run.folder.place.write("config.yaml", to_yaml(run.resolved).encode())
+    run.folder.place.write(CONFIG, to_yaml(run.resolved).encode())
     saved, began = CheckpointFolder.of(run).open(), time.monotonic()
     with MetricsFile(run.folder.path / METRICS) as lines:
         if run.config.model.kind not in ("mce", recipes.REGRESSION):

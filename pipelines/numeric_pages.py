@@ -78,7 +78,7 @@ def evaluation_page(title: str, metrics: Mapping[str, Any], rows: Compared, *, s
     """The page of `kme-dist evaluate` for the predictions of a regressor."""
     headline = _headline(metrics, "rows")
     if metrics["rows_without_answer"]:
-        headline.append(("Without prediction", f"{metrics['rows_without_answer']:,}", "rows of skipped chunks"))
+        headline.append(("Without prediction", f"{metrics['rows_without_answer']:,}", "skipped rows, left out here"))
     figures = pictures(rows, metrics)
     return render_html(title, subtitle=subtitle, headline=headline, figures=figures, footer=footer)
 

@@ -357,7 +357,7 @@ def evaluation_page(
         ]
     headline += _weighted(metrics)
     if metrics["rows_without_answer"]:
-        headline.append(("Without prediction", f"{metrics['rows_without_answer']:,}", "rows of skipped chunks"))
+        headline.append(("Without prediction", f"{metrics['rows_without_answer']:,}", "skipped rows, left out here"))
     return draw.render_html(
         title,
         subtitle=subtitle,

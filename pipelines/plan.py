@@ -22,7 +22,7 @@ from kme_dist.core.optim import Named
 from kme_dist.data.dataset import CACHE_BYTES, Dataset
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.ops.cluster import worker_count
+from kme_dist.ops.cluster import open_unchecked, worker_count
 from kme_dist.pipelines import recipes, scaling, tables
 from kme_dist.pipelines.scaling import MATRICES, PROCESS_BYTES, Scenario, batch_bytes
 from kme_dist.run.executors import SerialExecutor
@@ -79,12 +79,12 @@ def run(config: Config, scenario: Scenario | None = None, *, calibrate: bool = T
     data: Any = _found(config.data.source)
     if data is None:
         data = _opened(config.data.source) if scenario.rows is None else scaling.made_up(scenario)
-    workers, limit = _workers(config.cluster)
+    workers, limit = _workers(config.cluster, ask=scenario.workers is None)
     rows, count = scenario.rows or data.split_rows(data.training_split()), scenario.workers or workers
     limit = limit if scenario.workers is None or config.cluster.memory is not None else None
     facts: dict[str, Any] = {}
     if config.model.kind == "mce" and scenario == Scenario(machine=scenario.machine):
-        facts = _learning(config, calibrate)
+        facts = _learning(config, calibrate, workers, limit)
     facts |= {"rows": rows, "workers": count}
     if not calibrate:
         return facts
@@ -93,9 +93,8 @@ def run(config: Config, scenario: Scenario | None = None, *, calibrate: bool = T
     return facts | {"stages": scaling.estimates(found, scenario.constants(), count, limit)}
 
 
-def _learning(config: Config, calibrate: bool) -> dict[str, Any]:
+def _learning(config: Config, calibrate: bool, workers: int, limit: int | None) -> dict[str, Any]:
     plan = LearnPlan.of(config)
-    workers, limit = _workers(config.cluster)
     if plan.features is not None:
         return _full(plan, workers, limit, calibrate)
     if plan.recipe.learns_features:
@@ -193,8 +192,14 @@ def _largest_batch(limit: int, batches: Batches, objective: str) -> int:
     return low
 
 
-def _workers(settings: ClusterConfig) -> tuple[int, int | None]:
-    """The number of workers and the memory of each; None where only the running cluster knows."""
+def _workers(settings: ClusterConfig, ask: bool) -> tuple[int, int | None]:
+    """The number of workers and the memory of each; None where it is not known. A running cluster is asked."""
+    if ask and settings.kind == "address":
+        with open_unchecked(settings) as client:
+            found = client.scheduler_info(n_workers=-1)["workers"].values()
+        limits = [worker["memory_limit"] for worker in found if worker["memory_limit"]]
+        if found:
+            return len(found), min(limits, default=None)
     workers = worker_count(settings) if settings.kind in ("serial", "local") else settings.workers or 1
     if settings.memory is not None:
         try:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +20,14 @@ from kme_dist import predict
 from kme_dist.config import ClusterConfig, Config, PredictConfig
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Dataset
+from kme_dist.data.places import Place
+from kme_dist.data.receipts import read_state
 from kme_dist.errors import ConfigError
 from kme_dist.models.base import model_place
-from kme_dist.models.predict import REGRESSION_OUTPUTS
+from kme_dist.models.outputs import REGRESSION_OUTPUTS
+from kme_dist.models.predict import model_digest
 from kme_dist.ops.cluster import in_words, open_executor
+from kme_dist.ops.jobs import new_id
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines import ingest, recipes, tables
 from kme_dist.pipelines.fit import MODEL
@@ -33,9 +36,10 @@ from kme_dist.pipelines.ingest import DATA
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.executors import Executor, SerialExecutor
 from kme_dist.run.predict import PredictionOutcome
+from kme_dist.run.streams import Calls
 
 T = TypeVar("T")
-EXIT_QUARANTINED = 65
+EXIT_INCOMPLETE = 65
 PREDICTIONS = "predictions.zarr"
 FEW_CHUNKS = 4
 SECONDS_BETWEEN_LINES = 5.0
@@ -72,7 +76,25 @@ def request_of(config: Config, name: str) -> PredictRequest:
         settings = settings.model_copy(update={"like": own.path})  # files are encoded like the rows of the run
     model = settings.model or str(folder / MODEL)
     default = {"parquet": "predictions", "csv": "predictions.csv"}.get(settings.format or "", PREDICTIONS)
-    return PredictRequest(name, model, data, settings.out or str(folder / default), split, settings)
+    out = _destination(settings.out or str(folder / default), model, settings)
+    return PredictRequest(name, model, data, out, split, settings)
+
+
+def _destination(out: str, model: str, settings: PredictConfig) -> str:
+    """Where to write; beside it, to a path named by the model, if it has predictions of another one, and
+    `on_model_change` says so."""
+    if settings.on_model_change != "new-folder":
+        return out
+    place = Place.of(out)
+    if (settings.format or place.name.rpartition(".")[2].lower()) == "csv":
+        raise ConfigError(
+            f"predict.on_model_change: new-folder is not supported for CSV ({out}); choose Zarr or Parquet"
+        )
+    earlier, digest = read_state(place), model_digest(model_place(model))
+    if earlier is None or earlier["computed_from"].get("model") == digest:
+        return out
+    stem, dot, suffix = place.name.rpartition(".")
+    return place.sibling(f"{stem or suffix}-{digest[:8]}{dot}{suffix if dot else ''}").address
 
 
 def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
@@ -82,7 +104,7 @@ def _rows_of_run(config: Config, folder: Path) -> Dataset | None:
 
 def standalone_request(model: str, data: str, out: str, settings: PredictConfig) -> PredictRequest:
     """The request of `kme-dist predict --model M --data D --out O`, without a config."""
-    return PredictRequest(Path(out).stem, model, data, out, settings.split, settings)
+    return PredictRequest(Path(out).stem, model, data, _destination(out, model, settings), settings.split, settings)
 
 
 def run(
@@ -122,7 +144,9 @@ def run_request(
     listener = listener or Listener()
     with (
         LazyExecutor(cluster, listener.say, performance) as executor,
-        telemetry(executor, run=request.name, stage="predict", pipeline=request.name) as stage,
+        telemetry(
+            executor, run=listener.run_id or new_id(request.name), stage="predict", pipeline=request.name
+        ) as stage,
     ):
         return predict_rows(request, executor, stage, listener, fresh=fresh, overwrite=overwrite)
 
@@ -154,6 +178,7 @@ def predict_rows(
         id_column=settings.id_column,
         overwrite=overwrite,
         from_scratch=fresh,
+        on_model_change="recompute" if settings.on_model_change == "recompute" else "refuse",
         progress=RowProgress(listener),
         watch=reported_to.chunks,
     )
@@ -218,7 +243,7 @@ STAGE = Stage("predict", _work, _inputs, lambda run: [out for _, out in models_o
 def _summary(outcome: PredictionOutcome, request: PredictRequest) -> dict[str, Any]:
     facts = dataclasses.asdict(outcome)
     return {
-        "status": "incomplete" if outcome.quarantined else "succeeded",
+        "status": "succeeded" if outcome.complete else "incomplete",
         "predictions": facts.pop("path"),
         "model": request.model,
         "data": request.data,
@@ -254,17 +279,16 @@ class LazyExecutor(SerialExecutor):
         return int(getattr(self._opened, "retried", 0))
 
     def stream(
-        self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+        self, function: Callable[..., T], calls: Calls, *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
-        waiting = iter(calls)
-        first = list(itertools.islice(waiting, FEW_CHUNKS))
-        if self._opened is None and (not first or (len(first) < FEW_CHUNKS and self._settings.kind == "local")):
-            return super().stream(function, first, name=name)
+        few = len(calls) < FEW_CHUNKS and self._settings.kind == "local"
+        if self._opened is None and (few or not len(calls)):
+            return super().stream(function, calls, name=name)
         if self._opened is None:
             self._opened = self._stack.enter_context(open_executor(self._settings))
             self._stack.enter_context(performance_report(self._opened, self._performance))
             self._say(f"predict: {in_words(self._opened)}")
-        return self._opened.stream(function, itertools.chain(first, waiting), name=name, ahead=ahead)
+        return self._opened.stream(function, calls, name=name, ahead=ahead)
 
 
 class RowProgress:

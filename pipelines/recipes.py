@@ -182,8 +182,6 @@ def _check_regressor(config: Config) -> None:
         if key not in known:
             section = next(name for name, fields in SECTIONS.items() if key in fields.model_fields)
             raise ConfigError(f"{section}.{key} is not supported with model.kind cme; remove it")
-    if config.fit.solver == "falkon":
-        raise ConfigError("fit.solver falkon is not supported with model.kind cme; choose nystrom")
 
 
 def has_given_features(config: Config) -> bool:

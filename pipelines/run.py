@@ -10,7 +10,8 @@
 Each stage is the same as the command of that name. The run folder also holds config.yaml (with all defaults),
 metrics.jsonl (one line per learning step, written during learning) and run.json (status, timings, versions, digests). A
 stage whose inputs have not changed is skipped, so a second call with the same configuration, data and version returns
-the finished result, and a call after a kill resumes.
+the finished result, and a call after a kill resumes. With other settings or data in the same folder, model, metrics and
+report of the earlier run are moved to previous/, and the command says so.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any
 
 from kme_dist.config import Config
 from kme_dist.pipelines import evaluate, fit, ingest, learn, predict, report
-from kme_dist.pipelines.folder import Listener
+from kme_dist.pipelines.folder import CONFIG, Listener
 from kme_dist.pipelines.stages import Run
 
 STAGES = (ingest.STAGE, learn.STAGE, fit.STAGE, predict.STAGE, evaluate.STAGE, report.STAGE)
 OUTDATED = (fit.MODEL, evaluate.METRICS, report.REPORT)  # removed when something new is learned or fitted
+REPLACED = (*OUTDATED, fit.STATISTICS, CONFIG)  # kept in previous/ when settings or data are others
 
 
 def run(
@@ -55,7 +57,10 @@ def run(
     ) as current:
         folder = current.folder
         learn.rehearse(current)
-        for stage in STAGES:
+        current.do(ingest.STAGE)
+        if not fresh:
+            current.keep_previous(REPLACED, learn.STAGE, fit.STAGE)
+        for stage in STAGES[1:]:
             current.do(stage)
         reused = not folder.done_now and folder.known.get("status") == "succeeded"
         counted = folder.done_now or [stage.name for stage in STAGES]

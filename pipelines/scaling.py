@@ -94,8 +94,8 @@ def stages(
         model = recipes.estimator_of(config, settings)
         learn, features, dtype = _learn_network(model, data, rows), _network(model, data), model.dtype
         solver, centres, seconds = "features", None, None
-    size = _size(data, rows, dtype)
-    chosen = choose(solver, size, centres, features, room or 2**63, seconds)
+    size, numeric = _size(data, rows, dtype), config.model.kind == recipes.REGRESSION
+    chosen = choose(solver, size, centres, features, room or 2**63, seconds, iterate=not numeric)
     width = _width(features, data)
     size = replace(size, basis=width if features is not None else min(chosen.centres or rows, rows))
     fit = _fit(chosen, size) if config.model.kind != "askl" else Stage("fit", rows, (), PROCESS_BYTES, "none needed")
@@ -145,7 +145,7 @@ def _plain(found: Estimate) -> dict[str, Any]:
 
 
 def _size(data: RowSource, rows: int, dtype: str) -> Size:
-    return Size(rows, max(1, data.n_classes), width=data.features, dtype=dtype, labelled=data.classes is not None)
+    return Size(rows, max(1, data.n_classes), width=data.features, dtype=dtype)
 
 
 def _width(features: Any, data: RowSource) -> int:
@@ -313,6 +313,7 @@ def _predict(size: Size, chunk: int, features: Any) -> Stage:
     n, p, d, m = float(size.rows), size.basis, size.width, size.columns
     products = 2 * n * p * (d + m)
     exps = n * p if features is None else 0.0
-    work = Pass(-(-size.rows // chunk), n * d * size.item, products, exps=exps, streamed=True)
+    tasks = -(-size.rows // chunk)
+    work = Pass(tasks, n * d * size.item, products, exps=exps, row_values=n * (d + m), streamed=True)
     held = PROCESS_BYTES + 2 * size.item * p * (2 * d + m) + chunk * (40 * d + 32 * m)
     return Stage("predict", size.rows, (work,), held, f"chunks of {chunk} rows")

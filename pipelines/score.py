@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,8 @@ from kme_dist import load
 from kme_dist.data.predictions import write_csv
 from kme_dist.data.readers import FileOptions, open_source
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.predict import Asked, TableScorer
+from kme_dist.models.outputs import Asked
+from kme_dist.models.predict import TableScorer, columns_of
 
 FORMATS = ("csv", "jsonl")
 
@@ -45,7 +47,8 @@ def run(
         file = Path(folder) / "stdin.csv"
         with open(file, "wb") as copy:  # the reader looks at the first rows before it reads all of them
             shutil.copyfileobj(rows, copy)
-        scorer = TableScorer(fitted, _opened(file), wanted, id_column=id_column, unseen=unseen)
+        source = _opened(file, columns_of(fitted).file_options)
+        scorer = TableScorer(fitted, source, wanted, id_column=id_column, unseen=unseen)
         header = True
         for table in scorer.tables():
             if format == "csv":
@@ -57,13 +60,13 @@ def run(
         return scorer.notes
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: Path, options: FileOptions) -> Any:
     with open(file, "rb") as stream:
         first = stream.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")[:1]
     if not first:
         raise DataError("stdin is empty; pass rows as CSV with a header, or as JSON lines")
     if first != b"{":
-        return open_source(file, FileOptions(format="csv"))
+        return open_source(file, replace(options, format="csv"))
     try:
         return open_source(pj.read_json(file))
     except pa.ArrowInvalid as error:

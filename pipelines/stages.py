@@ -17,16 +17,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.models.classifier import with_class_weight
 from kme_dist.ops.cluster import in_words, open_executor
+from kme_dist.ops.jobs import new_id
 from kme_dist.ops.telemetry import Telemetry, performance_report, telemetry
 from kme_dist.pipelines import recipes, tables
-from kme_dist.pipelines.folder import Listener, RunFolder, digest
+from kme_dist.pipelines.folder import CONFIG, Listener, RunFolder, digest, to_yaml
 from kme_dist.run.executors import Executor
 
+PREVIOUS = "previous"  # in a run folder: the model that the last one has replaced
 ROWS_TO_DRAW = 20_000  # of either split, for plots and for curves over test rows
 
 
@@ -116,6 +120,7 @@ class Run:
         opened = RunFolder.open(config, name=name, command=command, fresh=False, listener=listener)
         with blas_threads(config.model.threads), opened as folder:
             folder.facts |= {
+                "id": _run_id(folder, listener, config_digest(resolved)),
                 "seeds": {"split": resolved["data"]["split_seed"], "learn": resolved["learn"]["seed"]},
                 "digests": {"config": config_digest(resolved)},
             }
@@ -136,15 +141,32 @@ class Run:
                 return False
         return True
 
+    def keep_previous(self, outputs: Sequence[str], *stages: Stage) -> None:
+        """Before these stages replace the results of other settings or data: move those to `previous/`, and say so."""
+        if not self.folder.replace or not (self.folder.path / outputs[0]).exists() or self.is_current(*stages):
+            return
+        path, earlier = self.folder.path, self.folder.known.get("id", "an earlier run")
+        changes = changed_keys(path / CONFIG, self.resolved) or ["the data, or the version of kme-dist"]
+        self.folder.keep(PREVIOUS, outputs)
+        self.listener.say(
+            f"{path} has the model of {earlier}, which is replaced; changed: {', '.join(changes)}; "
+            f"the earlier model is kept in {path / PREVIOUS}"
+        )
+
     def _work(self, stage: Stage) -> dict[str, Any]:
         """The work of a stage, reported to the dashboard and to log.jsonl."""
         cluster = self.executor if stage.over_workers else None
         log = self.folder.path / "log.jsonl"
         self.listener.begin(stage.name)
-        with telemetry(cluster, run=self.name, stage=stage.name, pipeline=self.name, log=log) as self.telemetry:
+        with telemetry(cluster, run=self.id, stage=stage.name, pipeline=self.name, log=log) as self.telemetry:
             result = stage.work(self)
         self.listener.end(stage.name)
         return result
+
+    @property
+    def id(self) -> str:
+        """Names this run on the dashboard, in metrics, logs and spans, with the name of the config as its label."""
+        return str(self.folder.facts["id"])
 
     def result(self, stage: str) -> dict[str, Any]:
         found: dict[str, Any] = self.folder.stages[stage]["result"]
@@ -187,6 +209,32 @@ class Run:
     def image_shape(self) -> tuple[int, ...] | None:
         """Shape of a row that is an image: from the data set, else from the config."""
         return self.data.sample_shape if len(self.data.sample_shape) > 1 else self.config.data.image_shape
+
+
+def _run_id(folder: RunFolder, listener: Listener, config: str) -> str:
+    """That of the job; without one a new id, or that of an earlier call which this one resumes."""
+    known = folder.known
+    if listener.run_id:
+        return listener.run_id
+    if "id" in known and known.get("status") != "succeeded" and known.get("digests", {}).get("config") == config:
+        return str(known["id"])
+    return new_id(folder.facts["name"])
+
+
+def changed_keys(file: Path, resolved: Mapping[str, Any], most: int = 3) -> list[str]:
+    """Keys that results depend on and that the config.yaml of an earlier run has with other values, for people."""
+    try:
+        before, now = yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(to_yaml(resolved))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    found = [
+        f"{section}.{key} (was {before[section].get(key)}, is {value})"
+        for section, keys in now.items()
+        if section not in ("output", "cluster") and isinstance(before.get(section), dict)
+        for key, value in keys.items()
+        if before[section].get(key) != value
+    ]
+    return [*found[:most], *([f"{len(found) - most} more"] if len(found) > most else [])]
 
 
 def config_digest(resolved: Mapping[str, Any]) -> str:

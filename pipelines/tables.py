@@ -25,8 +25,9 @@ from sklearn.model_selection import train_test_split
 
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
-from kme_dist.data.ingest import Table, ingest, read_table
+from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
+from kme_dist.data.reading import Table, read_table
 from kme_dist.data.schema import Schema
 from kme_dist.errors import ConfigError, DataError
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 IN_MEMORY_BYTES = 512 << 20  # larger sources are streamed, and split during ingest
 WHOLE_FILE_BYTES = 256 << 20  # larger files are identified by size and time, not by content
 PARTS = frozenset({"train", "test"})
+# How a file is written, where its content does not determine it.
+WRITTEN = ("categories", "delimiter", "header", "encoding", "decimal", "thousands", "percent", "strip")
 FEW_VALUES, MANY_VALUES = 20, 100  # of a label: whole numbers with a decimal point are classes, integers are numbers
 
 
@@ -138,9 +141,8 @@ def _first_rows(data: Dataset, ranges: Iterable[tuple[int, int]], limit: int) ->
 def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> bool:
     """Whether a data set is used in place: it has the required splits, and the settings do not change it."""
     own_label = settings.label is None or settings.label == data.label
-    plain = all(
-        given is None for given in (settings.test_source, settings.features, settings.exclude, settings.missing)
-    )
+    changing = ("test_source", "features", "exclude", "missing", *WRITTEN)
+    plain = all(getattr(settings, key) is None for key in changing)
     parts = is_divided(data) or not test_rows
     own_weight = settings.weight is None or settings.weight == data.schema.weight
     return settings.stored_split and parts and plain and own_label and own_weight and data.classes is not None
@@ -398,8 +400,9 @@ def _reading(settings: DataConfig) -> dict[str, Any]:
         options["features"] = tuple(settings.features)
     if settings.exclude is not None:
         options["exclude"] = tuple(settings.exclude)
-    if settings.missing is not None:
-        options["missing"] = settings.missing
+    for key in ("missing", *WRITTEN):
+        if (value := getattr(settings, key)) is not None:
+            options[key] = tuple(value) if isinstance(value, list) else value
     return options
 
 

@@ -14,9 +14,10 @@ from distributed import LocalCluster
 
 import kme_dist as kme
 from kme_dist.cli.app import execute
+from kme_dist.config import ClusterConfig
 from kme_dist.models import predict as inference
-from kme_dist.ops import submit
-from kme_dist.ops.driver import drive
+from kme_dist.ops import queue, submit
+from kme_dist.ops.drivers import Drivers
 from kme_dist.ops.jobs import job_at, job_root
 from kme_dist.pipelines.job import run_pipeline
 from kme_dist.run.executors import SerialExecutor
@@ -108,11 +109,11 @@ def test_a_chunk_walks_from_zarr_to_its_receipt(stored, tmp_path, monkeypatch):
     kme.MCEClassifier(steps=0, solver="cholesky").fit(X, y).save(tmp_path / "m.zarr")
     real, found = inference.predict_chunk, []
 
-    def second(plan, chunk, *rest):
-        if chunk != 1:  # the first one loads the model
-            return real(plan, chunk, *rest)
-        found.extend(traced(lambda: real(plan, chunk, *rest)))
-        return real(plan, chunk, *rest)
+    def second(plan, task, *rest):
+        if task.chunk != 1:  # the first one loads the model
+            return real(plan, task, *rest)
+        found.extend(traced(lambda: real(plan, task, *rest)))
+        return real(plan, task, *rest)
 
     monkeypatch.setattr(inference, "predict_chunk", second)
     kme.predict(str(tmp_path / "m.zarr"), stored.path, tmp_path / "out.zarr", executor=SerialExecutor())
@@ -126,16 +127,20 @@ def test_a_job_walks_from_the_command_to_its_pipeline(tmp_path, monkeypatch):
     fake = types.ModuleType("kme_dist.pipelines.evaluate")
     fake.run = lambda config, **options: {}
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    # The wire: what `submit` sends is run by hand below, so that both ends are seen.
-    monkeypatch.setattr(submit, "_send", lambda client, job, run_pipeline: None)
-    monkeypatch.setattr(submit, "_await_acceptance", lambda client, job: None)
-    with LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", resources={"kme_driver": 1}
-    ) as cluster:
+    # The wire: what the scheduler and the host do with a job is done by hand below, so that all ends are seen.
+    monkeypatch.setattr(submit, "_find_host", lambda client, job, entry: None)
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster:
+        at = ClusterConfig(kind="address", address=cluster.scheduler_address)
         command = ["submit", str(config), "--pipeline", "evaluate", "--id", "walk", "--quiet"]
         command += ["--root", str(tmp_path / "jobs"), "--scheduler", cluster.scheduler_address]
         sent = traced(lambda: execute(command))
-    job = job_at(job_root(str(tmp_path / "jobs")), "walk")
-    driven = traced(lambda: drive(job, run_pipeline))
-    check("A submitted job", [*sent, *driven])
+        found = cluster.scheduler.extensions[queue.NAME]
+        host = Drivers(at, lambda job: [sys.executable, "-c", ""])
+        client = types.SimpleNamespace(id="c", run_on_scheduler=lambda f, told, callback_timeout: found.turn(told))
+        stop = types.SimpleNamespace(is_set=lambda: bool(host._children), wait=lambda seconds: None)
+        hosted = traced(lambda: host._serve(client, stop))
+        host._end()
+        job = job_at(job_root(str(tmp_path / "jobs")), "walk")
+        driven = traced(lambda: submit.drive_for_host(job, at, run_pipeline))
+    check("A submitted job", [*sent, *hosted, *driven])
     assert job.result()["state"] == "succeeded"

@@ -84,14 +84,17 @@ def measure(task, emit):
     emit({**found, "status": "ok"})
 
 
-def run(task, source=None):
-    """The record of a cell, measured in a child process that ends after `task["limit"]` processor seconds."""
+def run(task, source=None, module="benchmarks.defaults.cell"):
+    """The record of a cell, measured in a child process that ends after `task["limit"]` processor seconds.
+
+    `module` is called with the task as JSON and prints figures as `measure` does.
+    """
     argument = json.dumps({**task, "source": source and str(source)})
     began = time.time()
     ended = {"load": load_average()}
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "benchmarks.defaults.cell", argument],
+            [sys.executable, "-m", module, argument],
             cwd=ROOT,
             env={**os.environ, **ONE_THREAD},
             capture_output=True,
@@ -113,15 +116,20 @@ def run(task, source=None):
 
 def main(argument):
     task = json.loads(argument)
-    limit = math.ceil(task["limit"])
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    limit_seconds(task["limit"])
     if task.get("source"):
         models.use_source(Path(task["source"]))
-
-    def emit(found):
-        print(json.dumps(found), flush=True)
-
     measure(task, emit)
+
+
+def limit_seconds(limit):
+    """End this process after so many processor seconds."""
+    whole = math.ceil(limit)
+    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 5))
+
+
+def emit(found):
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

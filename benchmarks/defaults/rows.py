@@ -67,14 +67,14 @@ def _shared(name):
     with np.load(folder / f"{stem}.npz", allow_pickle=False) as stored:
         X, y = stored["X"], stored["y"]
     if kind == "15k":
-        kept = np.sort(_order(f"{name} sample", len(y))[:SAMPLE])
+        kept = np.sort(hashed_order(f"{name} sample", len(y))[:SAMPLE])
         X, y = X[kept], y[kept]
     if kind == "3":
         y = np.digitize(y, [8.5, 10.5])  # the customary groups of rings: up to 8, 9 and 10, from 11
     return X, y
 
 
-def _order(key, n):
+def hashed_order(key, n):
     """The numbers 0, ..., n - 1 in an order that depends only on `key`."""
     digests = b"".join(hashlib.sha256(f"{key} {i}".encode()).digest()[:8] for i in range(n))
     return np.argsort(np.frombuffer(digests, ">u8"), kind="stable")
@@ -82,7 +82,7 @@ def _order(key, n):
 
 def reserve(name: str, n: int) -> np.ndarray:
     """Numbers of the rows of the reserve, half of the `n` rows, in ascending order."""
-    return np.sort(_order(f"{name} reserve", n)[: n // 2])
+    return np.sort(hashed_order(f"{name} reserve", n)[: n // 2])
 
 
 def _others(rows, n):
@@ -100,10 +100,10 @@ def _proportional(key, y, size):
     labels, counts = np.unique(y, return_counts=True)
     exact = counts * size / len(y)
     quota = np.floor(exact).astype(int)
-    ties = _order(f"{key} rest", len(labels))
+    ties = hashed_order(f"{key} rest", len(labels))
     largest = ties[np.argsort(-(exact - quota)[ties], kind="stable")]
     quota[largest[: size - quota.sum()]] += 1
-    order = _order(key, len(y))
+    order = hashed_order(key, len(y))
     return np.concatenate([order[y[order] == label][:count] for label, count in zip(labels, quota, strict=True)])
 
 
@@ -125,7 +125,7 @@ def development_rows(name: str) -> tuple[np.ndarray, np.ndarray]:
 def development_folds(name: str, folds: int = 3):
     """Folds of the development rows, each class spread evenly: X and y for training, X and y to evaluate."""
     X, y = development_rows(name)
-    order = _order(f"{name} folds", len(y))
+    order = hashed_order(f"{name} folds", len(y))
     order = order[np.argsort(y[order], kind="stable")]  # class by class, shuffled within
     for fold in range(folds):
         held = np.sort(order[fold::folds])

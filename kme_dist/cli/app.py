@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -32,8 +33,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kme_dist.cli import drivers as cluster_commands
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
+from kme_dist.cli import schedule as schedule_commands
 from kme_dist.cli.options import (
     ConfigOptions,
     Fresh,
@@ -50,7 +53,7 @@ from kme_dist.cli.options import (
     split_names,
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
-from kme_dist.errors import ConfigError, KMEError, plural
+from kme_dist.errors import AssumptionWarning, ConfigError, KMEError, plural
 
 app = typer.Typer(
     name="kme-dist",
@@ -254,7 +257,15 @@ class IngestOptions:
     task: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto"
     one_hot: Annotated[str | None, typer.Option(help="Text columns to encode one-hot; default: all.")] = None
     ordinal: Annotated[str | None, typer.Option(help="Text columns to encode as 0, 1, 2, ...")] = None
-    missing: Annotated[str, typer.Option(help="Missing values: error, drop, mean, median, or a number.")] = "error"
+    categories: Annotated[
+        str | None, typer.Option(help="Columns that are categories, whatever their values look like, e.g. 007.")
+    ] = None
+    missing: Annotated[
+        str,
+        typer.Option(
+            help="Missing values: error, drop, mean, median, indicator or a number; auto: indicator for tables."
+        ),
+    ] = "auto"
     dtype: Annotated[str, typer.Option(help="auto, float32, float64 or uint8.")] = "auto"
     shuffle: Annotated[int | None, typer.Option(metavar="SEED", help="Shuffle the rows.")] = None
     split: Annotated[str | None, typer.Option(help="train=0.8,test=0.2, or rows train=0:800,test=800:1000.")] = None
@@ -265,6 +276,12 @@ class IngestOptions:
     delimiter: Annotated[str | None, typer.Option(help="Field delimiter of a csv file.")] = None
     header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether a csv file has a header.")] = None
     encoding: Annotated[str, typer.Option(help="Encoding of a csv file.")] = "utf-8"
+    decimal: Annotated[str, typer.Option(help="Decimal sign of numbers that are text: . or ,")] = "."
+    thousands: Annotated[str, typer.Option(help="Separator between thousands, e.g. ,")] = ""
+    percent: Annotated[bool, typer.Option("--percent", help="Texts such as 10% are numbers, 0.1.")] = False
+    strip: Annotated[bool | None, typer.Option("--strip/--no-strip", help="Whether to remove spaces around texts.")] = (
+        None
+    )
     compression: Annotated[str, typer.Option(help="auto, zstd or none.")] = "auto"
     memory: Annotated[str, typer.Option(help="Memory limit for buffered rows, e.g. 512MiB.")] = "512MiB"
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False
@@ -273,7 +290,7 @@ class IngestOptions:
     def settings(self) -> dict[str, Any]:
         """As the pipeline takes them."""
         names = {"features": split_names(self.features), "one_hot": split_names(self.one_hot)}
-        names |= {"exclude": split_names(self.exclude) or [], "ordinal": split_names(self.ordinal) or []}
+        names |= {key: split_names(getattr(self, key)) or [] for key in ("exclude", "ordinal", "categories")}
         given = {**asdict(self), **names, "add": self.append}
         del given["append"]
         return given
@@ -370,7 +387,9 @@ def smoke(
         )
 
 
+cluster_commands.add_commands(app)
 job_commands.add_commands(app)
+schedule_commands.add_commands(app)
 predict_commands.add_commands(app)
 
 
@@ -421,7 +440,7 @@ def execute(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     command: Any = typer.main.get_command(app)
     try:
-        with _sigterm_raises():
+        with _sigterm_raises(), _notes_on_stderr():
             code = command.main(args=arguments, prog_name="kme-dist", standalone_mode=False)
         if code == 130:  # how newer typer reports Ctrl-C
             return _interrupted(arguments, 130)
@@ -460,6 +479,25 @@ def _fail(arguments: list[str], message: str, code: int) -> int:
 def _interrupted(arguments: list[str], code: int) -> int:
     again = shlex.join(["kme-dist", *arguments])
     return _fail(arguments, f"interrupted, finished work is saved; resume with: {again}", code)
+
+
+@contextlib.contextmanager
+def _notes_on_stderr() -> Iterator[None]:
+    """Show how a table was read as one line each, once, without the place in our code."""
+    said: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", AssumptionWarning)
+        plain = warnings.showwarning
+
+        def show(message: Any, category: Any, *place: Any, **further: Any) -> None:
+            if not issubclass(category, AssumptionWarning):
+                plain(message, category, *place, **further)
+            elif str(message) not in said:
+                said.add(str(message))
+                print(f"note: {message}", file=sys.stderr)
+
+        warnings.showwarning = show
+        yield
 
 
 @contextlib.contextmanager

@@ -1,10 +1,7 @@
-"""Commands for clusters and jobs: cluster, certs, submit, jobs, schedule.
+"""Commands for jobs: submit, jobs.
 
-    kme-dist certs certs
-    kme-dist cluster --tls certs --listen 10.0.0.5:8786
     kme-dist submit configs/covtype.yaml --scheduler tls://cluster:8786 --tls certs
     kme-dist jobs status covtype-20260301-101500-4f2a1c
-    kme-dist schedule nightly.yaml --pipeline predict --cron "0 2 * * *"
 
 `jobs` reads the job's folder, and asks the scheduler only when an address is given. `logs` needs none: all drivers
 write to the folder.
@@ -19,21 +16,17 @@ import math
 import re
 import shlex
 import shutil
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from kme_dist.cli.options import (
     Connection,
-    Insecure,
     JobConfig,
     JobOptions,
     Output,
@@ -49,10 +42,10 @@ from kme_dist.config import ClusterConfig, load_config
 from kme_dist.data.leases import LeaseLost
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError, counted
 from kme_dist.ops import jobs
-from kme_dist.ops.certs import make_certificates, tls_files
-from kme_dist.ops.driver import Cancelled, drive
+from kme_dist.ops.driver import Cancelled
+from kme_dist.ops.driver import drive as drive_job
 from kme_dist.ops.jobs import ENDED, Job, create_job, job_root
-from kme_dist.ops.schedule import fire_times, keep_schedule, parse_time, stamp, utc_now
+from kme_dist.ops.schedule import parse_time, utc_now
 
 jobs_app = typer.Typer(
     name="jobs", help="Jobs under the root folder: list, status, logs, wait, cancel, resume, keep, prune."
@@ -64,82 +57,8 @@ class JobCancelled(Exception):
 
 
 def add_commands(app: typer.Typer) -> None:
-    for command in (cluster, submit, schedule, certs):
-        app.command()(expand_options(command))
+    app.command()(expand_options(submit))
     app.add_typer(jobs_app)
-
-
-def cluster(
-    output: Output,
-    workers: Annotated[int | None, typer.Option(help="Number of worker processes; default: one per core.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory limit of a worker, e.g. 2GiB.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Accept connections from other machines; needs --tls.")
-    ] = None,
-    tls: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Encrypt with the certificates in DIR; created if missing.")
-    ] = None,
-    insecure: Insecure = False,
-) -> None:
-    """Start a cluster on this machine and keep it running until interrupted (then exit code 0)."""
-    if workers is not None and workers < 1:
-        raise typer.BadParameter(f"--workers is {workers}; must be an integer >= 1.")
-    if tls is not None:
-        make_certificates(tls)
-    settings = ClusterConfig(
-        workers=workers,
-        memory=memory,
-        address=None if listen is None else f"{'tls' if tls else 'tcp'}://{listen}",
-        tls=None if tls is None else tls_files(tls, "cluster"),
-        insecure=insecure,
-    )
-    clusters = load("ops.cluster")
-    with _deferred_signals() as wait_for_signal, clusters.open_client(settings) as client:
-        facts = {"scheduler": client.scheduler.address, "dashboard": clusters.dashboard_of(client)}
-        output.result(facts, f"scheduler {facts['scheduler']}  dashboard {facts['dashboard']}")
-        sys.stdout.flush()
-        output.say("stop it with Ctrl-C")
-        wait_for_signal()
-
-
-@contextlib.contextmanager
-def _deferred_signals() -> Iterator[Callable[[], None]]:
-    """A function that waits for SIGINT or SIGTERM. Inside the block these signals do nothing else, however many
-    arrive and whenever: a cluster that is starting or closing is never interrupted halfway."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    received = threading.Event()
-
-    def receive(signum: int, frame: FrameType | None) -> None:
-        received.set()
-
-    def wait() -> None:
-        while not received.is_set() and signal.sigtimedwait({signal.SIGINT}, 0.5) is None:
-            pass
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Workers inherit the blocked signal: Ctrl-C in a terminal is sent to them too, and they must shut down in order.
-    # Python's own helper for child processes unblocks it when it starts, so it is started first.
-    resource_tracker.ensure_running()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield wait
-    except BaseException:  # without an error the process is about to end, and keeps ignoring signals until it has
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        raise
-
-
-def certs(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder for the certificates.")],
-    output: Output,
-    days: Annotated[int, typer.Option(help="Days until the certificates expire.")] = 365,
-    renew: Annotated[bool, typer.Option("--renew", help="Issue new certificates from the existing authority.")] = False,
-) -> None:
-    """Create a private certificate authority and certificates for one cluster; existing files are kept."""
-    _print_facts(make_certificates(folder, days=days, renew=renew), output)
 
 
 @dataclass(frozen=True)
@@ -147,6 +66,7 @@ class SubmitOptions:
     pipeline: Pipeline = "run"
     root: Root = None
     job_id: Annotated[str | None, typer.Option("--id", help="Job id; generated by default.")] = None
+    priority: Annotated[int, typer.Option(help="Of the jobs that wait, the highest starts first.")] = 0
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the job; the exit code is that of the job.")] = False
 
 
@@ -159,11 +79,18 @@ def submit(
     if at is None:
         raise ConfigError("no scheduler address: use --scheduler ADDRESS, or set cluster.address in the config")
     root = job_root(wanted.root)
-    job = create_job(root, pipeline=wanted.pipeline, config=settings, name=config.stem, job_id=wanted.job_id)
+    job = create_job(
+        root,
+        pipeline=wanted.pipeline,
+        config=settings,
+        name=config.stem,
+        job_id=wanted.job_id,
+        priority=wanted.priority,
+    )
     before = job.status()["state"] if job.events() or job.result() is not None else None
     try:
         if before != "succeeded":
-            _submit(job, at)
+            submit_job(job, at)
     except KMEError:
         if wanted.job_id is None and not job.events():  # no scheduler has seen it: leave nothing behind
             shutil.rmtree(job.folder)
@@ -219,9 +146,12 @@ class Listed:
 @jobs_app.command("list")
 @expand_options
 def list_all(which: Listed, connection: Connection, output: Output, root: Root = None) -> None:
-    """List all jobs, oldest first; with --scheduler also show which of them the scheduler does not know."""
+    """List all jobs, oldest first, with the place in the queue of those that wait; with --scheduler also show which of
+    them the scheduler does not know."""
     found = which.chosen(jobs.list_jobs(job_root(root)))
     rows = [status for _, status in found]
+    for place, status in enumerate(jobs.in_queue(rows), 1):
+        status["place"] = place
     active = [(job, status) for job, status in found if status["state"] not in (*ENDED, "damaged")]
     silent = _ask_scheduler(active, connection)
     width = max((len(status["id"]) for status in rows), default=0)
@@ -309,7 +239,7 @@ def _wait_for(job: Job, at: ClusterConfig | None, output: Output, timeout_s: flo
 
     facts = load("ops.submit").wait(job, timeout_s, show, at)
     output.result(facts, f"{facts['id']} {facts['state']}")
-    _exit_like(facts)
+    exit_like(facts)
 
 
 @jobs_app.command()
@@ -331,15 +261,30 @@ def resume(which: JobOptions, connection: Connection, output: Output) -> None:
     """Resume a job that failed, was cancelled or lost its scheduler; without --scheduler in this process."""
     job, at = which.job(), connection.cluster()
     if at is not None:
-        _submit(job, at)
+        submit_job(job, at)
     else:
         job.request()
         (job.folder / "cancel").unlink(missing_ok=True)
-        _drive_here(job, 0.0, output.say)
+        drive_here(job, 0.0, output.say)
     facts = job.status()
     output.result(facts, f"{job.id} {facts['state']}")
     if at is None:
-        _exit_like(facts)
+        exit_like(facts)
+
+
+@jobs_app.command(hidden=True)
+@expand_options
+def drive(which: JobOptions, connection: Connection, output: Output) -> None:
+    """Drive a job on the cluster: the process that `kme-dist drivers` starts for each job."""
+    job, at = which.job(), connection.cluster()
+    if at is None:
+        raise ConfigError("no scheduler address: use --scheduler ADDRESS")
+    try:
+        with contextlib.suppress(Cancelled):
+            load("ops.submit").drive_for_host(job, at, load("pipelines.job").run_pipeline)
+    except LeaseLost as error:
+        raise RetryError(str(error)) from None
+    exit_like(job.status())
 
 
 @dataclass(frozen=True)
@@ -359,7 +304,8 @@ class KeepOptions:
 @jobs_app.command()
 @expand_options
 def keep(wanted: KeepOptions, connection: Connection, output: Output, root: Root = None) -> None:
-    """Resubmit jobs that have lost their driver or their scheduler, until interrupted; tell when jobs end."""
+    """Resubmit jobs that have lost their driver or their scheduler, until interrupted; tell when jobs end. Driver hosts
+    and schedules do the first by themselves."""
     at = connection.cluster()
     if at is None:
         raise ConfigError("no scheduler address: use --scheduler ADDRESS")
@@ -367,7 +313,6 @@ def keep(wanted: KeepOptions, connection: Connection, output: Output, root: Root
     supervisor = supervisors.Supervisor(
         job_root(root),
         at,
-        load("pipelines.job").run_pipeline,
         say=output.say,
         limit=wanted.limit,
         notices=supervisors.Notices(shlex.split(wanted.command or ""), wanted.url),
@@ -415,84 +360,22 @@ def _moment(option: str, text: str) -> datetime.datetime:
         raise ConfigError(f"{option} {text!r}: must be an age such as 7d, 12h or 30m, or a time in ISO 8601") from None
 
 
-@dataclass(frozen=True)
-class ScheduleOptions:
-    """What runs when."""
-
-    cron: Annotated[str | None, typer.Option(help="Minute hour day month weekday, e.g. '0 2 * * *'.")] = None
-    once: Annotated[bool, typer.Option("--once", help="Run for one scheduled time (--at) now, then exit.")] = False
-    at: Annotated[str | None, typer.Option(metavar="TIME", help="Scheduled time of --once; default: now.")] = None
-    pipeline: Pipeline = "predict"
-    timezone: Annotated[str, typer.Option(help="Time zone of --cron, e.g. Europe/Berlin.")] = "UTC"
-    patience: Annotated[
-        float, typer.Option(help="Seconds that a second start of the same run waits for the result of the first.")
-    ] = 60.0
-    root: Root = None
-
-
-def schedule(
-    config: JobConfig, wanted: ScheduleOptions, connection: Connection, output: Output, overrides: Overrides = None
-) -> None:
-    """Run a pipeline at the times of a cron expression, exactly once for each time however often it is started."""
-    settings = load_config(config, overrides or [])  # also without --once: report mistakes now, not at night
-    if wanted.once:
-        when = parse_time(wanted.at) if wanted.at is not None else utc_now().replace(second=0)
-        job = create_job(
-            job_root(wanted.root),
-            pipeline=wanted.pipeline,
-            config=settings,
-            name=config.stem,
-            job_id=jobs.scheduled_id(config.stem, when),
-            scheduled=stamp(when),
-        )
-        _run_scheduled(job, connection.cluster(), wanted.patience, output.say)
-        facts = job.status()
-        output.result(facts, f"{job.id} {facts['state']}")
-        _exit_like(facts)
-        return
-    if wanted.cron is None or wanted.at is not None:
-        raise ConfigError("--cron is missing; or use --once (with --at TIME) for a single run")
-    options = [f"--set={change}" for change in overrides or []]
-    options += ["--pipeline", wanted.pipeline, "--root", str(job_root(wanted.root)), f"--patience={wanted.patience}"]
-    options += [f"--scheduler={connection.scheduler}"] if connection.scheduler else []
-    options += [f"--tls={connection.tls}"] if connection.tls else []
-    flags = {"--allow-insecure": connection.insecure, "--json": output.as_json, "--quiet": output.quiet}
-    options += [flag for flag, given in flags.items() if given]
-    command = [sys.executable, "-m", "kme_dist", "schedule", str(config), "--once", *options]
-    keep_schedule(
-        fire_times(wanted.cron, wanted.timezone),
-        start=lambda when: [*command, "--at", stamp(when)],
-        stop=threading.Event(),
-        say=output.say,
-    )
-
-
-def _run_scheduled(job: Job, at: ClusterConfig | None, patience_s: float, say: Callable[[str], None]) -> None:
-    if job.result() is not None:
-        say(f"{job.id} is already done")
-    elif at is not None:
-        _submit(job, at)
-        load("ops.submit").wait(job)
-    else:
-        _drive_here(job, patience_s, say)
-
-
 # -------------------------------------------------------------------------------------------------
 
 
-def _submit(job: Job, at: ClusterConfig) -> None:
-    load("ops.submit").submit(job, at, load("pipelines.job").run_pipeline)
+def submit_job(job: Job, at: ClusterConfig) -> None:
+    load("ops.submit").submit(job, at)
 
 
-def _drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:
+def drive_here(job: Job, wait_s: float, say: Callable[[str], None]) -> None:
     try:
         with contextlib.suppress(Cancelled):  # the job's folder says so, and the caller reads it
-            drive(job, load("pipelines.job").run_pipeline, wait_s=wait_s, say=say)
+            drive_job(job, load("pipelines.job").run_pipeline, wait_s=wait_s, say=say)
     except LeaseLost as error:
         raise RetryError(f"another process took over because this one had stalled ({error})") from None
 
 
-def _exit_like(facts: Mapping[str, Any]) -> None:
+def exit_like(facts: Mapping[str, Any]) -> None:
     """Exit with the code of a job that has ended."""
     if facts["state"] == "cancelled":
         raise JobCancelled(f"the job {facts['id']} was cancelled; resume it with `kme-dist jobs resume {facts['id']}`")
@@ -515,14 +398,20 @@ def _status_or_damaged(job: Job) -> dict[str, Any] | None:
 
 def _row(status: Mapping[str, Any], width: int) -> str:
     unknown = "  not on the scheduler" if status.get("scheduler", {"state": ""})["state"] is None else ""
-    line = f"{status['id']:{width}}  {status['pipeline']:8}  {status['state']:9}  {_progress(status)}"
+    owner = str(status.get("owner") or "")[:12]
+    line = f"{status['id']:{width}}  {status['pipeline']:8}  {status['state']:9}  {owner:8}  {_progress(status)}"
     return f"{line.rstrip()}{unknown}"
 
 
 def _progress(status: Mapping[str, Any]) -> str:
     progress = status.get("progress")
+    if status.get("place"):
+        priority = f", priority {status['priority']}" if status.get("priority") else ""
+        return f"number {status['place']} in the queue{priority}"
     if not progress:
         return str(status.get("error", ""))
+    if not progress["done"] and progress.get("total") is None:
+        return str(progress["stage"])
     of = f"/{progress['total']}" if progress.get("total") is not None else ""
     return f"{progress['stage']} {progress['done']}{of}"
 

@@ -19,7 +19,7 @@ import typer
 
 from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, load, split_names, split_pairs
 from kme_dist.config import ClusterConfig, Config, parse_config
-from kme_dist.errors import ConfigError, plural
+from kme_dist.errors import ConfigError, counted
 
 PredictConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --model, --data and --out.")]
 EvaluateConfig = Annotated[Path | None, typer.Argument(help="YAML file; or use --predictions and --data.")]
@@ -54,10 +54,17 @@ class PredictOptions:
     like: Annotated[str | None, typer.Option(help="Data set whose encoding is used instead of the model's.")] = None
     id_column: Annotated[str | None, typer.Option(help="CSV or Parquet column to copy to the output.")] = None
     unseen: Unseen = None
+    on_model_change: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Predictions of an earlier model: recompute them, refuse (default), or start a new-folder.",
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by the keys of the section."""
-        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column", "unseen")
+        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column", "unseen", "on_model_change")
         found = {key: getattr(self, key) for key in texts}
         found |= {"outputs": split_names(self.outputs), "expectations": split_pairs(self.expectation, "--expectation")}
         return {key: value for key, value in found.items() if value is not None}
@@ -106,8 +113,8 @@ def predict(
         )
     output.result(
         result,
-        f"{result['rows']:,} {plural(result['rows'], 'row')}, {result['computed']} "
-        f"{plural(result['computed'], 'chunk')} computed, {result['skipped']} done before; "
+        f"{counted(result['rows'], 'row', ',')} ({result['computed_rows']:,} computed), "
+        f"{counted(result['computed'], 'chunk')} computed, {result['skipped']} done before; "
         f"{result['seconds']:.1f} s, {result['rows_per_second']:,.0f} rows/s",
         f"predictions: {result['predictions']}",
     )
@@ -117,8 +124,12 @@ def predict(
             f"skipped chunk {entry['chunk']} (quarantined; rows {entry['first_row']} to {last}): {entry['error']}",
             file=sys.stderr,
         )
-    if result["quarantined"]:
-        raise typer.Exit(pipeline.EXIT_QUARANTINED)
+    for entry in result["first_skipped"]:
+        print(f"skipped row {entry['row']}: {entry['error']}", file=sys.stderr)
+    if (more := result["skipped_rows"] - len(result["first_skipped"])) > 0:
+        print(f"skipped {counted(more, 'further row', ',')}", file=sys.stderr)
+    if result["status"] == "incomplete":
+        raise typer.Exit(pipeline.EXIT_INCOMPLETE)
 
 
 def score(
@@ -174,7 +185,9 @@ def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, co
     if "rmse" in result:
         shown += [f"RMSE {result['rmse']:.5g}", f"MAE {result['mae']:.5g}", f"R2 {result['r2']:.3f}"]
         shown += [f"coverage {100 * result['coverage']:.1f} %"] if "coverage" in result else []
-    output.result(result, f"{'  '.join(shown)}  ({rows:,} {plural(rows, 'row')})", f"report: {result['report']}")
+    output.result(result, f"{'  '.join(shown)}  ({counted(rows, 'row', ',')})", f"report: {result['report']}")
+    if missing := result["rows_without_answer"]:
+        output.say(f"evaluate: left out {counted(missing, 'row', ',')} without a prediction (skipped or quarantined)")
 
 
 def _settings(

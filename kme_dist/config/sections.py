@@ -75,7 +75,32 @@ class DataConfig(_Section):
     ) = Field(
         default=None,
         description="how to handle missing values of a file: error, drop, mean, median, indicator (the mean, and a "
-        "further feature that is 1 where the value is missing), or a number to fill in",
+        "further feature that is 1 where the value is missing), or a number to fill in; absent: indicator for tables "
+        "(csv, parquet), error for matrices (npy, npz, libsvm)",
+    )
+    categories: list[Column] | None = Field(
+        default=None,
+        min_length=1,
+        description="columns that are categories whatever their values look like (007, or 1,5), by name or position",
+    )
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+        default=None, description="field delimiter of a csv file; absent: from its first lines"
+    )
+    header: bool | None = Field(
+        default=None,
+        description="whether the first line of a csv file names the columns; absent: yes, unless it contains a number",
+    )
+    encoding: str | None = Field(default=None, min_length=1, description="encoding of a csv file; absent: utf-8")
+    decimal: Literal[".", ","] | None = Field(
+        default=None, description="decimal sign of numbers in a csv file, or in texts of a table; absent: ."
+    )
+    thousands: Literal[",", ".", "_", "'", " "] | None = Field(
+        default=None, description="separator between the thousands of numbers; absent: none"
+    )
+    percent: bool | None = Field(default=None, description="read texts such as 10% as numbers, here 0.1")
+    strip: bool | None = Field(
+        default=None,
+        description="remove spaces around texts; absent: texts that differ by them only are an error",
     )
     test_source: str | None = Field(
         default=None,
@@ -135,7 +160,7 @@ class ModelConfig(_Section):
         default=None, description="weight of the complexity term in the objective"
     )
     regularization: Positive | None = Field(default=None, description="initial regularisation")
-    scaling: Literal["unit", "standard"] | None = Field(
+    scaling: Literal["auto", "unit", "standard"] | None = Field(
         default=None, description="scaling of the features inside the model; null: none"
     )
     backend: Literal["auto", "numpy", "cupy"] | None = Field(default=None, description="numpy (CPU) or cupy (GPU)")
@@ -303,6 +328,10 @@ class PredictConfig(_Section):
     )
     id_column: str | None = Field(
         default=None, min_length=1, description="column of a CSV or Parquet file to copy to the predictions"
+    )
+    on_model_change: Literal["refuse", "recompute", "new-folder"] = Field(
+        default="refuse",
+        description="predictions of an earlier model at the destination: an error, replaced, or kept beside new ones",
     )
 
 

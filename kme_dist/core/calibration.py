@@ -57,6 +57,8 @@ class Calibration:
         """Fit to decision (or clip-normalised) probabilities that were computed without the labels (codes) of their
         rows; `kind` may be "auto"."""
         f = np.asarray(f, np.float64)
+        if not len(codes):  # no row could be left out: all are equal
+            return cls()
         if kind == "auto":
             return cls._best(f, codes, floor, weights)
         p = np.asarray(clip_normalise(f, floor))
@@ -220,11 +222,22 @@ def _order_preserving(q: np.ndarray, p: np.ndarray, label: np.ndarray) -> np.nda
     leads = np.arange(p.shape[1]) == label[:, None]
     order = np.lexsort((q, leads, p), axis=1)
     rising = np.take_along_axis(q, order, axis=1)
-    for row in np.flatnonzero((np.diff(rising, axis=1) < 0).any(axis=1)):
-        rising[row] = isotonic_regression(rising[row]).x
+    falls = (np.diff(rising, axis=1) < 0).any(axis=1)
+    rising[falls] = _rising(rising[falls])
     found = np.empty_like(q)
     np.put_along_axis(found, order, rising, axis=1)
     return found
+
+
+def _rising(q: np.ndarray) -> np.ndarray:
+    """The nearest non-decreasing rows: neighbours that fall are replaced by their mean, in all rows at a time."""
+    sums, counts, first = q.ravel(), np.ones(q.size, np.intp), np.arange(q.size) % q.shape[1] == 0
+    while True:
+        means = sums / counts
+        heads = np.flatnonzero(np.concatenate([[True], (means[1:] >= means[:-1]) | first[1:]])[: len(means)])
+        if len(heads) == len(means):
+            return np.repeat(means, counts).reshape(q.shape)
+        sums, counts, first = np.add.reduceat(sums, heads), np.add.reduceat(counts, heads), first[heads]
 
 
 def _isotonic(p: np.ndarray, hits: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,9 +8,13 @@ number of rows:
     s(x) = (m Σ_i w_i |e_i| + 5 mean |e|) / (m + 5)                     the size of residuals near x
     F(t | x) = Σ_i [ω w_i(x) + (1 - ω)/n] 1{f(x) + e_i s(x)/s_i ≤ t},     ω = m/(m + 40)
 
-s_i is s at row i without row i itself. Residuals near x count most, so the noise may change its size and shape with x;
-where they are few, those of all rows are added, rescaled to the size near x. (Weighting by w only, with n = 200, ends
-at the outermost of about fifteen residuals: 89 % of targets within a 95 % interval.)
+s_i is s at row i without row i itself. Far from all rows the prediction is the mean of the targets, whatever the
+residuals: with t(x) = Σ_i a_i(x) over all rows, between 1 among them and 0 far away, both sizes are t s + (1 - t) u, u
+the mean distance of the targets from their mean.
+
+Residuals near x count most, so the noise may change its size and shape with x; where they are few, those of all rows
+are added, rescaled to the size near x. (Weighting by w only, with n = 200, ends at the outermost of about fifteen
+residuals: 89 % of targets within a 95 % interval.)
 
 Jackknife+ (Barber, Candès, Ramdas and Tibshirani, 2021): with f₋ᵢ(x) = f(x) - a_i(x) e_i the prediction without row i,
 
@@ -18,36 +22,75 @@ Jackknife+ (Barber, Candès, Ramdas and Tibshirani, 2021): with f₋ᵢ(x) = f(x
 
 covers a new target with probability at least 1 - 2(1 - c) for any distribution, and about c in practice. Without
 `local` both sizes s are one. With too few rows for the requested coverage the interval is infinite.
+
+With tens of thousands of centres nobody can afford A⁻¹, and some rows are not fitted. Their residuals e_i take the
+place of those above, f₋ᵢ is f itself (split conformal prediction: probability at least c), and a(x) are the weights at
+x of an embedding of these rows alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from kme_dist.backend import cholesky
 from kme_dist.core.conditional import drawn_targets
+from kme_dist.core.kernels.base import Kernel
 
 _SCALE_ROWS = 5.0  # weight of all residuals in s(x), in rows near x
 _SHAPE_ROWS = 40.0  # the same for F(t | x)
 
 
 @dataclass(frozen=True)
+class Near:
+    """Tells how near x is to the rows of the fit: t(x) = onesᵀ z(x), the prediction of targets that are all 1."""
+
+    ones: np.ndarray  # (centres or features,)
+    typical: np.ndarray  # u: mean distance of the targets from their mean, by output
+
+    def mixed(self, sizes: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """t s + (1 - t) u, but nothing below s."""
+        t = np.clip(t, 0.0, 1.0)[:, None]
+        found: np.ndarray = t * sizes + (1 - t) * np.maximum(sizes, self.typical)
+        return found
+
+
+@dataclass(frozen=True)
 class LeftOut:
-    """Leave-one-out residuals of some training rows, and the weights of those rows in the prediction at any x."""
+    """Residuals of some rows under fits without them, and the weights of those rows at any x."""
 
     columns: np.ndarray  # (centres or features, rows): a(x) = columnsᵀ z(x)
     residuals: np.ndarray  # (rows, outputs)
     sizes: np.ndarray  # s_i, (rows, outputs)
+    held_out: np.ndarray | None = None  # these rows, if they were not fitted: z(x) is k(x, held_out)
+    near: Near | None = None
 
     @classmethod
-    def of(cls, columns: np.ndarray, Z: np.ndarray, residuals: np.ndarray) -> LeftOut:
-        """`Z` holds z(x_i) of the same rows, one per row."""
+    def of(
+        cls, columns: np.ndarray, Z: np.ndarray, residuals: np.ndarray, near: Near | None = None, t: Any = None
+    ) -> LeftOut:
+        """`Z` holds z(x_i) of the same rows, one per row; `t` is t(x_i) without row i itself."""
         a = columns.T @ Z.T  # a_j(x_i); without row i they are a_j / (1 - a_i), the same once normalised
         np.fill_diagonal(a, 0.0)
-        return cls(np.ascontiguousarray(columns), residuals, _sizes(residuals, normalised(a)))
+        sizes = _sizes(residuals, normalised(a))
+        return cls(np.ascontiguousarray(columns), residuals, sizes if near is None else near.mixed(sizes, t), near=near)
+
+    @classmethod
+    def of_held_out(
+        cls, kernel: Kernel, X: np.ndarray, residuals: np.ndarray, shift: float, typical: np.ndarray
+    ) -> LeftOut:
+        """Of rows X that were not fitted; `shift` is that of an embedding of them alone."""
+        K = np.asarray(kernel.gram(X.astype(np.float64)))
+        top = float(np.mean(np.diagonal(K))) or 1.0
+        A = np.asfortranarray(K + max(shift, 1e-10 * top * len(K)) * np.eye(len(K)))
+        W = np.asarray(cholesky(A).solve(np.eye(len(K))))
+        ones = W.sum(axis=1)
+        found = cls.of(W.astype(X.dtype), K, residuals, Near(ones, typical), 1 - ones / np.diagonal(W))
+        return replace(found, held_out=X)
 
     @property
     def count(self) -> int:
@@ -71,14 +114,19 @@ class LeftOut:
         m = 1 / np.sum(w * w, axis=0)
         omega = m / (m + _SHAPE_ROWS)
         mass = omega * w + (1 - omega) / self.count
-        return Predictive(f, _sizes(self.residuals, w), self.residuals / self.sizes, mass)
+        return Predictive(f, self._sizes_at(w, Z), self.residuals / self.sizes, mass)
+
+    def _sizes_at(self, w: np.ndarray, Z: np.ndarray) -> np.ndarray:
+        """s(x), (rows, outputs)."""
+        found = _sizes(self.residuals, w)
+        return found if self.near is None else self.near.mixed(found, Z.astype(np.float64) @ self.near.ones)
 
     def interval(
         self, f: np.ndarray, Z: np.ndarray, coverage: float, local: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper bounds of every output, (rows, outputs), for predictions f of that shape."""
         a = (self.columns.T @ np.asarray(Z, self.columns.dtype).T).astype(np.float64)
-        here = _sizes(self.residuals, normalised(a)) if local else np.ones_like(f)
+        here = self._sizes_at(normalised(a), Z) if local else np.ones_like(f)
         sizes = self.sizes if local else np.ones_like(self.sizes)
         low, high = np.empty_like(f), np.empty_like(f)
         n = self.count
@@ -86,7 +134,7 @@ class LeftOut:
         under, over = math.floor((1 - coverage) * (n + 1) + 1e-9), math.ceil(coverage * (n + 1) - 1e-9)
         for j in range(f.shape[1]):
             e = self.residuals[:, j]
-            without = f[:, j][:, None] - a.T * e
+            without = f[:, j][:, None] - (0.0 if self.held_out is not None else a.T * e)
             reach = here[:, j][:, None] * (np.abs(e) / sizes[:, j])
             low[:, j] = np.partition(without - reach, under - 1, axis=1)[:, under - 1] if under >= 1 else -np.inf
             high[:, j] = np.partition(without + reach, over - 1, axis=1)[:, over - 1] if over <= n else np.inf

@@ -170,16 +170,21 @@ class _Solved:
 
 
 def _rank_pullback(kernel: Kernel, solved: _Solved, H: Array) -> Gradients:
-    """The kernel's gradients for K_bar = H Vᵀ, K symmetric.
+    """The kernel's gradients for K_bar = H Vᵀ, K symmetric."""
+    xp, V = namespace_of(H), solved.V
+    return pair_pullback(kernel, solved, xp.concat([H, V], axis=1), xp.concat([V, H], axis=1))
 
-    By symmetry each pair is visited once: tiles right of the diagonal take H_J V_Iᵀ + V_J H_Iᵀ, square tiles on the
-    diagonal half of that.
+
+def pair_pullback(kernel: Kernel, solved: _Solved, left: Array, right: Array) -> Gradients:
+    """The kernel's gradients for K_bar + K_barᵀ = left rightᵀ, a symmetric matrix that is never held as a whole.
+
+    By symmetry each pair is visited once: tiles right of the diagonal take all of it, square tiles on the diagonal
+    half.
     """
-    xp = namespace_of(H)
-    n, prepared, K, V = H.shape[0], solved.prepared, solved.K, solved.V
-    left, right = xp.concat([H, V], axis=1), xp.concat([V, H], axis=1)
+    xp = namespace_of(left)
     total: Gradients = {}
-    for block in row_blocks(n, tile_rows(H)):
+    n, prepared, K = left.shape[0], solved.prepared, solved.K
+    for block in row_blocks(n, tile_rows(left)):
         rows, L = take(prepared, block), left[block, :]
         square = xp.triu(K[block, block], k=1)
         square = square + square.T

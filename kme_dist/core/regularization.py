@@ -20,7 +20,7 @@ from kme_dist.core.embedding import leave_one_out, log_loss
 from kme_dist.core.kernels.base import Kernel, row_count, select
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import Need, need_of_solve
-from kme_dist.core.risk import positive_rows, total_weight
+from kme_dist.core.risk import merge_equal_rows, positive_rows, total_weight
 from kme_dist.errors import NumericalError
 
 # The search range of n λ / α²: from interpolating every label to averaging over all rows.
@@ -45,12 +45,16 @@ def retune_regularization(
     """The λ with the lowest leave-one-out log loss, that loss, and the loss of every λ tried (λ in terms of all rows).
 
     Leave-one-out costs n³ for each λ. Beyond `LOO_ROWS` rows a random sample of that size is evaluated, at the same
-    shift nλ: the shift acts as a noise variance, which does not depend on the number of rows.
+    shift nλ: the shift acts as a noise variance, which does not depend on the number of rows. Equal rows are left out
+    together, and count as one row in the range that is searched, so that repeated rows are rows of larger weight.
     """
     space, n, total = workspace or Workspace(), row_count(X), total_weight(weights, row_count(X))
     if n > LOO_ROWS:
         rows = np.sort(np.random.default_rng(seed).choice(n, LOO_ROWS, replace=False))
         X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]
+    given = len(y)
+    X, y, weights, _ = merge_equal_rows(X, y, weights)
+    distinct = n * len(y) / given
     variance = kernel.alpha(X) ** 2 or 1.0
 
     def evaluate(lams: list[float]) -> list[float]:
@@ -58,7 +62,7 @@ def retune_regularization(
             leave_one_out_loss(kernel, X, y, n_classes, lam, total, variance, floor, space, weights) for lam in lams
         ]
 
-    return search_regularization(evaluate, scale=variance / n, start=start)
+    return search_regularization(evaluate, scale=variance / distinct, start=start)
 
 
 def leave_one_out_loss(

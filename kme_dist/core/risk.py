@@ -40,7 +40,7 @@ def checked_weights(weights: Any, rows: int) -> np.ndarray | None:
     bad = ~(np.isfinite(w) & (w >= 0))
     if bad.any():
         row = int(np.argmax(bad))
-        raise DataError(f"the weight of row {row} (counted from 0) is {w[row]}; weights must be finite numbers >= 0")
+        raise DataError(f"the weight of row {row} is {w[row]}; weights must be finite numbers >= 0")
     if not w.any():
         raise DataError(f"all {rows} weights are 0; at least one row must have a positive weight")
     return w

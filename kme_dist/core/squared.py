@@ -20,10 +20,18 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from kme_dist.backend import Factor, cholesky, diagonal, like, namespace_of, precision, set_diagonal, to_host
+from kme_dist.backend import Factor, cholesky, like, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.embedding import REFINED_ROWS, refined_solution
 from kme_dist.core.kernels.base import Kernel, length_scale_names, row_count, select
-from kme_dist.core.objective import Objective, Workspace, gather, solve_batch, with_positive_weights, with_promotion
+from kme_dist.core.objective import (
+    Objective,
+    Workspace,
+    gather,
+    pair_pullback,
+    solve_batch,
+    with_positive_weights,
+    with_promotion,
+)
 from kme_dist.core.precision import TOLERANCE, Need, need_of_solve, refines
 from kme_dist.core.risk import column, flat, merge_equal_rows, per_row_shift, total_weight
 from kme_dist.core.tuning import Tuned
@@ -74,14 +82,11 @@ def squared_objective(
         E_bar = share * e / squares / outputs  # derivative of ½ mean log squares by e
         D_bar = -xp.sum(E_bar * e / D, axis=1)[None, :]
         C = B @ (E_bar / D)
-        # dV = -A⁻¹ dA V and d[A⁻¹]_ii = -b_iᵀ dA b_i; twice the symmetric derivative, each pair of rows counted once.
-        A_bar = -2 * ((B * D_bar) @ B.T) - xp.concat([C, V], axis=1) @ xp.concat([V, C], axis=1).T
-        own_bar = 0.5 * diagonal(A_bar)
+        # dV = -A⁻¹ dA V and d[A⁻¹]_ii = -b_iᵀ dA b_i: twice the symmetric derivative by A is left rightᵀ.
+        left, right = xp.concat([-2 * D_bar * B, -C, -V], axis=1), xp.concat([B, V, C], axis=1)
+        own_bar = 0.5 * xp.sum(left * right, axis=1)
         by_log_lam = n * lam * xp.sum(own_bar * flat(per_row_shift(1.0, w, V)))
-        set_diagonal(solved.K, diag)
-        A_bar = xp.triu(A_bar, k=1)
-        set_diagonal(A_bar, own_bar)
-        gradients = kernel.pullback(solved.prepared, solved.prepared, solved.K, A_bar)
+        gradients = pair_pullback(kernel, solved, left, right)
         scalars = {"loss": 0.5 * xp.mean(xp.log(squares)), "squares": xp.mean(squares)}
         gradient, found = gather(gradients, by_log_lam, scalars, kernel)
         return Objective(
@@ -214,6 +219,8 @@ class SolvedRows:
     residuals: np.ndarray  # (left out, outputs)
     chosen: np.ndarray  # which rows are left out
     dtype: str  # of the factorisation
+    ones: np.ndarray  # A⁻¹ 1: weights of targets that are all 1
+    ones_left: np.ndarray  # what they predict at the rows left out
 
 
 def solve_rows(
@@ -232,20 +239,20 @@ def solve_rows(
     back = np.empty(n, np.int64)
     back[order] = np.arange(n)
     own = None if w is None else w[order]
-    for factor, V in _factorised(kernel, select(X, order), Y[order], shift, own):
+    sides = np.concatenate([Y[order], np.ones((n, 1))], axis=1)
+    for factor, V in _factorised(kernel, select(X, order), sides, shift, own):
         half = factor.last_columns(count)
         padded = np.concatenate([np.zeros((n - count, count), half.dtype), half])
         B = np.asarray(factor.half_solve(padded, transposed=True))
         D = np.sum(half.astype(np.float64) ** 2, axis=0)
         if np.isfinite(B).all() and (D > 0).all():
-            residuals = V[-count:] / D[:, None]
+            residuals, chosen = V[-count:] / D[:, None], order[-count:]
             V, B = V[back], B[back]
             if place is not None and w is not None:
                 part = ((1.0 if given is None else given) / w[place])[:, None]
                 V, B = V[place] * part, B[place] * part.astype(B.dtype)
-                first = np.unique(place, return_index=True)[1]
-                return SolvedRows(V, B, residuals, first[order[-count:]], str(half.dtype))
-            return SolvedRows(V, B, residuals, order[-count:], str(half.dtype))
+                chosen = np.unique(place, return_index=True)[1][chosen]
+            return SolvedRows(V[:, :-1], B, residuals[:, :-1], chosen, str(half.dtype), V[:, -1], 1 - residuals[:, -1])
     raise NumericalError(
         f"the Gram matrix of all {n} rows is singular in float64 at a shift of {shift:.1e}; raise `regularization`",
         rows=n, regularization=shift / n, dtype="float64",

@@ -25,18 +25,21 @@ from kme_dist.data.ingest import (
     Progress,
     parse_bytes,
     silent,
-    sort_options,
 )
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import MatrixSource, open_source
+from kme_dist.data.reading import sort_options
 from kme_dist.data.splits import Split
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import sealed
 from kme_dist.data.writer import ChunkLayout, ShardWriter, padded_sum, split_entry, weight_entry
 from kme_dist.errors import ConfigError, DataError
 
-_FIXED = ("label", "weight", "features", "exclude", "task", "one_hot", "ordinal", "missing", "dtype", "class_names")
+_FIXED = (
+    *("label", "weight", "features", "exclude", "task", "one_hot", "ordinal", "categories", "missing", "dtype"),
+    *("class_names", "decimal", "thousands", "percent", "strip"),
+)
 
 
 def append(

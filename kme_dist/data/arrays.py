@@ -171,7 +171,7 @@ class ArrayRows(RowSource):
             rows.class_factors, rows._factors = self.class_factors, self._factors
         return rows, ((0, rows.rows),)
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
         sha = hashlib.sha256()
         for start, stop in ranges:
             for part in _bytes_of(self._X[start:stop]):

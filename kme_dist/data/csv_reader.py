@@ -5,14 +5,19 @@ Arrow reads fast and gives few details when it fails. So the fast path runs firs
 first bad place.
 
 Types are fixed by the first block: a column whose first values are numbers is numeric to the end, and a later word in
-it is an error with its row, not a silent change of type.
+it is an error with its row, not a silent change of type. Rows count from 0, without the header; lines count from 1, as
+in an editor.
+
+What the first lines do not determine is said (`TableSource.notes`), or refused with the option that determines it.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
+import re
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -28,6 +33,10 @@ from kme_dist.errors import ConfigError, DataError
 
 _DELIMITERS = ",;\t|"
 _MAX_BLOCK = 64 << 20
+_SAMPLE = 1_000  # records of the first megabyte that are looked at
+_YEARS = range(1900, 2101)
+_CODE = re.compile(r"[+-]?0\d+", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 
 
 class _Watched(io.RawIOBase):
@@ -76,15 +85,18 @@ def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
         for shape in shapes:
             yield from shape.blocks(dict(columns))
 
-    return TableSource(str(files[0]) if len(files) == 1 else str(files[0].parent), kinds, None, blocks)
+    name = str(files[0]) if len(files) == 1 else str(files[0].parent)
+    return TableSource(name, kinds, None, blocks, first.notes, first.codes)
 
 
 class _Shape:
-    """A file's dialect and column names."""
+    """A file's dialect and column names, what was assumed about them, and the columns of codes such as 007."""
 
     def __init__(self, path: Path, options: FileOptions, delimiter: str, header: int, names: list[str]) -> None:
         self.path, self.options, self.delimiter, self.names = path, options, delimiter, names
         self.header = header  # number of lines of the header, including empty ones before it; 0: no header
+        self.notes: tuple[str, ...] = ()
+        self.codes: dict[str, str] = {}
 
     @classmethod
     def of(cls, path: Path, options: FileOptions) -> _Shape:
@@ -95,21 +107,20 @@ class _Shape:
         for what, text in (("delimiter", options.delimiter), ("quote", options.quote)):
             if text is not None and (len(text) > 1 or not text.isascii() or (what == "delimiter" and not text)):
                 raise ConfigError(f"{what} is {text!r}; it must be one ASCII character.")
-        delimiter, fields, lines = _first_record(path, options)
+        delimiter, (fields, *records), lines, notes = _first_records(path, options)
         if any("\0" in field for field in fields):
-            raise DataError(
-                f"{path}: row 0 (the header), column 1 or later: a NUL byte; convert the file to utf-8 if it is UTF-16."
-            )
+            raise DataError(f"{path}: a NUL byte in the first line (the header); convert it to utf-8 if it is UTF-16.")
         if any("\ufffd" in field for field in fields):
-            raise DataError(
-                f"{path}: row 0 (the header), column 1 or later: bytes that are not {options.encoding}. {_CONVERT}"
-            )
-        header = not any(_is_number(field) for field in fields) if options.header is None else options.header
+            raise DataError(f"{path}: bytes in the first line (the header) that are not {options.encoding}. {_CONVERT}")
+        header, assumed = _has_header(path, options, fields, records)
         names = [field.strip() or f"column_{i}" for i, field in enumerate(fields)]
         if not header:
-            names = [f"column_{i}" for i in range(len(fields))]
+            names, records = [f"column_{i}" for i in range(len(fields))], [fields, *records]
         check_names(str(path), names)
-        return cls(path, options, delimiter, lines if header else 0, names)
+        shape = cls(path, options, delimiter, lines if header else 0, names)
+        shape.notes = (*notes, *assumed)
+        shape.codes = _codes(names, records, options)
+        return shape
 
     def _reader(self, types: dict[str, pa.DataType] | None, block_bytes: int) -> tuple[Any, _Watched]:
         # UTF-16 and similar encodings contain NUL bytes and quotes before decoding; Arrow decodes after us.
@@ -137,6 +148,7 @@ class _Shape:
                 null_values=list(self.options.missing_texts),
                 strings_can_be_null=True,
                 check_utf8=True,
+                decimal_point=self.options.decimal,
             ),
         )
         return reader, watched
@@ -174,7 +186,7 @@ class _Shape:
                 if watched.has_nul and self._is_ascii_like():
                     raise pa.ArrowInvalid("NUL byte")
                 if batch.num_rows:
-                    yield Block(str(self.path), at, table=batch)
+                    yield Block(str(self.path), at, table=batch, line_of=self.line_of)
                     at += batch.num_rows
             if watched.quotes % 2:
                 self._check_closed_quotes()
@@ -194,7 +206,7 @@ class _Shape:
 
     def _check_closed_quotes(self) -> None:
         """An odd number of quotes: harmless inside a field, an error if the last one is not closed."""
-        last: tuple[int, int, list[str]] = (0, 0, [])
+        last: tuple[int, int, list[str]] = (-1, self.header, [])
         try:
             for row, line, fields in self._rows(strict=True):
                 last = (row, line, fields)
@@ -219,18 +231,25 @@ class _Shape:
         return repr(self.names[min(position, len(self.names) - 1)])
 
     def _rows(self, strict: bool = False) -> Iterator[tuple[int, int, list[str]]]:
-        """Row number (from 1), line number and fields of each row, by Python's csv module."""
+        """Row number (from 0), line number (from 1) and fields of each row, by Python's csv module."""
         csv.field_size_limit(2**31 - 1)
         with open_bytes(self.path) as raw:
             text = io.TextIOWrapper(raw, self._decoder(), newline="")
             reader = csv.reader(text, delimiter=self.delimiter, strict=strict, **_quoting(self.options))
-            row = 0 if self.header else 1
+            row = -1 if self.header else 0
             for fields in reader:
                 if not fields:
                     continue
-                if row:
+                if row >= 0:
                     yield row, reader.line_num, fields
                 row += 1
+
+    def line_of(self, row: int) -> int | None:
+        """The line of a row; None if the file no longer is what it was."""
+        try:
+            return next((line for number, line, _ in self._rows() if number == row), None)
+        except (UnicodeError, csv.Error, OSError, pa.ArrowInvalid):
+            return None
 
     def _decoder(self) -> str:
         return (
@@ -241,7 +260,7 @@ class _Shape:
 
     def _explain(self, error: Exception, types: dict[str, pa.DataType]) -> DataError:
         """Read the file again to find the first bad place."""
-        row = line = 0
+        row, line = -1, self.header
         try:
             for row, line, fields in self._rows():
                 if complaint := self._complaint(fields, types):
@@ -252,11 +271,11 @@ class _Shape:
                 f"{self.path}: {self._undecodable()}: bytes that are not {self.options.encoding}. {_CONVERT}"
             )
         except csv.Error as bad:
-            return DataError(f"{self.path}: row {row + 1} (after line {line}), column 1 or later: {bad}.")
+            return DataError(f"{self.path}: row {row + 1} (after line {line}), column 0 or later: {bad}.")
         except (OSError, pa.ArrowInvalid) as bad:
             return DataError(f"{self.path}: the file is damaged after row {row} (line {line}): {bad}.")
         reason = " ".join(str(error).split())[:200]
-        return DataError(f"{self.path}: row 1 to {row}, all columns: cannot be read as a table ({reason}).")
+        return DataError(f"{self.path}: row 0 to {row}, all columns: cannot be read as a table ({reason}).")
 
     def _undecodable(self) -> str:
         """Row and column of the first bytes that do not decode, found by reading the file as bytes."""
@@ -266,19 +285,19 @@ class _Shape:
                 try:
                     field.encode("latin-1").decode(self.options.encoding)
                 except UnicodeError:
-                    column = repr(self.names[i]) if i < len(self.names) else str(i + 1)
+                    column = repr(self.names[i]) if i < len(self.names) else str(i)
                     return f"row {row} (line {line}), column {column}"
-        return "row 0 (the header), column 1 or later"
+        return "the first line (the header)"
 
     def _complaint(self, fields: list[str], types: dict[str, pa.DataType]) -> tuple[str, str] | None:
         for i, field in enumerate(fields):
-            name = repr(self.names[i]) if i < len(self.names) else str(i + 1)
+            name = repr(self.names[i]) if i < len(self.names) else str(i)
             if "\0" in field:
                 return name, "a NUL byte. Clean the file, or convert it to utf-8 if it is UTF-16."
             if len(field) > _MAX_BLOCK or len(field) > min(self.options.block_bytes, 1 << 20):
                 return name, f"a field of {len(field)} characters; no number or class name is that long."
         if len(fields) != len(self.names):
-            column = str(min(len(fields), len(self.names)) + 1)
+            column = str(min(len(fields), len(self.names)))
             return column, f"{len(fields)} fields instead of {len(self.names)} (delimiter {self.delimiter!r})."
         for name, field in zip(self.names, fields, strict=True):
             wanted = types.get(name)
@@ -286,7 +305,7 @@ class _Shape:
                 continue
             good = _is_number(field) if not pa.types.is_boolean(wanted) else field.strip().lower() in _BOOLEANS
             if good and pa.types.is_integer(wanted):
-                good = field.strip().lstrip("+-").isdigit() and abs(int(field)) < 2**63
+                good = _integer(field) is not None
             if not good:
                 what = "true or false" if pa.types.is_boolean(wanted) else "a number"
                 if pa.types.is_integer(wanted):
@@ -315,28 +334,112 @@ def _is_number(field: str) -> bool:
     )
 
 
-def _first_record(path: Path, options: FileOptions) -> tuple[str, list[str], int]:
-    """The delimiter, the fields of the first record, and the number of lines up to its end."""
+def _integer(field: str) -> int | None:
+    """An integer of 64 bits; None for anything else."""
+    digits = field.strip()
+    value = int(digits) if _INTEGER.fullmatch(digits) and len(digits.lstrip("+-0")) < 20 else None
+    return value if value is not None and -(2**63) <= value < 2**63 else None
+
+
+def _first_records(path: Path, options: FileOptions) -> tuple[str, list[list[str]], int, list[str]]:
+    """The delimiter, the first records, the number of lines up to the end of the first one, and what was assumed."""
     try:
         with open_bytes(path) as stream:
-            head = bytes(stream.read(1 << 20)).decode(options.encoding, errors="replace").lstrip("\ufeff")
+            raw = bytes(stream.read(1 << 20))
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
-    line = next((line for line in head.splitlines() if line), "")
-    if not line:
+    head = raw.decode(options.encoding, errors="replace").lstrip("\ufeff")
+    lines = [line for line in head.splitlines() if line]
+    if not lines:
         raise DataError(f"{path}: the file is empty; it must have a header or at least one row.")
-    delimiter = options.delimiter or _sniff(line, path)
+    delimiter, notes = (options.delimiter, []) if options.delimiter else _sniff(lines, path)
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, **_quoting(options))
+    records: list[list[str]] = []
+    end = 0
     try:
-        fields = next(row for row in reader if row)
+        for fields in reader:
+            if fields:
+                end = end or reader.line_num
+                records.append(fields)
+            if len(records) > _SAMPLE:
+                break
     except csv.Error as error:
-        raise DataError(f"{path}: row 1, column 1 or later: {error}.") from error
-    return delimiter, fields, reader.line_num
+        if not records:
+            raise DataError(f"{path}: the first line, column 0 or later: {error}.") from error
+    if len(raw) == 1 << 20 and len(records) > 1:  # the last one may be cut
+        del records[-1]
+    return delimiter, records, end, notes
 
 
-def _sniff(line: str, path: Path) -> str:
+def _sniff(lines: list[str], path: Path) -> tuple[str, list[str]]:
+    """The delimiter, and what was assumed: of decimal commas between semicolons there may be more than semicolons."""
     if ".tsv" in path.name or ".tab" in path.name:
-        return "\t"
-    outside = "".join(part for i, part in enumerate(line.split('"')) if i % 2 == 0)
-    best = max(_DELIMITERS, key=outside.count)
-    return best if best in outside else ","
+        return "\t", []
+    outside = ["".join(part for i, part in enumerate(line.split('"')) if i % 2 == 0) for line in lines[:20]]
+    best = max(_DELIMITERS, key=outside[0].count)
+    within = any(re.fullmatch(r"[+-]?\d+,\d+", field.strip()) for field in outside[0].split(";"))
+    if best == "," and within and ";" in outside[0] and len({line.count(";") for line in outside}) == 1:
+        return ";", [f"{path}: fields end at ';', since ',' is within numbers; pass delimiter=',' if it is not"]
+    return (best if best in outside[0] else ","), []
+
+
+def _has_header(
+    path: Path, options: FileOptions, fields: list[str], records: list[list[str]]
+) -> tuple[bool, list[str]]:
+    """Whether the first line is the header, and what was assumed in order to say so.
+
+    It is one if none of its fields is a number, or if a text in it is above numbers. Otherwise it is a row, unless its
+    numbers look like names (0, 1, 2 or 2019, 2020), which is refused.
+    """
+    if options.header is not None:
+        return options.header, []
+    stripped = {field.strip() for field in fields}
+    if options.names and stripped.issuperset(options.names):
+        return True, []
+    if options.names and all(name.startswith("column_") for name in options.names):
+        return False, []
+
+    def is_number(field: str) -> bool:
+        return _is_number(field if options.decimal == "." else field.replace(options.decimal, ".", 1))
+
+    numbers = [i for i, field in enumerate(fields) if is_number(field)]
+    if not numbers:
+        return True, []
+    below = [record for record in records if len(record) == len(fields)]
+    first, choose = fields[numbers[0]].strip(), "set `header` to true or false (--header, --no-header)"
+    for i, field in enumerate(fields):
+        values = [record[i] for record in below if record[i] not in options.missing_texts]
+        if i not in numbers and field.strip() and values and all(map(is_number, values)):
+            return True, [
+                f"{path}: the first line is the header, although {first!r} is a number, since {field.strip()!r} is "
+                f"above numbers; {choose}"
+            ]
+    if _like_names([fields[i] for i in numbers]) and not (
+        below and _like_names([below[0][i] for i in numbers if is_number(below[0][i])])
+    ):
+        shown = ", ".join(field.strip() for field in fields[:6])
+        raise DataError(f"{path}: the first line ({shown}) may be a header or a row; {choose}.")
+    named = f"named column_0 to column_{len(fields) - 1}"
+    return False, [f"{path}: no header, since {first!r} in the first line is a number; columns are {named}; {choose}"]
+
+
+def _like_names(numbers: list[str]) -> bool:
+    """Two or more increasing integers with equal steps, or years."""
+    found = [_integer(number) for number in numbers]
+    values = [value for value in found if value is not None]
+    if len(values) < 2 or len(values) < len(found):
+        return False
+    steps = {b - a for a, b in itertools.pairwise(values)}
+    return min(steps) > 0 and (len(steps) == 1 or all(value in _YEARS for value in values))
+
+
+def _codes(names: list[str], records: list[list[str]], options: FileOptions) -> dict[str, str]:
+    """Columns of integers of which some are not the numbers that they would be read as: 007, or above 64 bits."""
+    found: dict[str, str] = {}
+    for i, name in enumerate(names):
+        values = [row[i].strip() for row in records if len(row) == len(names) and row[i] not in options.missing_texts]
+        if values and all(map(_INTEGER.fullmatch, values)):
+            strange = next((value for value in values if _CODE.fullmatch(value) or _integer(value) is None), None)
+            if strange is not None:
+                found[name] = strange
+    return found

@@ -206,8 +206,11 @@ class RowSource:
         """A source with only these rows, and their ranges in it, for a task that needs no others."""
         return self, ranges
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
-        """Changes when the features of these rows change; known without reading them if digests are stored."""
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
+        """Changes when the features of these rows change; known without reading them if digests are stored.
+
+        `rows`: the identity that they had before rows were appended, when the source had that number of them.
+        """
         return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
@@ -361,8 +364,12 @@ class Dataset(RowSource):
         counts = [self.split_rows(split)] if found["class_counts"] is None else found["class_counts"]
         return np.stack([np.asarray(counts, np.float64)] * 2, axis=1)
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
         digests, size = self.attributes["digests"]["X"], self.chunk_rows
+        last, begun = divmod(rows, size)
+        if begun and rows < self.rows and any(high > last * size for _, high in ranges):
+            # The digest of the chunk that was the last one, and not full, is that of other rows now.
+            digests = [*digests[:last], digest(self.X.read(last * size, rows))]
         return short_digest([(low, high, digests[low // size : -(-high // size)]) for low, high in ranges])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """From blocks of a source to numbers, by a schema: X, labels and the rows kept.
 
 Missing values, unknown categories and classes, and values that are not finite are found here, and every error names the
-file, the row (counted from 1) and the column.
+file, the row (counted from 0; of a text file also the line) and the column.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kme_dist.data.readers import Block, MatrixSource, Source, TableSource
+from kme_dist.data.notation import Notation, in_other_notation, suggestion
+from kme_dist.data.readers import Block, MatrixSource, Source, TableSource, kind_of
 from kme_dist.data.schema import PERIODS, Column, Schema, finder
+from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
 _DAY = {"s": 86_400.0, "ms": 86_400e3, "us": 86_400e6, "ns": 86_400e9}
 _DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
+
+
+class MissingValueError(DataError):
+    """A value is missing, and there is no rule for it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Encoder:
     ) -> None:
         if unseen not in UNSEEN:
             raise ConfigError(f"unseen is {unseen!r}; it must be one of {', '.join(UNSEEN)}.")
+        self.refuse_missing = True  # where the schema has no fill values; else such values are passed on as they are
         self.refuse_unseen, self.unseen = unseen == "error", dict[str, tuple[int, str]]()
         self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
         names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
@@ -81,6 +88,7 @@ class Encoder:
         if isinstance(self.source, MatrixSource):
             return self.source.blocks()
         number = pa.float64() if self.schema.dtype == "float64" else pa.float32()
+        number = number if self.schema.notation is None else pa.string()
         kinds = self.source.kinds
         wanted: dict[str, pa.DataType] = {}
         for column in self.schema.columns:
@@ -93,14 +101,15 @@ class Encoder:
                 raise DataError(
                     f"{self.source.name}: the label {self.schema.label!r} is missing; found {', '.join(kinds)}."
                 )
-            label_types = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+            label_types = {"integer": pa.int64(), "boolean": pa.bool_()}
+            label_types["number"] = pa.float64() if self.schema.notation is None else pa.string()
             wanted[self.schema.label] = label_types.get(self.schema.label_kind, pa.string())
         if self.schema.weight is not None:
             if self.schema.weight not in kinds:
                 raise DataError(
                     f"{self.source.name}: the weight {self.schema.weight!r} is missing; found {', '.join(kinds)}."
                 )
-            wanted[self.schema.weight] = pa.float64()
+            wanted[self.schema.weight] = pa.float64() if self.schema.notation is None else pa.string()
         for name in self.extras:
             wanted.setdefault(name, pa.string())
         return self.source.blocks(wanted)
@@ -119,8 +128,8 @@ class Encoder:
             if self.schema.missing != "drop":
                 row = int(np.argmax(no_label))
                 raise DataError(
-                    f"{block.origin}: row {block.first_row + row + 1}, column {self.schema.label!r}: the label is "
-                    "missing. Correct it, or set `missing` to drop, which drops such rows."
+                    f"{block.place(row)}, column {self.schema.label!r}: the label is missing. Correct it, or set "
+                    "`missing` to drop, which drops such rows."
                 )
             keep &= ~no_label
         if weights is not None:
@@ -180,7 +189,7 @@ class Encoder:
         if column.kind in ("number", "date"):
             return self._typed(block, self._numbers(block, column, array))
         dtype = np.dtype(self.schema.dtype)
-        texts = as_text(array)
+        texts = self._stripped(as_text(array, column.name))
         codes = pc.index_in(texts, value_set=pa.array(column.categories, pa.string()))
         indices = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False)
         missing = texts.is_null().to_numpy(zero_copy_only=False)
@@ -221,6 +230,9 @@ class Encoder:
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         texts = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+        notation = self.schema.notation
+        if texts and notation is not None:
+            return pa.array(self._in_notation(block, column, array, notation)).cast(target)
         if (
             texts
             and pc.all(pc.is_in(pc.utf8_lower(array.drop_null()), pa.array(["true", "false"], array.type))).as_py()
@@ -235,10 +247,22 @@ class Encoder:
         row = next((i for i, value in enumerate(values) if value is not None and not is_number(value)), 0)
         raise self._bad(block, row, column, f"{str(values[row])[:60]!r} is not a number")
 
+    def _in_notation(self, block: Block, column: str, texts: pa.Array, notation: Notation) -> np.ndarray:
+        values, wrong = notation.numbers(texts)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            shown = repr(texts[row].as_py()[:60])
+            how = str(notation).removeprefix("set ").replace("` to ", "` ")
+            raise self._bad(block, row, column, f"{shown} is not a number with {how}")
+        return values
+
+    def _stripped(self, texts: pa.Array) -> pa.Array:
+        return pc.utf8_trim_whitespace(texts) if self.schema.strip else texts
+
     def _days(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        if pa.types.is_temporal(array.type) or pa.types.is_null(array.type):
+        if kind_of(array.type) == "date" or pa.types.is_null(array.type):
             return days_of(array)
         if not pa.types.is_string(array.type) and not pa.types.is_large_string(array.type):
             raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
@@ -255,17 +279,15 @@ class Encoder:
         row = int(np.argmax(strange))
         value = texts[row].as_py()
         if self.refuse_unseen:
-            raise DataError(
-                f"{block.origin}: row {block.first_row + row + 1}, column {column.name!r}: the category "
-                f"{value!r} is unknown; known: {', '.join(column.categories[:20])}."
-            )
+            known = ", ".join(column.categories[:20])
+            raise self._bad(block, row, column.name, f"the category {value!r} is unknown; known: {known}")
         count, first = self.unseen.get(column.name, (0, value))
         self.unseen[column.name] = (count + int(strange.sum()), first)
 
     def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Missing and infinite values, by the policy. Marks rows to drop in `keep`."""
         infinite = np.isinf(X)
-        if infinite.any():
+        if infinite.any() and self.refuse_missing:
             row, j = (int(v) for v in np.argwhere(infinite)[0])
             raise self._bad(block, row, j, f"the value is infinite, or too large for {self.schema.dtype}")
         missing = np.isnan(X)
@@ -274,21 +296,23 @@ class Encoder:
         if self.schema.missing == "drop":
             keep &= ~missing.any(axis=1)
             return X
+        if self.schema.missing == "error" and not self.refuse_missing:
+            return X
         if self.schema.missing == "error":
             row, j = (int(v) for v in np.argwhere(missing)[0])
             hint = "correct it, or set `missing` to indicator, drop, mean, median or a number"
-            raise self._bad(block, row, j, f"the value is missing; {hint}")
+            raise MissingValueError(str(self._bad(block, row, j, f"the value is missing; {hint}")))
         return np.where(missing, self._fills.astype(X.dtype), X)
 
     def _bad(self, block: Block, row: int, column: int | str, what: str) -> DataError:
         name = column if isinstance(column, str) else self._columns_of_features[column]
-        return DataError(f"{block.origin}: row {block.first_row + row + 1}, column {name!r}: {what}.")
+        return DataError(f"{block.place(row)}, column {name!r}: {what}.")
 
     # labels
 
     def _extra(self, block: Block, name: str) -> pa.Array:
         if block.table is not None:
-            return as_text(block.table.column(name))
+            return as_text(block.table.column(name), name)
         assert isinstance(self.source, MatrixSource)
         assert block.matrix is not None
         return pa.array(texts_of(block.matrix[:, self.source.feature_names.index(name)]))
@@ -334,6 +358,8 @@ class Encoder:
             array = pa.array(np.ascontiguousarray(values.astype(np.int64) if whole else values))
         if self.schema.task == "regression":
             array = self._as_number(block, str(self.schema.label), array)
+        elif self.schema.strip and (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
+            array = self._stripped(array)
         missing = array.is_null(nan_is_null=pa.types.is_floating(array.type))
         return array, missing.to_numpy(zero_copy_only=False) if pc.any(missing).as_py() else None
 
@@ -383,6 +409,44 @@ class Encoder:
         return ordered, np.array([place[value] for value in self.codes], np.int64)
 
 
+def check_single(source: Source, schema: Schema, found: Statistics) -> None:
+    """Refuse rows that single precision, which was asked for, has merged."""
+    if schema.dtype != "float32" or (isinstance(source, MatrixSource) and source.dtype == np.float32):
+        return
+    largest = np.maximum(np.abs(found.minimum), np.abs(found.maximum))
+    constant = (found.squares == 0) & (largest >= 2**24)  # or values that have become equal
+    for name, bad, value in zip(schema.feature_names, found.merged_in_single | constant, largest, strict=True):
+        if bad and found.count > 1:
+            raise DataError(
+                f"{source.name}: float32 cannot tell the values of the feature {name!r} apart, which are about "
+                f"{value:.6g}; set `dtype` to float64 or auto."
+            )
+
+
+def check_class_names(where: str, schema: Schema, names: Sequence[Any], *, asked: bool) -> None:
+    """Refuse classes that may be numbers in another notation (unless asked for classes) or differ by spaces only."""
+    texts = [name for name in names if isinstance(name, str)]
+    if not asked and (marked := in_other_notation(texts)) is not None:
+        raise DataError(
+            f"{where}: the labels {schema.label!r} such as {marked!r} may be numbers in another notation: "
+            f"{suggestion(texts)} and `task` to regression, or set `task` to classification if they are classes."
+        )
+    if schema.strip is None:
+        refuse_spaces(where, str(schema.label), texts)
+
+
+def refuse_spaces(where: str, column: str, texts: Sequence[str]) -> None:
+    """Refuse texts that differ only by the spaces around them, unless it was said what is right."""
+    known: dict[str, str] = {}
+    for text in texts:
+        other = known.setdefault(text.strip(), text)
+        if other != text:
+            raise DataError(
+                f"{where}: column {column!r} holds {other!r} and {text!r}, which differ by spaces only; set `strip` to "
+                "true to remove them, or to false to keep both."
+            )
+
+
 def found_index(encoded: Any, code: int) -> int:
     return int(np.argmax(encoded.indices.to_numpy(zero_copy_only=False) == code))
 
@@ -415,13 +479,17 @@ def _parsed_days(texts: pa.Array) -> np.ndarray | None:
     return None
 
 
-def as_text(array: pa.Array) -> pa.Array:
-    """Any column as strings; integral floats without '.0', so that a key is the same in every format."""
+def as_text(array: pa.Array, column: str) -> pa.Array:
+    """A column as strings; integral floats without '.0', so that a key is the same in every format."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_floating(array.type):
         return pa.array(texts_of(array.to_numpy(zero_copy_only=False)), pa.string())
-    return array if pa.types.is_string(array.type) else array.cast(pa.string())
+    try:
+        return array if pa.types.is_string(array.type) else array.cast(pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        what = f"the column {column!r} holds values of type {array.type}, which are neither numbers nor texts"
+        raise DataError(f"{what}; convert them, or leave the column out.") from None
 
 
 def texts_of(values: np.ndarray) -> list[str | None]:

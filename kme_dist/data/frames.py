@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from kme_dist.data.encode import Encoder
 from kme_dist.data.readers import LEAVE_OUT, TableSource, open_source
-from kme_dist.data.schema import Schema, TableOptions
+from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.survey import plan_schema
 from kme_dist.errors import DataError
 
@@ -49,9 +49,23 @@ def table_schema(X: Any) -> Schema:
     feature that is 1 where the value is missing, for every column with missing values."""
     source = open_source(_with_dates(X))
     try:
-        return plan_schema(source, TableOptions(missing="indicator"))
+        schema = plan_schema(source, TableOptions(missing="indicator"))
     except DataError as error:
-        raise DataError(str(error).replace(LEAVE_OUT, "leave the column out: X.drop(columns=[...])")) from None
+        raise DataError(_for_frames(str(error))) from None
+    announce(missing_words("X", schema, "fill them in before, e.g. X.fillna(...), for another rule"))
+    return schema
+
+
+def _for_frames(message: str) -> str:
+    """An error of `ingest` with the ways out that estimators have, which take no options of reading."""
+    instead = {
+        LEAVE_OUT: "leave the column out: X.drop(columns=[...])",
+        "list the column in `categories`": "make it a column of categories: X[name].astype('category')",
+        "set `strip` to true to remove them, or to false to keep both": "remove them: X[name].str.strip()",
+    }
+    for words, other in instead.items():
+        message = message.replace(words, other)
+    return message
 
 
 def _with_dates(X: Any) -> Any:

@@ -2,7 +2,8 @@
 
     ingest("covtype.csv", "covtype.zarr", label="Cover_Type", shuffle=0, split="train=0.8,test=0.2")
     append("covtype.zarr", "today.csv")
-    read_table("iris.csv", label="species")          # the same reading and encoding, into memory
+
+`kme_dist.data.reading.read_table` reads and encodes in the same way, into memory.
 
 Rows stream from the readers through the encoder to the writer. A shuffle or a split uses scratch files: rows are
 distributed to buckets by the leading bits of their order key, then each bucket is sorted in memory and stored. This is
@@ -19,7 +20,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,17 @@ import numpy as np
 
 from kme_dist.data.chunks import write_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, DATASET_VERSION, Dataset, open_dataset
-from kme_dist.data.encode import Encoded, Encoder
+from kme_dist.data.encode import Encoded, Encoder, MissingValueError, check_class_names, check_single
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.prefetch import Prefetched
-from kme_dist.data.readers import Block, FileOptions, MatrixSource, Source, open_source
-from kme_dist.data.schema import Schema, TableOptions
+from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
+from kme_dist.data.reading import Table, check_width, sort_options, table_source
+from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_replaceable, publish, sealed, sweep
-from kme_dist.data.survey import plan_schema
+from kme_dist.data.survey import plan_schema, with_indicators
 from kme_dist.data.writer import (
     CHUNK_BYTES,
     SHARD_BYTES,
@@ -49,118 +51,10 @@ from kme_dist.data.writer import (
     weight_entry,
     write_shard,
 )
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
 DEFAULT_MEMORY = 512 << 20
-_FILE_KEYS = frozenset(FileOptions.__dataclass_fields__)
-_TABLE_KEYS = frozenset(TableOptions.__dataclass_fields__)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows in memory, encoded like those of a data set."""
-
-    X: np.ndarray
-    y: np.ndarray | None  # int64 codes into class_names, or float targets
-    feature_names: list[str]
-    class_names: list[Any] | None  # the original labels
-    label: str | None = None
-    ids: list[str | None] | None = None
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # positions in the source
-    schema: Schema | None = None  # the encoding; `ingest` of a table stores it with the rows
-    weights: np.ndarray | None = None
-    weight: str = "weight"  # the column of the weights
-
-    @property
-    def n_classes(self) -> int:
-        return 0 if self.class_names is None else len(self.class_names)
-
-
-def sort_options(source: Any, given: dict[str, Any]) -> tuple[FileOptions, TableOptions]:
-    """Assign keyword arguments to the two records; for an unknown one the error suggests the nearest known name."""
-    unknown = sorted(set(given) - _FILE_KEYS - _TABLE_KEYS)
-    if unknown:
-        import difflib
-
-        near = difflib.get_close_matches(unknown[0], sorted(_FILE_KEYS | _TABLE_KEYS), 1)
-        raise ConfigError(f"unknown option {unknown[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
-    tuples: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    files = FileOptions(**{key: value for key, value in tuples.items() if key in _FILE_KEYS})
-    table = TableOptions(**{key: value for key, value in tuples.items() if key in _TABLE_KEYS})
-    name = str(source) if isinstance(source, (str, Path)) else ""
-    label = table.label
-    if name.rstrip("/").endswith((".npz", ".zarr")) and isinstance(label, str) and files.target is None:
-        try:
-            int(label)
-        except ValueError:
-            files = replace(files, target=label)  # formats with labels in a separate array
-    return files, table
-
-
-def read_table(source: Any, *, id: str | int | None = None, schema: Schema | None = None, **options: Any) -> Table:
-    """Read a source into memory: the options of `ingest` that concern files, columns and missing values.
-
-    With the `schema` of another table the rows are encoded like the rows of that table.
-
-    >>> read_table((np.eye(2), np.array(["a", "b"]))).class_names
-    ['a', 'b']
-    """
-    files, table = sort_options(source, options)
-    opened = open_source(source, files)
-    extras = [] if id is None else [id]
-    if schema is None:
-        schema = plan_schema(opened, table, reserved=extras)
-    else:
-        _check_width(opened, schema, table)
-        if not isinstance(opened, MatrixSource) and schema.weight not in opened.kinds:
-            schema = replace(schema, weight=None)
-    encoder = Encoder(opened, schema, extras, table.max_classes)
-    blocks = list(encoder.encoded())
-    X = np.concatenate([b.X for b in blocks]) if blocks else np.zeros((0, len(schema.feature_names)), schema.dtype)
-    y, classes = None, None
-    if schema.task != "none":
-        y = np.concatenate([b.y for b in blocks if b.y is not None] or [np.zeros(0, schema.target_dtype)])
-    if schema.task == "classification":
-        classes, places = encoder.sorted_classes()
-        y = places[y] if len(places) else y
-    ids = [value for b in blocks for value in b.extras[encoder.extras[0]].to_pylist()] if extras else None
-    rows = np.concatenate([b.rows for b in blocks]) if blocks else np.zeros(0, np.int64)
-    weights = None
-    if schema.weight is not None:
-        weights = np.concatenate([np.zeros(0), *(b.weights for b in blocks if b.weights is not None)])
-    names = (schema.feature_names, classes, schema.label)
-    return Table(X, y, *names, ids, rows, schema, weights, schema.weight or "weight")
-
-
-def _check_width(source: Source, schema: Schema, options: TableOptions) -> None:
-    """Columns of a matrix are identified by position: a different number of them is a different table."""
-    if not isinstance(source, MatrixSource):
-        return
-    known = 1 + max(schema.positions)
-    found = len(source.feature_names)
-    if found < known or (found > known and options.features is None):
-        raise DataError(f"{source.name} has {found} columns instead of {known}.")
-
-
-def _table_source(table: Table, options: FileOptions) -> MatrixSource:
-    """Encoded rows as a source of numbers."""
-    from kme_dist.data.matrix_readers import numpy_source
-
-    source = numpy_source(table.X, table.y, "table", options)
-    names = None if table.class_names is None else tuple(table.class_names)
-    shape = source.sample_shape if table.schema is None else table.schema.sample_shape
-    source = replace(source, feature_names=list(table.feature_names), class_names=names, sample_shape=shape)
-    if (weights := table.weights) is None:
-        return source
-    plain = source.blocks
-
-    def blocks() -> Iterator[Block]:
-        for block in plain():
-            assert block.matrix is not None
-            yield replace(block, weights=weights[block.first_row : block.first_row + len(block.matrix)])
-
-    return replace(source, blocks=blocks)
 
 
 def _schema_like(example: Dataset | Schema, source: Source, options: TableOptions) -> Schema:
@@ -170,7 +64,7 @@ def _schema_like(example: Dataset | Schema, source: Source, options: TableOption
         path = "the model" if isinstance(example, Schema) else example.path
         raise ConfigError(f"like: label, weight and features are those of {path}; do not pass them.")
     if isinstance(source, MatrixSource):
-        _check_width(source, schema, options)
+        check_width(source, schema, options)
         labelled = source.target_dtype is not None or schema.label_position is not None
         weighted = schema.weight_position is not None
     else:
@@ -258,7 +152,7 @@ def ingest(
                 f"{place}: a data set already exists; replace it with overwrite (--overwrite), or "
                 "add rows with append (--append)."
             )
-        opened = _table_source(source, files) if isinstance(source, Table) else open_source(source, files)
+        opened = table_source(source, files) if isinstance(source, Table) else open_source(source, files)
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         if like is None:
             schema = plan_schema(opened, table, reserved=extras)
@@ -269,26 +163,37 @@ def ingest(
             schema = _schema_like(like, opened, table)
         if division is not None and division.stratify and schema.task != "classification":
             raise ConfigError("stratify requires classes; this data set has none.")
-        job = IngestPlan(
-            opened,
-            Encoder(opened, schema, extras, table.max_classes, unseen=unseen),
-            schema,
-            division,
-            shuffle if shuffle is not None or division is None or not division.by_rank else division.seed,
-            budget,
-            progress or silent,
-            (str(source), files) if isinstance(source, (str, Path)) else None,
-            encoding=source.schema if isinstance(source, Table) else None,
-        )
-        row_bytes = len(schema.feature_names) * np.dtype(schema.dtype).itemsize
-        shard_limit = min(parse_bytes(shard_bytes), max(1 << 20, budget // 8))
-        layout = ChunkLayout.choose(row_bytes, min(parse_bytes(chunk_bytes), shard_limit), shard_limit, compression)
-        with _staging(place, scratch) as (target, scratch_folder):
-            writer = job.new_writer(target, layout)
-            alone = client is None or not job.encoder.refuse_unseen  # which counts them
-            if alone or not _in_parallel(client, job, writer):
-                job.run(writer, scratch_folder)
-            job.finish(writer, target, still_held)
+        sizes = (parse_bytes(chunk_bytes), parse_bytes(shard_bytes), compression)
+
+        def store(schema: Schema) -> None:
+            job = IngestPlan(
+                opened,
+                Encoder(opened, schema, extras, table.max_classes, unseen=unseen),
+                schema,
+                division,
+                shuffle if shuffle is not None or division is None or not division.by_rank else division.seed,
+                budget,
+                progress or silent,
+                (str(source), files) if isinstance(source, (str, Path)) else None,
+                encoding=source.schema if isinstance(source, Table) else None,
+                asked_for_classes=table.task == "classification" or isinstance(source, Table),
+            )
+            with _staging(place, scratch) as (target, scratch_folder):
+                writer = job.new_writer(target, job.layout(*sizes))
+                alone = client is None or not job.encoder.refuse_unseen  # which counts them
+                if alone or not _in_parallel(client, job, writer):
+                    job.run(writer, scratch_folder)
+                job.finish(writer, target, still_held)
+
+        try:
+            store(schema)
+        except MissingValueError:
+            filled = None if like is not None else with_indicators(opened, table, extras)
+            if filled is None:
+                raise
+            schema = filled
+            store(schema)
+        announce([*schema.notes, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
     return open_dataset(place)
 
 
@@ -353,8 +258,14 @@ class IngestPlan:
     origin: tuple[str, FileOptions] | None = None  # how a worker would open the source
     part: str = "all"  # the split of all rows, without a rule
     encoding: Schema | None = None  # of rows that are already encoded: their encoding
+    asked_for_classes: bool = True  # the user said that labels are classes
     seen: int = 0  # rows of the source
     kept: int = 0
+
+    def layout(self, chunk_bytes: int, shard_bytes: int, compression: str) -> ChunkLayout:
+        row_bytes = len(self.schema.feature_names) * np.dtype(self.schema.dtype).itemsize
+        limit = min(shard_bytes, max(1 << 20, self.memory // 8))
+        return ChunkLayout.choose(row_bytes, min(chunk_bytes, limit), limit, compression)
 
     @property
     def reorders(self) -> bool:
@@ -482,12 +393,16 @@ class IngestPlan:
         classes = None
         if self.schema.task == "classification":
             classes, places = self.encoder.sorted_classes()
+            if not self.encoder.fixed_classes:
+                check_class_names(self.source.name, self.schema, classes, asked=self.asked_for_classes)
             if not np.array_equal(places, np.arange(len(classes))):
                 _recode(writer, target, places)
             _permute_counts(writer, places, len(classes))
         declare_arrays(target, writer, writer.total)
+        attributes = dataset_attributes(self, writer, classes)
+        check_single(self.source, self.schema, Statistics.from_json(attributes["statistics"], writer.width))
         still_held()
-        write_attributes(target, sealed(target, dataset_attributes(self, writer, classes)))
+        write_attributes(target, sealed(target, attributes))
 
 
 def _usual_order(name: str, position: int) -> tuple[int, int]:

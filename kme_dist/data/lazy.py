@@ -74,6 +74,7 @@ class ParquetRows(RowSource):
         source = open_source(names, FileOptions(window=(start - begin, stop - begin)))
         ids = [] if self._id_column is None else [self._id_column]
         encoder = Encoder(source, self._schema, ids, unseen=self._unseen)
+        encoder.refuse_missing = False  # such rows are skipped, one by one
         return list(encoder.encoded()), encoder.unseen
 
     def unseen_in(self, start: int, stop: int) -> Unseen:
@@ -97,7 +98,7 @@ class ParquetRows(RowSource):
         few._begin(self.path)
         return few, tuple((start - begin, stop - begin) for start, stop in ranges)
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
         start, stop = ranges[0][0], ranges[-1][1]
         stamps = [[Path(file).name, *facts] for file, *facts in self._stamps[self._files(start, stop)]]
         return short_digest([stamps, start, stop])
@@ -135,7 +136,7 @@ class DaskRows(RowSource):
         few.rows, few._X = stop - start, dask.optimize(self._X[start:stop])[0]  # only what these rows need
         return few, tuple((low - start, high - start) for low, high in ranges)
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
         from dask.base import tokenize
 
         return short_digest([tokenize(self._X), ranges[0][0] // self.chunk_rows])

@@ -39,7 +39,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, ClassVar, Self
 
-from kme_dist.data.places import Place
+from kme_dist.data.places import Place, store_errors
 from kme_dist.errors import ConfigError, KMEError, RetryError
 
 Check = Callable[[], None]
@@ -194,19 +194,14 @@ class WriterLease(Lease):
         return Observation(version, free=version is None, beat_s=self.beat_s)
 
     def _claim(self, seen: Observation) -> bool:
-        if seen.state is None:
-            claimed = self._home.write(self._key, self._content(), only_if_absent=True)
-        else:
-            claimed = self._home.write(self._key, self._content(), replacing=seen.state)
-        if claimed:
-            self._version = self._home.version(self._key)
-        return claimed
+        # The version is that of the write itself: one that is looked up later may be that of another holder.
+        self._version = self._home.compare_and_write(self._key, self._content(), seen.state)
+        return self._version is not None
 
     def _renew(self) -> bool:
-        if self._version is None or not self._home.write(self._key, self._content(), replacing=self._version):
-            return False
-        self._version = self._home.version(self._key)
-        return True
+        if self._version is not None:
+            self._version = self._home.compare_and_write(self._key, self._content(), self._version)
+        return self._version is not None
 
     def _release(self) -> None:
         if not self._renewal_refused.is_set():
@@ -219,7 +214,11 @@ class WriterLease(Lease):
             return "unknown"
 
     def check(self) -> None:
-        if self._renewal_refused.is_set() or self._token not in self._home.read(self._key).decode():
+        try:
+            lost = self._renewal_refused.is_set() or self._token not in self._home.read(self._key).decode()
+        except FileNotFoundError:  # the other one is done already
+            lost = True
+        if lost:
             raise _busy(self.place, self.role, "it took over because this process had stalled")
 
     def _content(self) -> bytes:
@@ -240,7 +239,8 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:  # FileNotFoundError: file systems like /proc, where nobody can create a file
             if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
+                with store_errors(str(target)):
+                    raise
             raise ConfigError(
                 f"{target}: cannot create a file in {target.parent} ({error.strerror}). Choose another path."
             ) from None
@@ -261,8 +261,9 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
             break
         os.close(descriptor)  # the previous holder removed the file between our open and our lock
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _this_process().encode(), 0)
+        with contextlib.suppress(OSError):  # for people only; a disk may be full
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _this_process().encode(), 0)
         yield _always_held
     finally:
         path.unlink(missing_ok=True)

@@ -234,18 +234,21 @@ def _idx_reader(stack: ExitStack, path: Path) -> RowReader:
 
 def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
     """LIBSVM/SVMlight text. A first pass finds the number of features and whether indices start at 0 or 1."""
-    rows, lowest, highest, whole = 0, 1, 0, True
+    rows, lowest, highest, whole, exact = 0, 1, 0, True, True
     for first, lines in _line_blocks(path, 8 << 20):
         sparse, y = _parse_libsvm(path, first, lines, None, zero_based=True)
         rows += sparse.shape[0]
         if sparse.nnz:
             lowest = min(lowest, int(sparse.indices.min()))
             highest = max(highest, int(sparse.indices.max()))
+            with np.errstate(over="ignore"):
+                exact = exact and bool(np.all(_in_single(sparse.data)))
         whole = whole and bool(np.all(y == np.round(y)))
     width = highest + 1 - lowest
     if rows == 0 or width < 1:
         raise DataError(f"{path}: no rows with features in this LIBSVM file.")
-    row_bytes = 4 * width
+    dtype = np.dtype(np.float32 if exact else np.float64)
+    row_bytes = dtype.itemsize * width
     # A text line is rarely longer than its dense row; if it is shorter, the dense block must still fit.
     density = max(1, rows * row_bytes // max(1, path.stat().st_size))
     text_bytes = max(1 << 14, options.block_bytes // density)
@@ -256,8 +259,13 @@ def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
             yield Block(str(path), first, matrix=sparse.toarray(), target=y)
 
     names = [f"x{i}" for i in range(width)]
-    float64, float32 = np.dtype(np.float64), np.dtype(np.float32)
-    return MatrixSource(str(path), names, float32, float64, rows, (width,), blocks, whole_targets=whole)
+    return MatrixSource(str(path), names, dtype, np.dtype(np.float64), rows, (width,), blocks, whole_targets=whole)
+
+
+def _in_single(values: np.ndarray) -> np.ndarray:
+    """Where single precision is enough: seven digits of a fraction, but every digit of a whole number."""
+    rounded = values.astype(np.float32)
+    return np.asarray((rounded == values) | ((values != np.round(values)) & (np.abs(values) < 2**24)))
 
 
 def _line_blocks(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
@@ -285,7 +293,7 @@ def _parse_libsvm(
     from sklearn.datasets import load_svmlight_file
 
     try:
-        sparse, y = load_svmlight_file(io.BytesIO(lines), n_features=width, dtype=np.float32, zero_based=zero_based)
+        sparse, y = load_svmlight_file(io.BytesIO(lines), n_features=width, dtype=np.float64, zero_based=zero_based)
         return sparse, y
     except (ValueError, OverflowError, IndexError) as error:
         row = first

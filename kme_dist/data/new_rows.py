@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from kme_dist.data.dataset import Dataset, RowSource, Span, joined
 from kme_dist.data.frames import Unseen, check_columns_of, for_new_rows
 from kme_dist.data.ingest import ingest
-from kme_dist.data.places import METADATA_KEY, Place
+from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, TableSource, format_of, open_source
 from kme_dist.data.schema import Schema, plain_columns
 from kme_dist.errors import ConfigError, DataError
@@ -38,6 +38,12 @@ class ModelColumns:
     features: int
     names: tuple[str, ...] | None = None  # of the features; None: they have none
     encoding: Schema | None = None
+
+    @property
+    def file_options(self) -> FileOptions:
+        """How to read a text file of new rows: its first line is the header if it names the columns of the model."""
+        columns = [] if self.encoding is None else [column.name for column in self.encoding.columns]
+        return FileOptions(names=tuple(columns or self.names or ()))
 
     def schema_for(self, source: Source, id_column: str | None = None) -> Schema:
         """How to read the rows of a source; an error names the columns that it lacks."""
@@ -121,8 +127,8 @@ class StagedRows(RowSource):
         )
         return column if self.id_field[1] == "text" else column.to_numpy(zero_copy_only=False)
 
-    def identity(self, ranges: tuple[Span, ...]) -> str:
-        return self.data.identity(ranges)
+    def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
+        return self.data.identity(ranges, rows)
 
 
 @contextlib.contextmanager
@@ -130,7 +136,7 @@ def staged(
     path: str | Path | Place, beside: Place, columns: ModelColumns, *, unseen: str = "zeros", id_column: str | None
 ) -> Iterator[tuple[StagedRows, list[str]]]:
     """The rows of a file as a data set next to `beside`, and the columns that are ignored, while the block runs."""
-    source = open_source(Place.of(path).address)
+    source = open_source(Place.of(path).address, columns.file_options)
     schema = columns.schema_for(source, id_column)
     target = beside.sibling(f".{beside.name}.rows")
     ids = beside.sibling(f".{beside.name}.ids")
@@ -153,9 +159,10 @@ def _store_ids(source: Source, place: Place, column: str) -> str:
         raise ConfigError(f"id_column={column!r}: ids of a file are supported for predictions on a local disk only")
     whole = source.kinds[column] == "integer"
     kind = pa.int64() if whole else pa.string()
-    place.path.mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(place.path / "ids.parquet", pa.schema([("id", kind)])) as writer:
-        for block in source.blocks({column: kind}):
-            assert block.table is not None
-            writer.write_batch(pa.record_batch([block.table.column(0).cast(kind)], names=["id"]))
+    with store_errors(place):
+        place.path.mkdir(parents=True, exist_ok=True)
+        with pq.ParquetWriter(place.path / "ids.parquet", pa.schema([("id", kind)])) as writer:
+            for block in source.blocks({column: kind}):
+                assert block.table is not None
+                writer.write_batch(pa.record_batch([block.table.column(0).cast(kind)], names=["id"]))
     return "int64" if whole else "text"

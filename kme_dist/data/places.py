@@ -137,12 +137,10 @@ class Place:
         data: bytes | list[Any],
         *,
         only_if_absent: bool = False,
-        replacing: str | None = None,
         sync: bool = True,
     ) -> bool:
-        """Store one object atomically. False if `only_if_absent` and the object exists, or if `replacing` (a version
-        from `version`) is no longer current; local disks support `only_if_absent`, object stores both. `data` may be a
-        list of buffers. Without `sync` a power failure may lose it (the death of the process does not)."""
+        """Store one object atomically; False if `only_if_absent` and the object exists. `data` may be a list of
+        buffers. Without `sync` a power failure may lose it (the death of the process does not)."""
         parts = data if isinstance(data, list) else [data]
         with store_errors(self):
             if self.is_local:
@@ -159,26 +157,35 @@ class Place:
                         os.link(aside, target)
                     else:
                         os.replace(aside, target)
+                    if sync:
+                        _sync_folder(target.parent)  # or the name itself may be lost
                 except FileExistsError:
                     return False
                 finally:
                     aside.unlink(missing_ok=True)
                 return True
-            import obstore
-            from obstore.exceptions import AlreadyExistsError, PreconditionError
+            return self._put(key, parts, "create" if only_if_absent else "overwrite") is not None
 
-            mode: Any = "create" if only_if_absent else "overwrite"
-            if replacing is not None:
-                mode = {"e_tag": replacing}
-            try:
-                obstore.put(self.client(), key, b"".join(parts), mode=mode)
-            except (AlreadyExistsError, PreconditionError, FileExistsError):
-                return False
-            except FileNotFoundError:
-                if replacing is not None:
-                    return False
-                raise
-            return True
+    def compare_and_write(self, key: str, data: bytes | list[Any], seen: str | None) -> str | None:
+        """Object stores: store one object if its version is still `seen` (None: if it does not exist). Returns the new
+        version, or None if another writer was faster."""
+        with store_errors(self):
+            parts = data if isinstance(data, list) else [data]
+            return self._put(key, parts, "create" if seen is None else {"e_tag": seen})
+
+    def _put(self, key: str, parts: list[Any], mode: Any) -> str | None:
+        """The version of the object that was stored; None if the condition of `mode` is not met."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            return str(obstore.put(self.client(), key, b"".join(parts), mode=mode)["e_tag"])
+        except (AlreadyExistsError, PreconditionError, FileExistsError):
+            return None
+        except FileNotFoundError:
+            if mode not in ("create", "overwrite"):
+                return None
+            raise
 
     def version(self, key: str) -> str | None:
         """The entity tag of an object in an object store; None if it does not exist."""
@@ -223,6 +230,44 @@ class Place:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self.client(), key)
 
+    def move(self, key: str, target: str) -> bool:
+        """On a local disk: give an object another name, atomically; False if it does not exist."""
+        with store_errors(self):
+            (self.path / target).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.replace(self.path / key, self.path / target)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def delete_below(self, prefix: str) -> None:
+        """Remove all objects in one folder of this place."""
+        with store_errors(self):
+            if self.is_local:
+                shutil.rmtree(self.path / prefix, ignore_errors=True)
+                return
+            import obstore
+
+            keys = list(self.sizes(f"{prefix}/"))
+            if keys:
+                obstore.delete(self.client(), keys)
+
+    def delete_others(self, kept: str) -> None:
+        """Remove everything except one object."""
+        with store_errors(self):
+            if not self.is_local:
+                import obstore
+
+                keys = [key for key in self.sizes() if key != kept]
+                if keys:
+                    obstore.delete(self.client(), keys)
+                return
+            for entry in os.scandir(self.path):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                elif entry.name != kept:
+                    os.unlink(entry.path)
+
     def delete_all(self) -> None:
         """Remove everything, starting with the metadata that make it readable."""
         with store_errors(self):
@@ -247,6 +292,14 @@ class Place:
         with store_errors(self):
             for key in keys:
                 obstore.copy(Place.of(home.address).client(), f"{self.name}/{key}", f"{target.name}/{key}")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _connect(address: str) -> Any:

@@ -3,29 +3,33 @@
     found = open_predictions("scores.zarr")
     found.status, found.rows, found.quarantined      # "complete", 581012, []
     found.labels(0, 1000)                            # the classes themselves
-    found.read("probability", 0, 1000)
-    found.verify()                                   # every chunk against its digest
+    found.read("probability", 0, 1000)               # compared with the digest of the receipt
+    found.verify()                                   # every chunk
 
-A chunk is stored (one object for each array, or one Parquet file), then a receipt with its digest is written; only then
-is it complete. When a job ends, its receipts are collected in one manifest. Quarantined chunks have no predictions:
-label -1, NaN elsewhere (null in Parquet).
+A chunk is stored (one object for each array, or one Parquet file), then a receipt with its digests is written; only
+then is it complete (see `kme_dist.data.receipts`). Quarantined chunks and skipped rows have no predictions: label -1,
+NaN elsewhere (null in Parquet).
 
-    zarr.json (or _predictions.json)   model, data, outputs and status
     label/ probability/ ...            the arrays (or part-00000000.parquet, ...)
-    _receipts/00000000.json            one for each chunk finished since the last manifest
-    _manifest.json                     the receipts of all chunks of a finished job
+    _chunks/EPOCH/00000000-ATTEMPT/    objects of a chunk until the driver publishes them, on local disks
+
+Workers never write to the names that readers see: a worker that stalls and wakes up after its predictions were replaced
+would overwrite the new ones. On a local disk it writes to names of its own, and the driver, who holds the writer's
+lock, renames them; in an object store, where a driver can lose its lease, objects are replaced only if unchanged.
 
 `label` and `top_label` are codes into `classes`, as in a data set.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +38,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from kme_dist.data.chunks import StoredArray, encode_shard, read_attributes, read_metadata, write_attributes
-from kme_dist.data.places import METADATA_KEY, Place
+from kme_dist.data.chunks import StoredArray, encode_shard, read_layout, read_metadata, write_attributes
+from kme_dist.data.dataset import joined
+from kme_dist.data.places import METADATA_KEY, Place, store_errors
+from kme_dist.data.receipts import MOST_SHOWN, Receipt, read_receipts, read_state, write_final
 from kme_dist.data.store import create_array
-from kme_dist.errors import ConfigError, CorruptError, DataError, counted
+from kme_dist.errors import CorruptError, DataError, counted
 
-PREDICTIONS_FORMAT = "kme-dist/predictions"
-PREDICTIONS_VERSION = 1
-PARQUET_STATE = "_predictions.json"  # Parquet readers ignore names that start with an underscore
-MANIFEST, RECEIPTS = "_manifest.json", "_receipts"
+PARTS = "_chunks"
 NO_LABEL = -1
 
 
@@ -58,22 +61,11 @@ class Field:
         """The values of rows without a prediction."""
         if self.dtype == "text":  # ids; only in Parquet
             return pa.nulls(rows, pa.string())
-        missing: Any = np.nan if np.dtype(self.dtype).kind == "f" else NO_LABEL
-        return np.full((rows, *self.row_shape), missing, self.dtype)
+        return np.full((rows, *self.row_shape), self.missing, self.dtype)
 
-
-@dataclass(frozen=True)
-class Receipt:
-    """The record of a finished chunk: its input rows and its output."""
-
-    job: str
-    chunk: int
-    rows: int
-    input: str
-    digest: str
-    bytes: int
-    # Unknown categories: their number and the first of them, by column.
-    unseen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    @property
+    def missing(self) -> Any:
+        return np.nan if np.dtype(self.dtype).kind == "f" else NO_LABEL
 
 
 @dataclass(frozen=True)
@@ -85,43 +77,93 @@ class OutputLayout:
     chunk_rows: int
     fields: tuple[Field, ...]
     classes: tuple[Any, ...]
+    epoch: str = ""
 
     @property
     def place(self) -> Place:
         return Place.of(self.address)
 
     def keys(self, chunk: int) -> list[str]:
-        """The objects of a chunk."""
+        """The objects of a chunk, as readers see them."""
         if self.format == "parquet":
             return [f"part-{chunk:08d}.parquet"]
         return ["/".join([f.name, "c", str(chunk), *["0"] * len(f.row_shape)]) for f in self.fields]
 
-    def write(self, chunk: int, arrays: Mapping[str, Any]) -> tuple[str, int]:
-        """Store a chunk; returns its digest and the bytes stored."""
-        place, stored = self.place, 0
+    def _unpublished(self, chunk: int, attempt: str) -> str:
+        return f"{PARTS}/{self.epoch}/{chunk:08d}-{attempt}"
+
+    def write(
+        self, chunk: int, arrays: Mapping[str, Any], before: Receipt | None = None
+    ) -> tuple[str, dict[str, str], int]:
+        """Store a chunk, after the rows of `before` if there are any; returns the name of the attempt, the digests and
+        the bytes stored."""
+        attempt = uuid.uuid4().hex[:12] if self.place.is_local else ""
         if self.format == "parquet":
             table = parquet_table(self.fields, self.classes, arrays)
-            sink = pa.BufferOutputStream()
-            pq.write_table(table, sink, compression="zstd")
-            body = sink.getvalue().to_pybytes()
-            place.write(self.keys(chunk)[0], body, sync=False)
-            return hashlib.sha256(body).hexdigest()[:32], len(body)
-        sha = hashlib.sha256()
-        for field, key in zip(self.fields, self.keys(chunk), strict=True):
+            if before is not None:
+                table = pa.concat_tables([self.read_table(chunk, before.digests[""]), table])
+            body = _parquet_bytes(table)
+            self._write_object(chunk, attempt, 0, [body])
+            return attempt, {"": _digest(body)}, len(body)
+        digests, stored = {}, 0
+        for number, field in enumerate(self.fields):
             values = np.ascontiguousarray(arrays[field.name], field.dtype)
-            sha.update(values.data)
+            if before is not None:
+                values = joined([self.read_array(chunk, field, before), values])
+            digests[field.name] = _digest(values.data)
             if len(values) < self.chunk_rows:
                 padded = np.zeros((self.chunk_rows, *field.row_shape), field.dtype)
                 padded[: len(values)] = values
                 values = padded
             parts = encode_shard([values], 1, compressed=False)
             stored += sum(memoryview(part).nbytes for part in parts)
-            place.write(key, parts, sync=False)
-        return sha.hexdigest()[:32], stored
+            self._write_object(chunk, attempt, number, parts)
+        return attempt, digests, stored
 
-    def write_nothing(self, chunk: int, rows: int) -> None:
-        """Store a quarantined chunk as missing values, for readers that ignore the receipts."""
-        self.write(chunk, {field.name: field.empty(rows) for field in self.fields})
+    def _write_object(self, chunk: int, attempt: str, number: int, parts: list[Any]) -> None:
+        if attempt:
+            self.place.write(f"{self._unpublished(chunk, attempt)}/{number}", parts, sync=False)
+        else:
+            write_final(self.place, self.keys(chunk)[number], parts, self.epoch, sync=False)
+
+    def publish(self, chunk: int, attempt: str) -> None:
+        """Give the objects of a chunk the names that readers see. For the holder of the writer's lock."""
+        if not attempt:
+            return
+        folder = self._unpublished(chunk, attempt)
+        for number, key in enumerate(self.keys(chunk)):
+            self.place.move(f"{folder}/{number}", key)  # without an effect where it has been done before
+        self.place.delete_below(folder)
+
+    def read_array(self, chunk: int, field: Field, receipt: Receipt) -> np.ndarray:
+        """The rows of a receipt in one array of its chunk, verified."""
+        first = chunk * self.chunk_rows
+        try:
+            values = StoredArray(self.place, field.name, cache_bytes=0).read(first, first + receipt.rows)
+        except FileNotFoundError:
+            raise CorruptError(f"{self.place}: the array {field.name!r} is missing; predict again.") from None
+        if field.name in receipt.digests and _digest(values.data) != receipt.digests[field.name]:
+            raise self.damaged(chunk)
+        return values
+
+    def read_table(self, chunk: int, digest: str | None) -> pa.Table:
+        """The Parquet file of a chunk, compared with its digest (None: that of a quarantined chunk of version 1)."""
+        key = self.keys(chunk)[0]
+        try:
+            body = self.place.read(key)
+            if digest is not None and _digest(body) != digest:
+                raise self.damaged(chunk)
+            return pq.read_table(pa.BufferReader(body), page_checksum_verification=True)
+        except CorruptError:
+            raise
+        except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
+            raise CorruptError(f"{self.place}/{key}: missing or damaged ({error}); predict again.") from error
+
+    def damaged(self, chunk: int) -> CorruptError:
+        return CorruptError(
+            f"{self.place}: chunk {chunk} (rows from {chunk * self.chunk_rows}) is missing or does not match its "
+            "digest; run the same `kme-dist predict` with --from-scratch"
+        )
 
     def stored_bytes(self, sizes: Mapping[str, int], chunk: int) -> int:
         """Total bytes of a chunk's objects in `sizes`; -1 if one of them is missing."""
@@ -136,9 +178,13 @@ class OutputLayout:
         for parent in {f.name.split("/")[0] for f in self.fields if "/" in f.name}:
             write_attributes(place.child(parent), {})
         for field in self.fields:
+            key = f"{field.name}/{METADATA_KEY}"
             try:
-                metadata = read_metadata(place, field.name)
-            except FileNotFoundError:
+                fits = self.fits(field)
+            except (FileNotFoundError, CorruptError, DataError):
+                fits = False
+            if not fits:  # nothing, or what is left of predictions that were being replaced
+                place.delete(key)
                 create_array(
                     place,
                     field.name,
@@ -148,98 +194,33 @@ class OutputLayout:
                     shard_rows=self.chunk_rows,
                 )
                 continue
+            metadata = read_metadata(place, field.name)
             if metadata["shape"][0] != rows:
                 metadata["shape"][0] = rows
-                place.write(f"{field.name}/{METADATA_KEY}", json.dumps(metadata).encode())
+                place.write(key, json.dumps(metadata).encode())
 
-
-# --- the record ------------------------------------------------------------------------------------
-
-
-def read_state(place: Place) -> dict[str, Any] | None:
-    """The stored state of the predictions at `place`; None if nothing exists; an error for anything else."""
-    try:
-        attributes = read_attributes(place)
-    except FileNotFoundError:
-        try:
-            attributes = json.loads(place.read(PARQUET_STATE))
-        except FileNotFoundError:
-            if place.is_local and place.path.exists() and (not place.path.is_dir() or any(place.path.iterdir())):
-                raise _not_predictions(place, "no kme-dist format") from None
-            return None
-        except ValueError as error:
-            raise CorruptError(
-                f"{place}/{PARQUET_STATE} is not valid JSON ({error}); predict again with --from-scratch"
-            ) from error
-    if not isinstance(attributes, dict) or attributes.get("format") != PREDICTIONS_FORMAT:
-        raise _not_predictions(place, str(attributes.get("format") if isinstance(attributes, dict) else "no format"))
-    if attributes.get("format_version") != PREDICTIONS_VERSION:
-        raise DataError(
-            f"{place}: predictions of format version {attributes.get('format_version')}; this kme-dist reads "
-            f"{PREDICTIONS_VERSION}. Update kme-dist."
+    def fits(self, field: Field, rows: int | None = None) -> bool:
+        """Whether the metadata of an array are those of its field (and of that number of rows)."""
+        found = read_layout(self.place, field.name)
+        chunks = (found.chunk_rows, found.shard_rows, found.codecs)
+        return (
+            found.row_shape == field.row_shape
+            and found.dtype == np.dtype(field.dtype)
+            and chunks == (self.chunk_rows, self.chunk_rows, ("bytes", "crc32c"))
+            and found.sharded
+            and found.ours
+            and rows in (None, found.shape[0])
         )
-    return attributes
 
 
-def _not_predictions(place: Place, found: str) -> ConfigError:
-    return ConfigError(
-        f"{place}: the path exists and does not hold predictions ({found}); it is not overwritten. Choose another path "
-        "or remove it."
-    )
+def _digest(values: Any) -> str:
+    return hashlib.sha256(values).hexdigest()[:32]
 
 
-def write_state(place: Place, state: Mapping[str, Any]) -> None:
-    if state["layout"] == "parquet":
-        place.write(PARQUET_STATE, json.dumps(dict(state), indent=2).encode())
-    else:
-        write_attributes(place, state)
-
-
-def write_receipt(place: Place, receipt: Receipt) -> None:
-    place.write(f"{RECEIPTS}/{receipt.chunk:08d}.json", json.dumps(asdict(receipt)).encode(), sync=False)
-
-
-def read_receipt(place: Place, chunk: int) -> Receipt | None:
-    """The receipt of one chunk, if it was written since the last manifest."""
-    try:
-        found = _parse(place, f"{RECEIPTS}/{chunk:08d}.json")
-    except FileNotFoundError:
-        return None
-    return found[0] if found else None
-
-
-def read_receipts(place: Place, job: str, sizes: Mapping[str, int], layout: OutputLayout) -> dict[int, Receipt]:
-    """Every finished chunk of `job` whose objects all exist, in full length."""
-    found: dict[int, Receipt] = {}
-    if MANIFEST in sizes:
-        for receipt in _parse(place, MANIFEST):
-            found[receipt.chunk] = receipt
-    for key in sizes:
-        if key.startswith(f"{RECEIPTS}/") and key.endswith(".json") and "/." not in key:
-            for receipt in _parse(place, key):
-                found[receipt.chunk] = receipt
-    return {
-        chunk: receipt
-        for chunk, receipt in sorted(found.items())
-        if receipt.job == job and layout.stored_bytes(sizes, chunk) == receipt.bytes
-    }
-
-
-def _parse(place: Place, key: str) -> list[Receipt]:
-    try:
-        known = json.loads(place.read(key))
-        entries = known["chunks"] if key == MANIFEST else [known]
-        return [Receipt(**entry) for entry in entries]
-    except (ValueError, KeyError, TypeError):
-        return []  # truncated by a power failure: the chunk is recomputed
-
-
-def gather_receipts(place: Place, receipts: Sequence[Receipt], sizes: Mapping[str, int] | None = None) -> None:
-    """Write one manifest with all receipts, then delete the single receipts."""
-    place.write(MANIFEST, json.dumps({"chunks": [asdict(receipt) for receipt in receipts]}).encode())
-    for key in place.sizes(RECEIPTS) if sizes is None else sizes:
-        if key.startswith(f"{RECEIPTS}/"):
-            place.delete(key)
+def _parquet_bytes(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue().to_pybytes())
 
 
 # --- reading ---------------------------------------------------------------------------------------
@@ -256,9 +237,10 @@ class Predictions:
         self.state = state
         try:
             self.rows, self.status, self.job = int(state["rows"]), str(state["status"]), str(state["job"])
+            self.epoch = str(state.get("epoch", ""))
             fields = tuple(Field(f["name"], f["dtype"], tuple(f["row_shape"])) for f in state["fields"])
             self.layout = OutputLayout(
-                place.address, state["layout"], int(state["chunk_rows"]), fields, tuple(state["classes"])
+                place.address, state["layout"], int(state["chunk_rows"]), fields, tuple(state["classes"]), self.epoch
             )
             self.quarantined: list[dict[str, Any]] = list(state["quarantined"])
         except (KeyError, TypeError, ValueError) as error:
@@ -298,17 +280,57 @@ class Predictions:
             raise DataError(f"{self.place} has no output {name!r}; its outputs: {self.names}.")
         if not 0 <= start <= stop <= self.rows:
             raise DataError(f"{self.place}: rows {start} to {stop} are out of range; there are {self.rows}.")
+        if start == stop:
+            return np.asarray(self._fields[name].empty(0))
+        size = self.layout.chunk_rows
+        for chunk in range(start // size, -(-stop // size)):
+            self._recorded(chunk, min(size, stop - chunk * size))
         if self.layout.format == "parquet":
             return self._from_parquet(name, start, stop)
+        return self._array(name).read(start, stop)
+
+    def _array(self, name: str) -> StoredArray:
         if name not in self._arrays:
+            field = self._fields[name]
             try:
-                self._arrays[name] = StoredArray(self.place, name, cache_bytes=0)
+                # A job that was interrupted may not have extended the arrays yet.
+                if not self.layout.fits(field, None if self.status == "running" else self.rows):
+                    raise CorruptError(f"{self.place}/{name}: {METADATA_KEY} does not match the record; predict again.")
+                check = functools.partial(self._matches, name)
+                self._arrays[name] = StoredArray(self.place, name, cache_bytes=0, check=check)
             except FileNotFoundError:
                 raise CorruptError(f"{self.place}: the array {name!r} is missing; predict again.") from None
-        return self._arrays[name].read(start, stop)
+        return self._arrays[name]
+
+    def _matches(self, name: str, chunk: int, values: np.ndarray) -> bool:
+        """Whether a decoded chunk of an array is the one that its receipt describes."""
+        rows, digests = self._recorded(chunk)
+        return name not in digests or _digest(np.ascontiguousarray(values[:rows]).data) == digests[name]
+
+    def _recorded(self, chunk: int, needed: int = 0) -> tuple[int, Mapping[str, str]]:
+        """The rows and the digests of a chunk on record; an error if its first `needed` rows are not finished."""
+        found: tuple[int, Mapping[str, str]] = (-1, {})
+        if (receipt := self._receipts.get(chunk)) is not None:
+            found = receipt.rows, receipt.digests
+        for entry in self.quarantined:
+            if int(entry["chunk"]) == chunk:
+                found = int(entry["rows"]), entry.get("digests", {})  # version 1 has none
+        if found[0] >= needed:
+            return found
+        if self.status == "running":
+            first = chunk * self.layout.chunk_rows + max(0, found[0])
+            raise DataError(
+                f"{self.place}: chunk {chunk} (rows from {first}) is not predicted yet; the job runs or was "
+                "interrupted: resume it with the same `kme-dist predict`"
+            )
+        raise self.layout.damaged(chunk)
+
+    @functools.cached_property
+    def _receipts(self) -> dict[int, Receipt]:
+        return read_receipts(self.place, self.job, self.epoch, since=self.status == "running")
 
     def labels(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The predicted classes; None for rows of quarantined chunks."""
+        """The predicted classes; None for rows without a prediction."""
         codes = self.read("label", start, stop)
         if (codes >= 0).all():
             return np.asarray(self.classes[codes])
@@ -319,43 +341,56 @@ class Predictions:
         size, field = self.layout.chunk_rows, self._fields[name]
         parts = []
         for chunk in range(start // size, -(-stop // size)):
-            table = self._part(chunk)
-            values = parquet_values(table, field, self.layout.classes)
+            values = parquet_values(self.table(chunk), field, self.layout.classes)
             parts.append(values[max(0, start - chunk * size) : stop - chunk * size])
         return np.concatenate(parts) if parts else field.empty(0)
 
-    def _part(self, chunk: int) -> pa.Table:
-        key = self.layout.keys(chunk)[0]
-        try:
-            return pq.read_table(pa.BufferReader(self.place.read(key)))
-        except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
-            raise CorruptError(f"{self.place}/{key}: missing or damaged ({error}); predict again.") from error
+    def table(self, chunk: int) -> pa.Table:
+        """The Parquet file of a chunk."""
+        rows, digests = self._recorded(chunk)
+        found = self.layout.read_table(chunk, digests.get(""))
+        if found.num_rows != rows:
+            raise self.layout.damaged(chunk)
+        return found
 
     def receipts(self) -> dict[int, Receipt]:
-        """The receipts of all finished chunks."""
-        return read_receipts(self.place, self.job, self.place.sizes(), self.layout)
+        """The receipts of all finished chunks whose objects exist, in full length."""
+        return finished_receipts(self.layout, self.job, since=self.status == "running")
+
+    @property
+    def skipped_rows(self) -> int:
+        """The number of rows that were skipped because their input or their output is not finite."""
+        return sum(receipt.skipped for receipt in self._receipts.values())
+
+    @property
+    def first_skipped(self) -> list[tuple[int, str]]:
+        """Some of them, with the reasons."""
+        return [entry for receipt in self._receipts.values() for entry in receipt.first_skipped][:MOST_SHOWN]
 
     def verify(self) -> None:
         """Read every finished chunk and compare it with its digest; CorruptError names the first that differs."""
         done = self.receipts()
         without = {int(entry["chunk"]) for entry in self.quarantined}
         for chunk in range(self.chunks):
-            if chunk in done and self._digest(chunk, done[chunk].rows) == done[chunk].digest:
+            if chunk not in done and (chunk in without or self.status == "running"):
                 continue
-            if chunk in without or (chunk not in done and self.status == "running"):
-                continue
-            raise CorruptError(
-                f"{self.place}: chunk {chunk} (rows from {chunk * self.layout.chunk_rows}) is missing or does not "
-                "match its digest; run the same `kme-dist predict` with --from-scratch"
-            )
+            if chunk not in done or not self._is_whole(chunk, done[chunk]):
+                raise self.layout.damaged(chunk)
 
-    def _digest(self, chunk: int, rows: int) -> str:
+    def _is_whole(self, chunk: int, receipt: Receipt) -> bool:
+        first = chunk * self.layout.chunk_rows
         if self.layout.format == "parquet":
-            return hashlib.sha256(self.place.read(self.layout.keys(chunk)[0])).hexdigest()[:32]
-        sha, first = hashlib.sha256(), chunk * self.layout.chunk_rows
+            return bool(self.table(chunk).num_rows == receipt.rows)
+        whole = hashlib.sha256()  # version 1 has one digest for all arrays
         for name in self._fields:
-            sha.update(np.ascontiguousarray(self.read(name, first, first + rows)).data)
-        return sha.hexdigest()[:32]
+            whole.update(np.ascontiguousarray(self.read(name, first, first + receipt.rows)).data)
+        return "" not in receipt.digests or whole.hexdigest()[:32] == receipt.digests[""]
+
+
+def finished_receipts(layout: OutputLayout, job: str, *, since: bool) -> dict[int, Receipt]:
+    """Every finished chunk of a job whose objects all exist, in full length; `since`: see `read_receipts`."""
+    found, sizes = read_receipts(layout.place, job, layout.epoch, since=since), layout.place.sizes()
+    return {chunk: receipt for chunk, receipt in found.items() if layout.stored_bytes(sizes, chunk) == receipt.bytes}
 
 
 def open_predictions(path: str | Path | Place) -> Predictions:
@@ -369,9 +404,9 @@ def join_as_csv(parts: Place, target: Place) -> None:
     partial = target.sibling(f".{target.name}.partial").path
     named = {"row", "id"} & {field.name for field in found.layout.fields}
     header, first = True, 0
-    with open(partial, "wb") as sink:
+    with store_errors(target), _removed_after_error(partial), open(partial, "wb") as sink:
         for chunk in range(found.chunks):
-            table = found._part(chunk)
+            table = found.table(chunk)
             if not named:
                 table = table.add_column(0, "row", pa.array(np.arange(first, first + table.num_rows)))
             write_csv(table, sink, header=header)
@@ -381,7 +416,16 @@ def join_as_csv(parts: Place, target: Place) -> None:
             sink.write((",".join([*([] if named else ["row"]), *names]) + "\n").encode())
         sink.flush()
         os.fsync(sink.fileno())
-    os.replace(partial, target.path)
+        os.replace(partial, target.path)
+
+
+@contextlib.contextmanager
+def _removed_after_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def write_csv(table: pa.Table, sink: Any, *, header: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +52,8 @@ class FileOptions:
     format: str | None = None  # one of FORMATS; None: from the file name
     delimiter: str | None = None  # csv; None: from the first line
     header: bool | None = None  # csv; None: yes, unless the first line contains a number
+    names: tuple[str, ...] = ()  # csv: columns that it should have; a first line with all of them is the header
+    decimal: str = "."  # csv: "." or ","
     quote: str = '"'
     encoding: str = "utf-8"
     missing_texts: tuple[str, ...] = MISSING_TEXTS
@@ -66,11 +68,18 @@ class Block:
     """Consecutive rows: a record batch, or a matrix with an optional target."""
 
     origin: str
-    first_row: int  # counted within `origin`, from 0
+    first_row: int  # counted within `origin`, from 0; messages count in the same way
     table: pa.RecordBatch | None = None
     matrix: np.ndarray | None = None
     target: np.ndarray | None = None
     weights: np.ndarray | None = None  # of a matrix, where they are no column of it
+    line_of: Callable[[int], int | None] | None = None  # of a text file: the line of a row, from 1 as editors count
+
+    def place(self, row: int) -> str:
+        """A row of this block in words: the file, the row from 0, and its line in a text file."""
+        number = self.first_row + row
+        line = None if self.line_of is None else self.line_of(number)
+        return f"{self.origin}: row {number}" + ("" if line is None else f" (line {line})")
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class TableSource:
     kinds: dict[str, Kind]
     rows: int | None
     blocks: Callable[[Mapping[str, pa.DataType]], Iterator[Block]]
+    notes: tuple[str, ...] = ()  # what was assumed, in lines
+    codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007 or above 64 bits, with one
 
 
 @dataclass(frozen=True)
@@ -267,7 +278,7 @@ def kind_of(data_type: pa.DataType) -> Kind:
         return "number"
     if types.is_string(data_type) or types.is_large_string(data_type) or types.is_string_view(data_type):
         return "text"
-    if types.is_temporal(data_type):
+    if types.is_temporal(data_type) and not types.is_interval(data_type):
         return "date"
     return "other"
 
@@ -332,13 +343,13 @@ def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) ->
         check_names(str(file), found.names)
         if schema is None:
             schema = found
-        for field in schema:
-            if field.name not in found.names:
-                raise DataError(f"{file}: the column {field.name!r} of {files[0]} is missing.")
-            if kind_of(found.field(field.name).type) != kind_of(field.type):
+        for known in schema:
+            if known.name not in found.names:
+                raise DataError(f"{file}: the column {known.name!r} of {files[0]} is missing.")
+            if kind_of(found.field(known.name).type) != kind_of(known.type):
                 raise DataError(
-                    f"{file}: the column {field.name!r} holds {found.field(field.name).type}, in {files[0]} "
-                    f"{field.type}."
+                    f"{file}: the column {known.name!r} holds {found.field(known.name).type}, in {files[0]} "
+                    f"{known.type}."
                 )
     assert schema is not None
     folders = [_folder_values(file, root) for file in files]

@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import CACHE_BYTES, RowSource, Span, joined, spans_within
 from kme_dist.data.plan import BatchPlan, BatchRef
 from kme_dist.data.prefetch import Prefetched
@@ -39,10 +40,12 @@ _SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
 
 @dataclass(frozen=True)
 class Scaling:
-    """x -> (x - shift) * factor, feature by feature; constant features become 0."""
+    """x -> (x - shift) * factor, feature by feature, then the curves of heavy-tailed features, if any; constant
+    features become 0."""
 
     shift: np.ndarray
     factor: np.ndarray
+    curves: Curves | None = None
 
     @classmethod
     def learn(cls, X: np.ndarray, kind: str | None) -> Scaling:
@@ -51,20 +54,24 @@ class Scaling:
 
     @classmethod
     def of(cls, found: Statistics, kind: str | None) -> Scaling:
-        """From the statistics of rows: "unit" range, "standard" deviation, or none."""
+        """From the statistics of rows: "unit" range (also under "auto"), "standard" deviation, or none."""
         if kind is None:
             return cls(np.zeros(found.mean.size), np.ones(found.mean.size))
-        if kind not in ("unit", "standard"):
-            raise ConfigError(f"scaling={kind!r} is unknown; choose 'unit', 'standard' or None")
-        shift = found.minimum if kind == "unit" else found.mean
+        if kind not in ("auto", "unit", "standard"):
+            raise ConfigError(f"scaling={kind!r} is unknown; choose 'auto', 'unit', 'standard' or None")
+        standard = kind == "standard"
+        shift = found.mean if standard else found.minimum
         with np.errstate(divide="ignore", over="ignore"):
-            width = found.maximum - found.minimum if kind == "unit" else np.sqrt(found.variance)
+            width = np.sqrt(found.variance) if standard else found.maximum - found.minimum
             factor = np.where(width > 0, 1.0 / width, 0.0)
         return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
 
     def weighted(self, weights: np.ndarray) -> Scaling:
         """This scaling followed by a factor for each column."""
-        return replace(self, factor=self.factor * weights)
+        if self.curves is None:
+            return replace(self, factor=self.factor * weights)
+        before = np.where(np.isin(np.arange(len(weights)), self.curves.columns), 1.0, weights)  # a curve's own factor
+        return replace(self, factor=self.factor * before, curves=self.curves.weighted(weights))
 
     def apply(self, X: Any, dtype: str) -> Any:
         if not hasattr(X, "dtype"):  # texts, sequences, bags: for the kernel as they are
@@ -72,13 +79,36 @@ class Scaling:
         if is_sparse(X):
             return self._applied_to_sparse(X, dtype)
         # C-ordered whatever the order of X: products in another memory order would round differently.
-        scaled: np.ndarray = ((X.reshape(len(X), self.shift.size) - self.shift) * self.factor).astype(dtype, order="C")
-        return scaled
+        scaled: np.ndarray = (X.reshape(len(X), self.shift.size) - self.shift) * self.factor
+        return (scaled if self.curves is None else self.curves.apply(scaled)).astype(dtype, order="C")
 
     def _applied_to_sparse(self, X: Any, dtype: str) -> Any:
-        if self.shift.any():  # learned from dense rows: 0 does not stay 0
+        if self.shift.any() or self.curves is not None:  # learned from dense rows: 0 does not stay 0
             return self.apply(X.toarray(), dtype)
         return SparseRows(X.multiply(self.factor)).astype(dtype, copy=False)
+
+    def stored(self, at: str = "scaling/") -> dict[str, np.ndarray]:
+        """Arrays to store, with names that start with `at`; `restored` makes an equal scaling of them."""
+        curves = {} if self.curves is None else self.curves.stored(f"{at}curve_")
+        return {f"{at}shift": self.shift, f"{at}factor": self.factor, **curves}
+
+    @staticmethod
+    def restored(arrays: Mapping[str, np.ndarray], at: str = "scaling/") -> Scaling:
+        return Scaling(arrays[f"{at}shift"], arrays[f"{at}factor"], Curves.restored(arrays, f"{at}curve_"))
+
+    def to_plain(self) -> list[Any]:
+        """Lists of numbers that tell two scalings apart."""
+        return [array.tolist() for array in self.stored().values()]
+
+
+def resolving_dtype(dtype: str, source: RowSource, split: str | None, scaling: str | None) -> str:
+    """The precision of scaled rows: `dtype`, or double where single precision cannot tell values of a feature apart.
+
+    Scaling subtracts in double. Rows that are not scaled may be so far from the origin (times in seconds, coordinates)
+    that single precision rounds their differences away.
+    """
+    narrow = dtype == "float32" and scaling is None
+    return "float64" if narrow and source.split_statistics(split).merged_in_single.any() else dtype
 
 
 @dataclass(frozen=True)
@@ -376,9 +406,9 @@ class RowsRef:
         """Digest of the stored rows and labels, for any split."""
         return self.source.digest
 
-    def identity(self, start: int, stop: int) -> str:
-        """Changes when rows [start, stop) change; without reading them."""
-        return self.source.identity(self.stored(start, stop))
+    def identity(self, start: int, stop: int, rows: int = 0) -> str:
+        """Changes when rows [start, stop) change; without reading them. `rows`: see `RowSource.identity`."""
+        return self.source.identity(self.stored(start, stop), rows)
 
 
 def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from kme_dist.data.notation import Notation
 from kme_dist.data.readers import LEAVE_OUT, Kind, MatrixSource, Source, TableSource
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import AssumptionWarning, ConfigError, DataError, counted
 
 Task = Literal["classification", "regression", "none"]
-MISSING = ("error", "drop", "mean", "median", "indicator")
+MISSING = ("auto", "error", "drop", "mean", "median", "indicator")
 PERIODS = {"year": 365.2425, "week": 7.0, "day": 1.0}  # of dates, in days
 DTYPES = ("auto", "float32", "float64", "uint8")
 
@@ -30,15 +32,25 @@ class TableOptions:
     task: str = "auto"
     one_hot: tuple[str | int, ...] | Literal["auto"] = "auto"  # "auto": every text column not in `ordinal`
     ordinal: tuple[str | int, ...] = ()
-    missing: str | float = "error"  # "error", "drop", "mean", "median", "indicator", or a number to fill in
+    missing: str | float = "auto"  # "error", "drop", "mean", "median", "indicator", or a number to fill in
     dtype: str = "auto"  # the narrowest of uint8, float32 and float64 that holds every value of the source's type
     max_categories: int = 256
     max_classes: int = 10_000
     class_names: tuple[str, ...] | None = None  # for labels 0, 1, 2, ...
     feature_names: tuple[str, ...] | None = None  # for sources without names
     weight: str | int | None = None  # column of the weights of rows
+    categories: tuple[str | int, ...] = ()  # columns that are categories whatever their values look like (007, 1,5)
+    decimal: str = "."  # of numbers that are texts
+    thousands: str = ""  # the separator between thousands
+    percent: bool = False  # 10% is 0.1
+    strip: bool | None = None  # spaces around texts; None: texts that differ by them only are an error
+
+    @property
+    def notation(self) -> Notation:
+        return Notation(self.decimal, self.thousands, self.percent)
 
     def __post_init__(self) -> None:
+        _ = self.notation  # which checks its parts
         if self.task not in ("auto", "classification", "regression"):
             raise ConfigError(f"task is {self.task!r}; it must be auto, classification or regression.")
         if self.dtype not in DTYPES:
@@ -105,6 +117,11 @@ class Schema:
     class_names: tuple[Any, ...] | None = None
     weight: str | None = None  # column of the weights of rows
     weight_position: int | None = None  # of a matrix
+    notation: Notation | None = None  # of numbers that are texts; None: as 1234.5
+    strip: bool | None = None  # spaces around texts
+    # How the source was read, where it could be read in another way; only until it is read.
+    holes: Mapping[str, int] = field(default_factory=dict, compare=False)  # rows with missing values, by column
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def feature_names(self) -> list[str]:
@@ -123,6 +140,8 @@ class Schema:
             "label_position": self.label_position,
             "missing": self.missing,
             **({} if self.weight is None else {"weight": self.weight, "weight_position": self.weight_position}),
+            **({} if self.notation is None else {"notation": self.notation.to_json()}),
+            **({} if self.strip is None else {"strip": self.strip}),
         }
 
     @classmethod
@@ -142,12 +161,14 @@ class Schema:
             None if attributes.get("class_names") is None else tuple(attributes["class_names"]),
             stored.get("weight"),
             stored.get("weight_position"),
+            Notation.from_json(stored["notation"]) if stored.get("notation") else None,
+            stored.get("strip"),
         )
 
     @property
     def encodes(self) -> bool:
         """Whether features differ from the columns that they are read from."""
-        return not all(column.is_plain for column in self.columns)
+        return self.notation is not None or not all(column.is_plain for column in self.columns)
 
     def encoding_json(self) -> dict[str, Any]:
         """Only how features are encoded, as a model keeps it; `from_json` restores it."""
@@ -204,12 +225,16 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
         tuple(_column(source.name, name, names.index(name), kinds[name], options, find) for name in features),
         *_label_plan(source, options, label, names, kinds),
         dtype=_dtype(source, options, features, kinds),
-        missing=options.missing if options.missing in ("error", "drop") else "fill",
+        missing={"auto": "error", "error": "error", "drop": "drop"}.get(str(options.missing), "fill"),
         sample_shape=source.sample_shape if isinstance(source, MatrixSource) and len(features) == len(names) else (),
         class_names=options.class_names or (source.class_names if isinstance(source, MatrixSource) else None),
         weight=weight,
         weight_position=names.index(weight) if weight is not None and isinstance(source, MatrixSource) else None,
+        notation=None if options.notation.is_plain or isinstance(source, MatrixSource) else options.notation,
+        strip=options.strip,
     )
+    if isinstance(source, TableSource):
+        schema = replace(schema, notes=(*source.notes, *_codes_read_as_numbers(source, schema)))
     if not schema.sample_shape:
         schema = replace(schema, sample_shape=(len(schema.feature_names),))
     return schema
@@ -245,6 +270,45 @@ def finder(where: str, names: list[str]) -> Callable[[str | int], str]:
     return find
 
 
+def _codes_read_as_numbers(source: TableSource, schema: Schema) -> list[str]:
+    """One line on every column of integers such as 007, which are more than the numbers that they are read as."""
+    used = {column.name for column in schema.columns if column.kind == "number"}
+    lines = [
+        f"{source.name}: the column {name!r} is read as numbers, so that {text!r} is {float(text):.16g}; list it in "
+        "`categories` to keep such codes as they are"
+        for name, text in source.codes.items()
+        if name in used
+    ]
+    if schema.label is not None and schema.label in source.codes and schema.label_kind == "text":
+        lines.append(
+            f"{source.name}: the labels {schema.label!r} are texts, since integers such as "
+            f"{source.codes[schema.label]!r} are not the numbers that they would be read as; set `task` to regression "
+            "for numbers"
+        )
+    return lines
+
+
+def announce(lines: Sequence[str]) -> None:
+    """Say how a source was read, as warnings, which the command line shows as notes."""
+    for line in lines:
+        warnings.warn(line, AssumptionWarning, stacklevel=3)
+
+
+OTHER_RULES = "`missing` is indicator by default; others are error, drop, mean, median or a number"
+
+
+def missing_words(where: str, schema: Schema, others: str = OTHER_RULES) -> list[str]:
+    """One line on missing values that were filled by default, and on other rules; none if there are none."""
+    if not schema.holes:
+        return []
+    shown = [f"{name!r} ({counted(count, 'row')})" for name, count in list(schema.holes.items())[:8]]
+    more = f" and {len(schema.holes) - 8} more columns" if len(schema.holes) > 8 else ""
+    return [
+        f"{where}: missing values in {', '.join(shown)}{more} are the mean or no category, and marked by a feature "
+        f"NAME:missing ({others})"
+    ]
+
+
 def _label_name(source: Source, options: TableOptions, find: Callable[[str | int], str]) -> str | None:
     if isinstance(source, MatrixSource) and source.target_dtype is not None:
         return None  # the target of the matrix is the label
@@ -277,7 +341,7 @@ def _label_plan(
     elif label is None:
         return None, "none", None, "none"
     else:
-        kind = kinds[label]
+        kind = "text" if label in source.codes and options.task != "regression" else kinds[label]
     if kind == "category":
         return label, "integer", position, "classification"
     if kind in ("date", "other"):
@@ -286,7 +350,7 @@ def _label_plan(
     if options.task != "auto":
         task = options.task  # type: ignore[assignment]
     if task == "regression":
-        if kind == "text":
+        if kind == "text" and options.notation.is_plain:
             raise DataError(f"{source.name}: the label {label!r} holds text; regression requires numbers.")
         kind = "number"
     return label, kind, position, task
@@ -297,6 +361,8 @@ def _column(
 ) -> Column:
     if name in {find(c) for c in options.ordinal}:
         return Column(name, "ordinal", position)
+    if name in {find(c) for c in options.categories}:
+        return Column(name, "one_hot", position)
     if options.one_hot != "auto" and name in {find(c) for c in options.one_hot}:
         return Column(name, "one_hot", position)
     if kind == "date":

@@ -132,14 +132,14 @@ class Split:
                 parts[(rows >= start) & (rows < stop)] = i
             if (parts < 0).any():
                 row = int(rows[np.argmax(parts < 0)])
-                raise DataError(f"{where}: row {row} (from 0) is not in any range of the split; extend one of them.")
+                raise DataError(f"{where}: row {row} is not in any range of the split; extend one of them.")
             return parts
         assert extra is not None
         encoded = extra.dictionary_encode()
         if encoded.null_count:
             row = int(rows[np.argmax(encoded.is_null().to_numpy(zero_copy_only=False))])
             what = "key" if self.key is not None else "split"
-            raise DataError(f"{where}: row {row + 1}, column {self.extra_column!r}: the {what} value is missing.")
+            raise DataError(f"{where}: row {row}, column {self.extra_column!r}: the {what} value is missing.")
         values = encoded.dictionary.to_pylist()
         if self.key is not None:
             edges = np.cumsum([share for _, share in self.fractions])[:-1]

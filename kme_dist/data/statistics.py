@@ -38,6 +38,14 @@ class Statistics:
         """Population variance (divided by the count, or the sum of the weights)."""
         return self.squares / (self.total or 1)
 
+    @property
+    def merged_in_single(self) -> np.ndarray:
+        """The columns whose values single precision cannot tell apart: its spacing at the largest of them, 1.2e-7 |x|,
+        exceeds a thousandth of their deviation."""
+        spread, largest = np.sqrt(self.variance), np.maximum(np.abs(self.minimum), np.abs(self.maximum))
+        merged = (spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread)
+        return np.asarray(merged & (self.count > 0))
+
     @classmethod
     def empty(cls, width: int) -> Statistics:
         zeros = np.zeros(width)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,34 +9,69 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kme_dist.data.encode import Encoder, as_text, is_number, texts_of
+from kme_dist.data.encode import Encoder, as_text, is_number, refuse_spaces, texts_of
+from kme_dist.data.notation import in_other_notation, suggestion
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import PERIODS, Column, Schema, TableOptions, draft_schema
 from kme_dist.errors import DataError
 
-# Numbers with a decimal comma, separators between thousands, a percent sign or a currency.
-_OTHER_NOTATION = re.compile(r"[$€£]?\s*[+-]?\d[\d.,_' ]*\s*[%$€£]?")
-_MARKS = re.compile(r"[,_'%$€£ ]")
-
 
 def plan_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
-    """Decide columns, label, categories, fill values and type; `reserved` columns (keys, splits) are not features."""
-    return _survey(source, draft_schema(source, options, reserved), options)
+    """Decide columns, label, categories, fill values and type; `reserved` columns (keys, splits) are not features.
+
+    With `missing` "auto", a table with texts or dates is read as with "indicator". A table of numbers is not read here:
+    the encoder raises a MissingValueError where one is missing, and `with_indicators` gives the schema to use instead.
+    """
+    schema = draft_schema(source, options, reserved)
+    if schema.notation is not None:
+        schema = _with_notation(source, schema)
+    encoded = not isinstance(source, MatrixSource) and any(column.kind != "number" for column in schema.columns)
+    if options.missing == "auto" and encoded:
+        options, schema = replace(options, missing="indicator"), replace(schema, missing="fill")
+    return _survey(source, schema, options)
+
+
+def with_indicators(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema | None:
+    """The schema of a table with missing values, if `missing` is left to us; None: they are an error."""
+    if options.missing != "auto" or isinstance(source, MatrixSource):
+        return None
+    return plan_schema(source, replace(options, missing="indicator"), reserved)
+
+
+def _with_notation(source: Source, schema: Schema) -> Schema:
+    """Columns of texts that are all numbers in the given notation are numbers."""
+    notation = schema.notation
+    assert notation is not None
+    open_ones = {c.name for c in schema.columns if c.kind == "one_hot"}
+    seen: set[str] = set()
+    for _, columns in _texts(source, schema, sorted(open_ones)) if open_ones else ():
+        for name in sorted(open_ones):
+            values = columns[name].drop_null()
+            if len(values):
+                seen.add(name)
+                if notation.numbers(values)[1].any():
+                    open_ones.discard(name)
+    numbers = open_ones & seen
+    return replace(schema, columns=tuple(replace(c, kind="number") if c.name in numbers else c for c in schema.columns))
 
 
 def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
     """Stream the source for categories, dates, and means or medians if they are needed."""
     marked = options.missing == "indicator"
+    holes: dict[str, int] = {}
     columns = {c.name: c for c in schema.columns}
     categorical = [c.name for c in schema.columns if c.kind in ("one_hot", "ordinal")]
     if categorical:
         found, holes = _find_categories(source, schema, categorical, options)
         for name, categories in found.items():
-            if options.one_hot == "auto" and columns[name].kind == "one_hot":  # not declared as categories
+            if name in _guessed(schema, options):
+                _refuse_notation(source, name, categories)
                 _refuse_mixed(source, schema, name, categories)
-                _warn_of_notation(source, name, categories)
+            if schema.strip is None:
+                refuse_spaces(source.name, name, categories)
             columns[name] = replace(columns[name], categories=categories, indicator=marked and name in holes)
     numbers = [c for c in schema.columns if c.kind in ("number", "date")]
+    absent = dict(holes)
     dated = [c for c in numbers if c.kind == "date"]
     if not isinstance(options.missing, str):
         columns |= {c.name: replace(c, fill=float(options.missing)) for c in numbers}
@@ -51,13 +84,15 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
                 columns[column.name] = replace(column, fill=fill)
         for i, column in enumerate(measured):
             known = columns[column.name]
-            holes_here = int(found_values.count[i]) < found_values.rows
+            if (missing := found_values.rows - int(found_values.count[i])) > 0:
+                absent[column.name] = missing
             columns[column.name] = replace(
                 known,
-                indicator=marked and holes_here,
+                indicator=marked and missing > 0,
                 periods=found_values.periods(i) if column.kind == "date" else (),
             )
-    done = replace(schema, columns=tuple(columns.values()))
+    ordered = {name: absent[name] for name in columns if name in absent}
+    done = replace(schema, columns=tuple(columns.values()), holes=ordered if marked else {})
     widened = len(done.feature_names) != len(schema.columns)
     if (not options.features and done.sample_shape != schema.sample_shape) or categorical or widened:
         done = replace(done, sample_shape=(len(done.feature_names),))
@@ -66,24 +101,35 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
 
 def _find_categories(
     source: Source, schema: Schema, names: list[str], options: TableOptions
-) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """The categories of these columns, and those of them that have missing values."""
+) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
+    """The categories of these columns, and the numbers of their missing values."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    holes: set[str] = set()
-    guessed = {c.name for c in schema.columns if options.one_hot == "auto" and c.kind == "one_hot"}
+    holes: dict[str, int] = {}
+    guessed = _guessed(schema, options)
     for _, columns in _texts(source, schema, names):
         for name, array in columns.items():
             found[name].update(value for value in pc.unique(array).to_pylist() if value is not None)
             if array.null_count:
-                holes.add(name)
+                holes[name] = holes.get(name, 0) + array.null_count
             if len(found[name]) > options.max_categories:
                 if name in guessed:
+                    _refuse_notation(source, name, found[name])
                     _refuse_mixed(source, schema, name, found[name])
                 raise DataError(
                     f"{source.name}: the text column {name!r} has more than {options.max_categories} different "
                     f"values; it looks like free text or an identifier. Encode it as numbers, or {LEAVE_OUT}."
                 )
     return {name: tuple(_sorted_texts(values)) for name, values in found.items()}, holes
+
+
+def _guessed(schema: Schema, options: TableOptions) -> set[str]:
+    """The columns that are categories because they hold text, not because they were declared to be."""
+    declared = set(options.categories)
+    return {
+        c.name
+        for c in schema.columns
+        if options.one_hot == "auto" and c.kind == "one_hot" and not declared & {c.name, c.position}
+    }
 
 
 def _texts(source: Source, schema: Schema, names: Sequence[str]) -> Iterator[tuple[Block, dict[str, pa.Array]]]:
@@ -96,32 +142,34 @@ def _texts(source: Source, schema: Schema, names: Sequence[str]) -> Iterator[tup
         return
     for block in source.blocks(dict.fromkeys(names, pa.string())):
         assert block.table is not None
-        yield block, {name: as_text(block.table.column(i)) for i, name in enumerate(names)}
+        texts = {name: as_text(block.table.column(i), name) for i, name in enumerate(names)}
+        yield block, {name: pc.utf8_trim_whitespace(t) if schema.strip else t for name, t in texts.items()}
 
 
 def _refuse_mixed(source: Source, schema: Schema, column: str, values: Collection[str]) -> None:
     """Reject a column of numbers with a word in it, which is a mistake in the file, not a column of categories."""
-    words = sum(not is_number(value) for value in values)
+    known = is_number if schema.notation is None else schema.notation.accepts
+    words = sum(not known(value) for value in values)
     if 2 * words > len(values):
         return
+    how = "" if schema.notation is None else " of the given notation"
     for block, columns in _texts(source, schema, [column]):
         for row, value in enumerate(columns[column].to_pylist()):
-            if value is not None and not is_number(value):
+            if value is not None and not known(value):
                 raise DataError(
-                    f"{block.origin}: row {block.first_row + row + 1}, column {column!r}: {value[:60]!r} is text "
-                    f"among numbers. Correct it in the file, or {LEAVE_OUT}."
+                    f"{block.place(row)}, column {column!r}: {value[:60]!r} is text among numbers{how}. Correct it in "
+                    f"the file, list the column in `categories`, or {LEAVE_OUT}."
                 )
 
 
-def _warn_of_notation(source: Source, column: str, values: Collection[str]) -> None:
-    """Say that texts such as 1,5 or 10% or 1_000 are not read as numbers."""
-    marked = next((value for value in values if _MARKS.search(value.strip())), None)
-    if marked is not None and all(_OTHER_NOTATION.fullmatch(value.strip()) for value in values):
-        warnings.warn(
-            f"{source.name}: the column {column!r} holds texts such as {marked!r}, which are used as "
-            f"categories, not as numbers; write numbers as 1234.5, or {LEAVE_OUT}",
-            stacklevel=2,
-        )
+def _refuse_notation(source: Source, column: str, values: Collection[str]) -> None:
+    """Reject texts such as 1,5 or 10% or 1_000, which may be numbers or categories."""
+    if (marked := in_other_notation(values)) is None:
+        return
+    raise DataError(
+        f"{source.name}: the column {column!r} holds texts such as {marked!r}, which may be numbers in another "
+        f"notation: {suggestion(values)}; or list the column in `categories`; or {LEAVE_OUT}."
+    )
 
 
 def _sorted_texts(values: set[str]) -> list[str]:

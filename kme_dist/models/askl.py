@@ -48,7 +48,7 @@ from kme_dist.core.spectral import (
 from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
-from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -237,7 +237,7 @@ class _ASKL(Estimator):
             data,
             split=split,
             scaling=self.scaling_,
-            dtype=self.dtype,
+            dtype=resolving_dtype(self.dtype, data, split, self.scaling),
             batch_size=int(self.batch_size),
             seed=self._seed(),
             target=target,

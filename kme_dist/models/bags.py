@@ -50,6 +50,11 @@ class _BagMachine(Estimator):
     positive_part: bool
     machine_: Any
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array = False  # a list of bags
+        return tags
+
     def _bags(self, bags: Sequence[Any], reset: bool = False) -> list[Any]:
         """Rows of every bag, checked to have the same columns as those of the fit."""
         if not len(bags):

@@ -535,11 +535,11 @@ def check_texts(kernel: Any, rows: Any) -> None:
 
 
 def scaling_arrays(scaling: Scaling, at: str = "scaling/") -> Arrays:
-    return {f"{at}shift": scaling.shift, f"{at}factor": scaling.factor}
+    return scaling.stored(at)
 
 
 def stored_scaling(arrays: Mapping[str, np.ndarray], at: str = "scaling/") -> Scaling:
-    return Scaling(arrays[f"{at}shift"], arrays[f"{at}factor"])
+    return Scaling.restored(arrays, at)
 
 
 def put_rows(arrays: Arrays, facts: Facts, name: str, rows: Any) -> None:

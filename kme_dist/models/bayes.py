@@ -205,6 +205,11 @@ class KernelBayesFilter(Estimator):
         self.scaling = scaling
         self.random_state = random_state
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array = False  # two sequences, whose rows depend on each other
+        return tags
+
     def fit(self, states: Any, observations: Any) -> Self:
         """Learn from a sequence: row t of either is the state and the observation at time t."""
         self._begin_fit()

@@ -32,7 +32,7 @@ from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import Dataset, RowSource
-from kme_dist.data.rows import Scaling
+from kme_dist.data.rows import Scaling, resolving_dtype
 from kme_dist.errors import ConfigError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, on_workers
@@ -223,7 +223,7 @@ class CENClassifier(EmbeddingClassifier):
             data,
             split=split,
             scaling=self.scaling_,
-            dtype=self.dtype,
+            dtype=resolving_dtype(self.dtype, data, split, self.scaling),
             batch_size=self._batch_size(rows) or rows,
             seed=self._seed(),
             backend=self.backend,
@@ -370,7 +370,7 @@ class CENClassifier(EmbeddingClassifier):
             checkpoints=saved,
             split=split,
             scaling=self.scaling,
-            dtype=self.dtype,
+            dtype=source.rows.dtype,
             alpha=float(self.alpha),
         )
         self.history_, self.features_, self.curve_ = learned.history, learned.features, []

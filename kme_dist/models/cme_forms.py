@@ -153,7 +153,8 @@ def unpack(
     Y = np.asarray(Y) if isinstance(target_kernel, Delta) else Y
     left = None
     if "left_out/columns" in arrays:
-        left = LeftOut(*(arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes")))
+        columns, residuals, sizes = (arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes"))
+        left = LeftOut(columns, residuals, sizes)
     if "weights" in arrays:
         weights = Explicit(arrays["weights"])
         return ConditionalEmbedding(kernel, target_kernel, X, Y, weights, lam, features, base), left

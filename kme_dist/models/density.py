@@ -28,7 +28,7 @@ from kme_dist.core.means import ESTIMATORS
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers
-from kme_dist.models.means import kernel_for
+from kme_dist.models.means import checked_matrix, kernel_for
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean
@@ -92,7 +92,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any = None) -> Self:
         """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
         self._begin_fit()
-        sample = rows_of(X)
+        sample = rows_of(checked_matrix(X))
         if not sample.source.features:
             raise DataError(
                 "MixtureMatching takes rows of numbers: its components are Gaussians; encode the rows first"

@@ -125,8 +125,8 @@ def conditional_independence_test(
 
     l(x, ·) and l(y, ·) are regressed on z by conditional mean embeddings whose kernel and λ minimise the leave-one-out
     error. The statistic is the squared norm of the covariance of their residuals, weighted by a kernel of z (see
-    `kme_dist.core.independence`); its null law comes from random signs of the products. The level is asymptotic: it
-    holds as far as the regressions remove the influence of z.
+    `kme_dist.core.independence`) minus what two regressions on the same z share by chance; its null law comes from
+    random signs of the products. The level holds as far as the regressions remove the influence of z.
 
     Parameters
     ----------

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -30,7 +29,6 @@ from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import parse_bytes
-from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.validation import object_rows
 from kme_dist.errors import ConfigError, DataError, counted
@@ -43,6 +41,7 @@ from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.train import Recipe, Trained, fit_candidates, gaussian_of, learn_candidates
+from kme_dist.run.workers import scratch_for
 
 _SAMPLE_ROWS = 2_000  # of the fit, sampled for the bound
 
@@ -68,7 +67,8 @@ class MCEClassifier(EmbeddingClassifier):
         (None: 4e for rcb, 1 for validation and loo).
     regularization : initial λ; with steps=0 kernel and λ are used as given.
     batch_size, steps, learning_rate, optimizer : stochastic learning; batch_size=None depends on the number of rows.
-    scaling : {"unit", "standard", None}; learned by the model and applied to all rows.
+    scaling : {"auto", "unit", "standard", None}; learned by the model and applied to all rows. "auto" is "unit", and
+        with objective="auto" features with heavy tails get normal scores if that lowers the leave-one-out log loss.
     solver, centres : the final fit: "auto", "cholesky", "tiled" or "pcg" (exact), "nystrom" with a number of centres
         or "falkon" with more than 4,000.
     backend, dtype : "auto" | "numpy" | "cupy", "float32" | "float64". "float32" is used where it gives three digits;
@@ -141,7 +141,7 @@ class MCEClassifier(EmbeddingClassifier):
         steps: int = 1000,
         learning_rate: float = 0.1,
         optimizer: str = "adam",
-        scaling: str | None = "unit",
+        scaling: str | None = "auto",
         solver: str = "auto",
         centres: int | None = None,
         backend: str = "auto",
@@ -205,10 +205,10 @@ class MCEClassifier(EmbeddingClassifier):
         has its own labels and weights. `callback` receives the record of every learning step (see `history_`).
 
         `sample_weight` has a number >= 0 for each row. A row of weight 2 counts as the row twice, a row of weight 0 as
-        no row. The exceptions are leave-one-out (`refit_regularization`, objective "loo", "auto"), which leaves out a
-        row of weight 2 as a whole but only one of two equal rows, and what is drawn row by row: batches, samples,
-        centres, halves. Only ratios of weights matter to the fit; a risk that is summed (`risk="sum"`) counts them as
-        numbers of rows, so weights below 1 on average are multiplied to be 1 on average.
+        no row. The exceptions are leave-one-out by centres and under objective "loo", which leaves out a row of weight
+        2 as a whole but only one of two equal rows, and what is drawn row by row: batches, samples, centres, halves.
+        Only ratios of weights matter to the fit; a risk that is summed (`risk="sum"`) counts them as numbers of rows,
+        so weights below 1 on average are multiplied to be 1 on average.
 
         The result has the same bits in this process and with a `client`.
         """
@@ -218,7 +218,7 @@ class MCEClassifier(EmbeddingClassifier):
             self._check_same_width(X)
         with contextlib.ExitStack() as stack:
             data, folder = self._labelled_rows(X, y, stack, sample_weight)
-            executor, scratch = self._executor(), self._scratch(data, folder, stack)
+            executor, scratch = self._executor(), scratch_for(data, folder, self._client, stack)
             recipe, rows = self.recipe(data), data.split_positive(data.training_split())
             account = Account(self.verbose, type(self).__name__, lambda name: recipe.patience(name, rows))
             account.begin(
@@ -260,20 +260,13 @@ class MCEClassifier(EmbeddingClassifier):
             kept = f"; kept {self.objective_}" if len(self.loo_log_loss_) > 1 else ""
             account.say(f"leave-one-out log loss: {losses}{kept}")
         tuned = " (by leave-one-out)" if self.loo_log_loss_ and self.refit_regularization else ""
+        if (curves := self.scaling_.curves) is not None:
+            account.say(f"{counted(len(curves.columns), 'feature')} with heavy tails: normal scores")
         account.say(f"lambda {self.regularization_:.3g}{tuned}, kernel {self.kernel_!r}")
         kind = self.calibration_.kind
         shown = f" {self.calibration_.temperature:.3g}" if kind == "temperature" else ""
         account.say(f"calibration {kind}{shown}")
         account.done()
-
-    def _scratch(self, data: RowSource, folder: str | None, stack: contextlib.ExitStack) -> str | Place | None:
-        """Where tasks exchange arrays: beside a data set, since workers on other hosts cannot reach a folder of this
-        machine."""
-        if self._client is None or not isinstance(data, Dataset):
-            return folder
-        place = data.place.sibling(f".{data.place.name}.fit-{os.getpid()}")
-        stack.callback(place.delete_all)
-        return place
 
     @property
     def n_iter_(self) -> int:
@@ -362,6 +355,7 @@ class MCEClassifier(EmbeddingClassifier):
             early_stopping=self.early_stopping,
             n_iter_no_change=None if self.n_iter_no_change is None else int(self.n_iter_no_change),
             warm=warm,
+            curves=self.scaling_.curves if warm else None,
             fit_seconds=None if self.fit_seconds is None else float(self.fit_seconds),
             memory=None if self.memory is None else parse_bytes(self.memory),
             profiles=any_profile and not isinstance(self.features, int | np.integer),

@@ -22,8 +22,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from scipy.optimize import minimize_scalar
+from scipy.sparse import issparse
 from scipy.special import log_softmax, softmax
 from sklearn.model_selection import StratifiedKFold
+from sklearn.utils import check_array
 
 from kme_dist.core import kernels
 from kme_dist.core.kernels import Kernel
@@ -53,6 +55,15 @@ from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, m
 
 _MEDIAN_ROWS = 2_000
 _SELECTION_ROWS = 2_000  # rows used to choose a length scale
+
+
+def checked_matrix(X: Any) -> Any:
+    """A matrix that cannot be one of numbers (sparse, complex, without columns, of other objects than texts) is refused
+    as by scikit-learn's own estimators; all else is returned as it is."""
+    dense = isinstance(X, np.ndarray) and X.ndim == 2
+    if issparse(X) or (dense and not any(isinstance(value, str) for value in X.ravel()[:1_000])):
+        return check_array(X, dtype="numeric", ensure_all_finite=False)
+    return X
 
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
@@ -143,7 +154,7 @@ class KernelMean(Estimator):
     def fit(self, X: Any, y: Any = None) -> Self:
         """Estimate the mean from the rows of an array, a list, or a data set (its "train" split if it has one)."""
         self._begin_fit()
-        sample = rows_of(X, self.dtype)
+        sample = rows_of(checked_matrix(X), self.dtype)
         self._record_columns(X, sample.read()[0] if sample.in_memory else None)
         self._record_data(sample)
         kernel = kernel_for(self.kernel, sample, self._seed())

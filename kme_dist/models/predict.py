@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ import pyarrow as pa
 
 from kme_dist import backend as devices
 from kme_dist.core import embedding as mce
-from kme_dist.core.calibration import expectation, with_argmax
-from kme_dist.core.kernels.base import row_blocks
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Dataset, open_dataset, short_digest
 from kme_dist.data.encode import Encoder
@@ -37,13 +34,15 @@ from kme_dist.data.frames import Unseen, is_table, unseen_words
 from kme_dist.data.lazy import ParquetRows, open_rows
 from kme_dist.data.new_rows import ModelColumns, StagedRows, needs_staging, staged
 from kme_dist.data.places import Place
-from kme_dist.data.predictions import Field, OutputLayout, Receipt, join_as_csv, parquet_table
+from kme_dist.data.predictions import OutputLayout, join_as_csv
 from kme_dist.data.readers import Source, open_source
+from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Estimator, load, model_place
-from kme_dist.models.expressions import class_values
+from kme_dist.models.outputs import Asked, Outputs, Scorer, classes_of, not_finite, skipped_words
 from kme_dist.run.predict import (
+    ChunkTask,
     PredictionOutcome,
     Progress,
     Watch,
@@ -53,103 +52,19 @@ from kme_dist.run.predict import (
 )
 from kme_dist.run.workers import executor_for
 
-OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
-REGRESSION_OUTPUTS = ("mean", "std", "interval")  # of a CMERegressor
 FORMATS = ("zarr", "parquet", "csv")
+MODEL_CHANGES = ("refuse", "recompute")
 MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier", "CMERegressor")  # what batch inference can apply
 PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The outputs to compute for every row."""
-
-    names: tuple[str, ...]
-    expectations: tuple[tuple[str, tuple[float, ...]], ...]
-    raw_expectations: bool
-    top_k: int
-    coverage: float = 0.0  # of the intervals of a regressor
-
-    @classmethod
-    def of(
-        cls,
-        outputs: Sequence[str],
-        expectations: Mapping[str, Any] | None,
-        raw_expectations: bool,
-        top_k: int | None,
-        classes: np.ndarray,
-    ) -> Outputs:
-        unknown = [name for name in outputs if name not in OUTPUTS]
-        if unknown:
-            raise ConfigError(f"outputs: {unknown[0]!r} is unknown; choose from {', '.join(OUTPUTS)}")
-        for name in expectations or {}:
-            if not re.fullmatch(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]", name) or name == "c":
-                raise ConfigError(f"invalid expectation name: {name!r}; use letters, digits, '_', '-' and '.'")
-        k = 0 if top_k is None else top_k
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
-            raise ConfigError(f"top_k={top_k!r}: must be an integer >= 0")
-        labels = classes.tolist()
-        values = tuple((name, tuple(class_values(g, labels).tolist())) for name, g in (expectations or {}).items())
-        if not (outputs or values or k):
-            raise ConfigError(f"outputs: empty; choose from {', '.join(OUTPUTS)}")
-        names = tuple(name for name in OUTPUTS if name in outputs)
-        return cls(names, values, bool(raw_expectations), min(int(k), len(classes)))
-
-    def fields(self, m: int, ids: tuple[str, str] | None) -> tuple[Field, ...]:
-        """Of a model with m classes, or of a regressor: its numbers are in double, since targets may be far from 0, and
-        an interval is its lower and its upper end."""
-        found = [Field(*ids)] if ids is not None else []
-        if self.coverage:
-            return (*found, *(Field(name, "float64", (2,) if name == "interval" else ()) for name in self.names))
-        shapes = {"label": ("int32", ()), "probability": ("float32", (m,)), "decision": ("float32", (m,))}
-        found += [Field(name, *shapes.get(name, ("float32", ()))) for name in self.names]
-        found += [Field(f"expectation/{name}", "float32") for name, _ in self.expectations]
-        if self.top_k:
-            found += [Field("top_label", "int32", (self.top_k,)), Field("top_probability", "float32", (self.top_k,))]
-        return tuple(found)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The outputs as a user names them; which are possible depends on the model."""
-
-    outputs: Sequence[str] | None = None
-    expectations: Mapping[str, Any] | None = None
-    raw_expectations: bool = False
-    top_k: int | None = None
-    coverage: float = 0.9
-
-    def of(self, fitted: Any) -> Outputs:
-        """The outputs of this model; None: label and probability, or all of a regressor."""
-        names = (self.outputs,) if isinstance(self.outputs, str) else self.outputs
-        if hasattr(fitted, "classes_"):
-            names = ("label", "probability") if names is None else names
-            return Outputs.of(names, self.expectations, self.raw_expectations, self.top_k, fitted.classes_)
-        _check_one_output(fitted)
-        return self._of_regressor(REGRESSION_OUTPUTS if names is None else names)
-
-    def _of_regressor(self, names: Sequence[str]) -> Outputs:
-        for name in ("expectations", "top_k"):
-            if getattr(self, name):
-                raise ConfigError(f"{name} requires a model of classes; remove it for a regressor")
-        unknown = [name for name in names if name not in REGRESSION_OUTPUTS]
-        if unknown or not names:
-            seen = repr(unknown[0]) + " is not an output of a regressor" if unknown else "empty"
-            raise ConfigError(f"outputs: {seen}; choose from {', '.join(REGRESSION_OUTPUTS)}")
-        if not 0 < self.coverage < 1:
-            raise ConfigError(f"coverage={self.coverage!r}: must be a number between 0 and 1")
-        return Outputs(tuple(n for n in REGRESSION_OUTPUTS if n in names), (), False, 0, float(self.coverage))
 
 
 @dataclass(frozen=True)
 class PredictionPlan:
     """What a worker needs to predict a chunk: plain data, the same for all workers."""
 
-    job: str
     model: str
     digest: str
     dtype: str
-    layout: OutputLayout
     wanted: Outputs
 
 
@@ -172,6 +87,7 @@ def predict(
     dtype: str = "auto",
     overwrite: bool = False,
     from_scratch: bool = False,
+    on_model_change: str = "refuse",
     progress: Progress | None = None,
     watch: Watch | None = None,
 ) -> Any:
@@ -203,13 +119,17 @@ def predict(
         if it gives the same probabilities to 1e-3
     overwrite : replace the predictions of another model, or of data that changed
     from_scratch : recompute every chunk, also finished ones
+    on_model_change : "refuse", or "recompute": replace predictions that differ in nothing but the model
     progress : called with the rows done and the total rows
     watch : called with the chunks done, failed and in total; the rows done; and `retried`
 
     Returns
     -------
-    PredictionOutcome : counts, seconds, and chunks that could not be computed (`quarantined`), which have no outputs
+    PredictionOutcome : counts, seconds, chunks that could not be read (`quarantined`) and the number of rows whose
+        input or output is not finite (`skipped_rows`); neither have outputs
     """
+    if on_model_change not in MODEL_CHANGES:
+        raise ConfigError(f"on_model_change={on_model_change!r} is unknown; choose {' or '.join(MODEL_CHANGES)}")
     asked = Asked(outputs, expectations, raw_expectations, top_k, coverage)
     if out is None:
         return _as_table(model, data, asked, split=split, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
@@ -219,7 +139,7 @@ def predict(
     with contextlib.ExitStack() as stack:
         address, digest, fitted = _locate(model, parts)
         wanted = asked.of(fitted)
-        columns, ignored = _columns_of(fitted, like), list[str]()
+        columns, ignored = columns_of(fitted, like), list[str]()
         if needs_staging(data):
             rows = staged(data, parts, columns, unseen=unseen, id_column=id_column)
             data, ignored = stack.enter_context(rows)
@@ -237,6 +157,7 @@ def predict(
             executor=executor if hasattr(executor, "stream") else executor_for(executor),
             overwrite=overwrite or format == "csv",
             from_scratch=from_scratch,
+            on_model_change=on_model_change,
             progress=progress,
             watch=watch,
         )
@@ -253,7 +174,7 @@ def _predict_rows(
     model: tuple[str, str, Any], source: RowsRef, wanted: Outputs, layout: OutputLayout, *, dtype: str, **how: Any
 ) -> PredictionOutcome:
     address, digest, fitted = model
-    format, classes = layout.format, _classes_of(fitted)
+    format, classes = layout.format, classes_of(fitted)
     exact = source.source.kind in ("parquet", "array") or isinstance(source.source, StagedRows)
     working = "float64" if dtype == "auto" and exact else _precision(fitted, dtype)
     fields = wanted.fields(len(classes), source.id_field)
@@ -282,7 +203,7 @@ def _predict_rows(
         "classes": classes,
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
     }
-    plan = PredictionPlan(job, address, digest, working, layout, wanted)
+    plan = PredictionPlan(address, digest, working, wanted)
     return run_chunks(state, layout, source, predict_chunk, (plan,), **how)
 
 
@@ -303,7 +224,8 @@ def _csv_parts(place: Place, overwrite: bool) -> Place:
     return parts
 
 
-def _columns_of(fitted: Any, like: Any) -> ModelColumns:
+def columns_of(fitted: Any, like: Any = None) -> ModelColumns:
+    """The columns of the rows of a model, with the encoding of the data set `like` instead of its own."""
     names, encoding = fitted._names_of_rows(), fitted.encoding_
     if like is not None:
         encoding = (like if isinstance(like, Dataset) else open_dataset(like)).schema
@@ -335,11 +257,11 @@ class TableScorer:
         unseen: str = "zeros",
         dtype: str = "float64",
     ) -> None:
-        columns = _columns_of(fitted, like)
+        columns = columns_of(fitted, like)
         schema = columns.schema_for(source, id_column)
         self._encoder = Encoder(source, schema, [] if id_column is None else [id_column], unseen=unseen)
         self._ignored = columns.ignored(source, schema, id_column)
-        self._scorer, self._wanted = _Scorer(fitted, dtype), wanted
+        self._scorer, self._wanted = Scorer(fitted, dtype), wanted
 
     def tables(self) -> Iterator[pa.Table]:
         """One for each block of the source; without rows a single one, with its columns."""
@@ -357,8 +279,14 @@ class TableScorer:
         return self._encoder.unseen
 
     @property
+    def skipped(self) -> dict[int, str]:
+        """Rows of the tables so far that have no prediction, with the reasons."""
+        return self._scorer.skipped
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        return _notes(self._ignored, None, self.unseen)
+        words = skipped_words(self.skipped)
+        return _notes(self._ignored, None, self.unseen) + ((words,) if words else ())
 
 
 def _as_table(
@@ -378,109 +306,53 @@ def _as_table(
     wanted = asked.of(fitted)
     dtype = "float64" if dtype == "auto" else _precision(fitted, dtype)
     if needs_staging(data) or is_table(data):
-        opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data)
+        columns = columns_of(fitted, like)
+        opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data, columns.file_options)
         tables = TableScorer(fitted, opened, wanted, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
         table = pa.concat_tables(tables.tables())
-        if tables.unseen:
-            warnings.warn(unseen_words(tables.unseen), stacklevel=3)
+        for words in (unseen_words(tables.unseen), skipped_words(tables.skipped)):
+            if words:
+                warnings.warn(words, stacklevel=3)
         return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
-    rows = open_rows(data, _columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
+    rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
     X = rows.read()[0].reshape(rows.count, -1)
-    _check_finite(X, 0)
+    for row, why in not_finite(X).items():
+        raise DataError(f"row {row}, {why}")
     ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
-    return _Scorer(fitted, dtype).table(X, wanted, *ids)
+    scorer = Scorer(fitted, dtype)
+    table = scorer.table(X, wanted, *ids)
+    if scorer.skipped:
+        warnings.warn(skipped_words(scorer.skipped), stacklevel=3)
+    return table
 
 
-def predict_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef) -> Receipt:
+def predict_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Receipt:
     """On a worker: read, compute, store, write the receipt."""
-    if (receipt := recorded_chunk(plan.layout, plan.job, chunk, identity)) is not None:
+    if (receipt := recorded_chunk(task)) is not None:
         return receipt
-    return compute_chunk(plan, chunk, identity, rows)
+    return compute_chunk(plan, task, rows)
 
 
-def compute_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef) -> Receipt:
+def compute_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Receipt:
     scorer = _scorer(plan.model, plan.digest, plan.dtype)
     X, _ = rows.read()
     ids = None if rows.id_field is None else rows.read_ids(0, rows.count)
     X = X.reshape(len(X), -1)
     if len(X) != rows.count:
-        raise DataError(f"chunk {chunk} has {len(X)} rows, expected {rows.count}")
-    _check_finite(X, chunk * plan.layout.chunk_rows)
-    arrays = scorer.outputs(X, plan.wanted)
+        raise DataError(f"chunk {task.chunk} has {len(X)} rows, expected {rows.count}")
+    arrays, skipped = scorer.checked_outputs(X, plan.wanted)
     unseen = rows.source.unseen_in(*rows.ranges[0]) if isinstance(rows.source, ParquetRows) else None
     if ids is not None:
-        arrays["row" if "row" in {f.name for f in plan.layout.fields} else "id"] = ids
-    return store_chunk(plan.layout, plan.job, chunk, identity, arrays, rows.count, unseen)
-
-
-class _Scorer:
-    """A model, loaded and prepared once per worker."""
-
-    def __init__(self, model: Any, dtype: str) -> None:
-        self.model, self.dtype = model, dtype
-        embedding = model.embedding_
-        self._decide = mce.Decision(embedding, dtype) if isinstance(embedding, mce.Embedding) else embedding.decision
-        self._device = "cupy" if devices.is_cupy(embedding.weights) else "numpy"
-
-    def decision(self, X: np.ndarray) -> np.ndarray:
-        """f at the rows of a chunk; on a GPU in blocks, so that the next one moves while this one is computed."""
-        block = mce.DEVICE_TILE[0] if self._device == "cupy" else max(1, len(X))
-        scaled = ((self.model.scaling_.apply(X[part], self.dtype), None) for part in row_blocks(len(X), block))
-        found = [devices.to_host(self._decide(rows)) for rows, _ in devices.moved_ahead(scaled, self._device)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def table(self, X: np.ndarray, wanted: Outputs, ids: Any = None) -> pa.Table:
-        """The outputs as a table, with the columns of a Parquet file of predictions."""
-        classes = _classes_of(self.model)
-        fields = wanted.fields(len(classes), None)
-        arrays = self.outputs(X, wanted) if len(X) else {field.name: field.empty(0) for field in fields}
-        table = parquet_table(fields, classes, arrays)
-        return table if ids is None else table.add_column(0, "id", ids)
-
-    def outputs(self, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
-        if wanted.coverage:
-            return _regressed(self.model, X, wanted)
-        f = self.decision(X)
-        p, label = self.model.probabilities(f), f.argmax(axis=1)
-        stored = with_argmax(p.astype(np.float32), label)  # rounding may create ties with the first class
-        arrays: dict[str, Any] = {"label": label, "probability": stored, "decision": f}
-        if "entropy" in wanted.names:
-            arrays["entropy"] = mce.rkhs_entropy(p)  # p is already normalised
-        if "rkhs_entropy" in wanted.names:
-            arrays["rkhs_entropy"] = mce.rkhs_entropy(f)
-        for name, g in wanted.expectations:
-            arrays[f"expectation/{name}"] = mce.expectation(f, g) if wanted.raw_expectations else expectation(p, g)
-        if wanted.top_k:
-            order = np.argsort(-stored, axis=1, kind="stable")[:, : wanted.top_k]
-            arrays["top_label"] = order
-            arrays["top_probability"] = np.take_along_axis(stored, order, axis=1)
-        return arrays
-
-
-def _regressed(model: Any, X: np.ndarray, wanted: Outputs) -> dict[str, Any]:
-    found = model.outputs(model.scaling_.apply(X, "float64"), wanted.names, wanted.coverage)
-    return {name: np.concatenate(found[name], axis=1) if name == "interval" else found[name][:, 0] for name in found}
-
-
-def _classes_of(model: Any) -> list[Any]:
-    """Empty for a regressor."""
-    return model.classes_.tolist() if hasattr(model, "classes_") else []
-
-
-def _check_one_output(model: Any) -> None:
-    if model.n_outputs_ > 1:
-        raise ConfigError(
-            f"model: batch inference takes regressors of one target, this one has {model.n_outputs_}; use its own "
-            "predict: model.predict(X)"
-        )
+        arrays["row" if "row" in {f.name for f in task.layout.fields} else "id"] = ids
+    return store_chunk(task, arrays, features=X, skipped=skipped, unseen=unseen)
 
 
 @devices.computed_once(2)
-def _scorer(address: str, digest: str, dtype: str) -> _Scorer:
-    found = _model_digest(Place.of(address))
+def _scorer(address: str, digest: str, dtype: str) -> Scorer:
+    found = model_digest(Place.of(address))
     if found != digest:
         raise ConfigError(f"the model {address} has changed since this job started; restart with --from-scratch")
-    return _Scorer(load(address), dtype)
+    return Scorer(load(address), dtype)
 
 
 def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
@@ -491,7 +363,7 @@ def _locate(model: Any, out: Place) -> tuple[str, str, Any]:
         _check_model(model)
         place = out.sibling(f"{out.name}.model")
         model.save(place.address)
-    digest, fitted = _model_digest(place), load(place.address)
+    digest, fitted = model_digest(place), load(place.address)
     _check_model(fitted)
     return place.address, digest, fitted
 
@@ -509,7 +381,8 @@ def _check_model(model: Any) -> None:
         raise ConfigError(f"model: this {kind} is not fitted; call fit first")
 
 
-def _model_digest(place: Place) -> str:
+def model_digest(place: Place) -> str:
+    """Identifies the content of a saved model."""
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
@@ -531,7 +404,7 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     """Peak memory of prediction on a worker: Python with its libraries, the model twice (as stored and as prepared),
     one chunk of rows as read, scaled and prepared, its outputs, and a tile."""
     fitted = load(model)
-    source = open_rows(data, _columns_of(fitted, None), split=split)
+    source = open_rows(data, columns_of(fitted, None), split=split)
     dtype = _precision(fitted, "auto")
     wide, d, m = np.dtype(dtype).itemsize, source.source.features, len(getattr(fitted, "classes_", (0, 1)))
     centres = int(fitted.embedding_.weights.shape[0])
@@ -539,15 +412,3 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     chunk = source.source.output_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
     tile = mce.HOST_TILE[0] * (mce.HOST_TILE[1] + 4 * (d + 2)) * wide
     return PROCESS_BYTES + held + chunk + tile
-
-
-def _check_finite(X: np.ndarray, first_row: int) -> None:
-    if X.dtype.kind != "f":
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(X.sum(dtype=np.float64)):
-            return
-    bad = np.argwhere(~np.isfinite(X))
-    if len(bad):
-        row, column = (int(index) for index in bad[0])
-        raise DataError(f"row {first_row + row}, feature {column}: the value is {X[row, column]}, must be finite")

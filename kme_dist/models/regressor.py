@@ -21,7 +21,7 @@ from sklearn.base import RegressorMixin
 from kme_dist.backend import blas_threads
 from kme_dist.core import kernels
 from kme_dist.core.embedding import HOST_TILE, Decision, Embedding
-from kme_dist.core.intervals import LeftOut, Predictive
+from kme_dist.core.intervals import LeftOut, Near, Predictive
 from kme_dist.core.kernels import Kernel, Matern
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.risk import positive_rows
@@ -45,7 +45,7 @@ from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, job
 from kme_dist.run.learners import Record
 from kme_dist.run.regression import SOLVERS, RegressionFit, Target, fit_regression, learn_regression
 from kme_dist.run.train import Candidate, Recipe
-from kme_dist.run.workers import executor_for, share
+from kme_dist.run.workers import executor_for, scratch_for, share
 
 _QUERY_ROWS = 512  # whose residual weights are held at a time
 
@@ -63,8 +63,9 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         form; at most 100 steps are made.
     refit_regularization : with centres, retune λ by leave-one-out on all rows.
     scaling : {"standard", "unit", None} of the inputs.
-    solver, centres : the final fit: "auto", "cholesky" (exact), "tiled" and "pcg" (exact, out of core), or "nystrom"
-        with a number of centres.
+    solver, centres : the final fit: "auto", "cholesky" (exact), "tiled" and "pcg" (exact, out of core), "nystrom"
+        with up to 4,000 centres, or "falkon" with more of them (up to a twentieth of the rows, at most 4,000, is held
+        out of the fit, for λ and intervals).
     dtype : precision of the rows; a solve uses what it needs.
     warm_start : `fit` of a fitted model starts from the learned kernel and λ.
     client, n_jobs, random_state, verbose, fit_seconds, memory : as in `MCEClassifier`.
@@ -73,7 +74,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     ----------
     kernel_, regularization_ : what was learned.   kernel_name_ : the profile kept, or "learned", "common", "given".
     loo_errors_ : root mean squared leave-one-out error of each candidate on a sample, over the targets' deviation.
-    loo_rmse_ : the same of the final fit, in the unit of the targets, one for each output.
+    loo_rmse_ : the same of the final fit, in the unit of the targets, one for each output; with solver "falkon" of
+        the rows held out.
     target_ : mean and deviation of the targets.   solver_, solver_reason_, history_, n_features_in_, n_outputs_.
     """
 
@@ -165,7 +167,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         if self.warm_start:
             self._check_same_width(X)
         with contextlib.ExitStack() as stack:
-            data = self._numeric_rows(X, y, sample_weight, stack)
+            data, folder = self._numeric_rows(X, y, sample_weight, stack)
             executor, recipe = self._executor(), self.recipe(data)
             account = Account(self.verbose, type(self).__name__)
             account.begin(f"{data.split_positive(data.training_split()):,} rows, {data.features} features")
@@ -178,7 +180,10 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
             candidates = learn_regression(data, recipe, executor=executor, callback=step)
             account.finish_learning()
-            fit = fit_regression(data, recipe, candidates[0], executor=executor, report=account.say_once)
+            scratch = scratch_for(data, folder, self._client, stack)
+            fit = fit_regression(
+                data, recipe, candidates[0], executor=executor, scratch=scratch, report=account.say_once
+            )
             self.adopt(data, candidates, fit)
         self.history_ = records
         errors = ", ".join(f"{name} {error:.4f}" for name, error in self.loo_errors_.items())
@@ -188,7 +193,10 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         account.done()
         return self
 
-    def _numeric_rows(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> RowSource:
+    def _numeric_rows(
+        self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack
+    ) -> tuple[RowSource, str | None]:
+        """The rows, and the folder from which local workers read them, if that is necessary."""
         if isinstance(X, Dataset):
             if y is not None or sample_weight is not None:
                 raise DataError(f"{X.path} has its own targets and weights; call fit(dataset) without y")
@@ -199,14 +207,13 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
                 )
             self._record_dataset(X)
             self._single = True
-            return X
+            return X, None
         X, y = self._fit_rows(in_memory(X), in_memory(y), y_numeric=True, multi_output=True)
         y = np.asarray(y, np.float64)
         self._single = y.ndim == 1
         X, y, weights = positive_rows(X, y, sample_weights(in_memory(sample_weight), X))
         data = ArrayRows(X, y, None, getattr(self, "feature_names_in_", None), weights)
-        share(data, self._client, stack)
-        return data
+        return data, share(data, self._client, stack)
 
     def recipe(self, data: RowSource) -> Recipe:
         """The settings as a recipe for learning and fitting."""
@@ -346,9 +353,10 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return np.concatenate([np.asarray(part) for part in executor.map(decide, calls, name="decide")])
 
     def _beside(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """In blocks of rows: k(x, centres), in the precision of the residuals' weights."""
-        kernel, own = self.kernel_, str(self.left_out_.columns.dtype)
-        centres = np.asarray(self.embedding_.centres, own)
+        """In blocks of rows: k(x, centres), or rows held out, in the precision of the residuals' weights."""
+        kernel, left = self.kernel_, self.left_out_
+        own = str(left.columns.dtype)
+        centres = np.asarray(self.embedding_.centres if left.held_out is None else left.held_out, own)
         for part in row_blocks(len(rows), _QUERY_ROWS):
             yield part, np.asarray(kernel.gram(rows[part].astype(own), centres))
 
@@ -370,6 +378,10 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             "target/mean": self.target_.mean, "target/width": self.target_.width, "left_out/columns": left.columns,
             "left_out/residuals": left.residuals, "left_out/sizes": left.sizes,
         }  # fmt: skip
+        if left.held_out is not None:
+            arrays["left_out/rows"] = left.held_out
+        if left.near is not None:
+            arrays |= {"left_out/ones": left.near.ones, "left_out/typical": left.near.typical}
         return arrays, {
             "kernel": self.kernel_.to_config(),
             "regularization": self.regularization_,
@@ -385,7 +397,9 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.kernel_ = kernels.from_config(facts["kernel"], own=own)
         self.regularization_ = float(facts["regularization"])
         self.embedding_ = Embedding(self.kernel_, arrays["centres"], arrays["weights"], self.regularization_)
-        self.left_out_ = LeftOut(*(arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes")))
+        columns, residuals, sizes = (arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes"))
+        near = Near(arrays["left_out/ones"], arrays["left_out/typical"]) if "left_out/ones" in arrays else None
+        self.left_out_ = LeftOut(columns, residuals, sizes, arrays.get("left_out/rows"), near)
         self.target_ = Target(arrays["target/mean"], arrays["target/width"])
         self.scaling_, self._single = stored_scaling(arrays), bool(facts["single"])
         self.kernel_name_, self.loo_errors_ = facts["kernel_name"], dict(facts["loo_errors"])

@@ -18,6 +18,8 @@ from kme_dist.ops.telemetry import STATUSES, STEP_FIELDS, unpack_scales
 
 NAME = "kme"  # of the board on a scheduler and of the counts on a worker
 RUNS_KEPT = 24
+KEPT_S = 86_400.0  # of a run that has ended, since its last message
+TONES = 8  # colours of runs; those that are shown together are different
 POINTS_KEPT = 800  # of a curve; from a longer one every other point is dropped
 EVENTS_KEPT = 20
 STEP_COLUMNS = (
@@ -85,7 +87,8 @@ class BoardRun:
         self.pipeline, self.version = str(message.get("pipeline", ""))[:120], str(message.get("version", ""))[:40]
         self.client = str(message.get("client", ""))
         self.began = float(message["began"])
-        self.number = number  # in order of appearance: determines its colour
+        self.number = number  # in order of appearance
+        self.tone = number % TONES  # its colour
         self.status, self.facts = "running", dict[str, Any]()
         self.last_message = self.progressed = self.began
         self.ended: float | None = None
@@ -97,6 +100,7 @@ class BoardRun:
         self.steps, self.pace = Curve(STEP_COLUMNS), Curve(PACE_COLUMNS)
         self.events: deque[tuple[str, float]] = deque(maxlen=EVENTS_KEPT)  # what, and when
         self.rows, self.rows_total = 0, 0  # processed so far, over all steps or chunks; the total, if known
+        self.units = (0, 0)  # done and total, of a stage that counts neither steps, chunks nor rows
         self.rows_per_second = 0.0
         self._marks: deque[tuple[float, float, int]] = deque(maxlen=40)  # time, progress, rows: for the time left
 
@@ -110,6 +114,8 @@ class BoardRun:
             self._chunks(message["chunks"])
         if "rows" in message:
             self._rows(message["rows"]["done"], message["rows"]["total"])
+        if "units" in message:
+            self._units(message["units"]["done"], message["units"]["total"])
         if "scales" in message:
             self.scales, self.scales_seen = Scales.of(message["scales"]), self.scales_seen + 1
         for event in message.get("events", ()):
@@ -146,6 +152,12 @@ class BoardRun:
         self._mark(self.last_message, self.rows)
         self._measure_pace()
 
+    def _units(self, done: int, total: int) -> None:
+        if int(done) < self.units[0]:
+            self._marks.clear()  # another part of the stage
+        self.units = (int(done), int(total))
+        self._mark(self.last_message, int(done))
+
     def _measure_pace(self) -> None:
         when, _, rows = self._marks[0]
         if self.last_message - when > 0.5:
@@ -165,14 +177,19 @@ class BoardRun:
     def done(self) -> float:
         if self.chunks:
             return float(self.chunks["done"] + self.chunks["failed"])
-        return float(self.rows if self.rows_total else self.latest.get("step", 0))
+        return float(self.rows if self.rows_total else self.latest.get("step", self.units[0]))
 
     @property
     def total(self) -> float:
-        return float(self.chunks["total"] if self.chunks else self.rows_total or self.latest.get("steps", 0))
+        if self.chunks:
+            return float(self.chunks["total"])
+        return float(self.rows_total or self.latest.get("steps", self.units[1]))
 
     @property
     def share(self) -> float:
+        """The fraction that is done; all of it after a success, also where learning stopped early."""
+        if self.status == "succeeded":
+            return 1.0
         return min(1.0, self.done / self.total) if self.total else 0.0
 
     @property
@@ -204,11 +221,11 @@ class RunBoard:
         key = (str(message["run"])[:120], str(message["stage"])[:40])
         found = self.runs.get(key)
         if found is None or float(message["began"]) > found.began:  # the same run, restarted
-            found = BoardRun(message, self._number if found is None else found.number)
-            self._number += 1
+            before, found = found, BoardRun(message, self._number if found is None else found.number)
+            self._number += before is None
             self.runs.pop(key, None)
             self.runs[key] = found
-            self._forget_old()
+            self._forget_old(float(message["at"]))
         if float(message["began"]) < found.began:
             return  # a late message of an earlier start
         found.receive(message)
@@ -224,7 +241,10 @@ class RunBoard:
             while len(table) > 4 * RUNS_KEPT:
                 del table[next(iter(table))]
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, now: float) -> None:
+        for run in list(self.runs.values()):
+            if run.status != "running" and run.last_message < now - KEPT_S:
+                del self.runs[run.key]
         while len(self.runs) > RUNS_KEPT:
             ended = [run for run in self.runs.values() if run.status != "running"]
             del self.runs[min(ended or self.runs.values(), key=lambda run: run.last_message).key]
@@ -236,7 +256,22 @@ class RunBoard:
                 run.status, run.ended = "lost", time.time()
 
     def latest(self, most: int, name: str | None = None) -> list[BoardRun]:
-        """Running ones first, then those with the latest messages."""
-        wanted = [run for run in self.runs.values() if name in (None, run.run)]
+        """Running ones first, then those with the latest messages; `name` is an id, or that of a config."""
+        wanted = [run for run in self.runs.values() if name in (None, run.run, run.pipeline)]
         wanted.sort(key=lambda run: (run.status != "running", -run.last_message))
-        return sorted(wanted[:most], key=lambda run: run.number)
+        shown = sorted(wanted[:most], key=lambda run: run.number)
+        for place, run in enumerate(shown):
+            taken = {other.tone for other in shown[:place]}
+            if run.tone in taken and len(taken) < TONES:
+                run.tone = next(tone for tone in range(TONES) if tone not in taken)
+        return shown
+
+
+def duration(seconds: float) -> str:
+    """For people, on both pages."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -42,7 +42,6 @@ from kme_dist.ops.certs import tls_files
 from kme_dist.run.executors import GPU, DaskExecutor, Executor, SerialExecutor
 
 PACKAGES = ("kme-dist", "dask", "distributed", "numpy", "scipy", "zarr")
-DRIVER = "kme_driver"  # resource of the workers that may run drivers of submitted jobs
 DASHBOARD_PORT = 8787
 _OWN = "kme_dist_own"  # attribute of the clusters that are started here
 CONNECT_S = 20.0
@@ -214,7 +213,6 @@ def _start(settings: ClusterConfig) -> Any:
             memory_limit=settings.memory or "auto",
             dashboard_address=_dashboard(settings),
             worker_dashboard_address="127.0.0.1:0",
-            resources={DRIVER: 1},
             **_listen(settings),
         )
     setattr(cluster, _OWN, True)
@@ -492,15 +490,19 @@ def differences(client: Any, timeout_s: float | None = None) -> Iterator[tuple[s
     theirs = {f"the scheduler at {client.scheduler.address}": _versions_of_scheduler(client), **theirs}
     ours = versions()
     for process, found in theirs.items():
-        if not isinstance(found, dict):
-            yield process, f"cannot run kme-dist ({found}); install the same version there"
-            continue
-        for name, version in ours.items():
-            if found.get(name) != version:
-                yield (
-                    process,
-                    (
-                        f"has {name} {found.get(name)}, this process has {version}; "
-                        "install the same versions on both sides"
-                    ),
-                )
+        yield from ((process, difference) for difference in _different(found, ours))
+
+
+def check_scheduler(client: Any) -> None:
+    """Refuse a scheduler whose versions differ from this process; workers are not looked at."""
+    for difference in _different(_versions_of_scheduler(client), versions()):
+        raise ConfigError(f"the scheduler at {client.scheduler.address} {difference}")
+
+
+def _different(found: Any, ours: dict[str, str]) -> Iterator[str]:
+    if not isinstance(found, dict):
+        yield f"cannot run kme-dist ({found}); install the same version there"
+        return
+    for name, version in ours.items():
+        if found.get(name) != version:
+            yield f"has {name} {found.get(name)}, this process has {version}; install the same versions on both sides"

@@ -1,4 +1,4 @@
-"""The page `/kme` of the Dask dashboard and `kme_*` Prometheus metrics, on schedulers and workers.
+"""The pages `/kme` and `/kme/jobs` of the Dask dashboard and `kme_*` metrics, on schedulers and workers.
 
     install(client)                                        on a running cluster; a second call changes nothing
     dask scheduler --preload kme_dist.dashboard            or from the start
@@ -10,6 +10,7 @@ The commands install it by themselves. `BoardPlugin` collects what runs report t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -17,12 +18,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
+from tornado.web import RequestHandler
 
 from kme_dist import meter
 from kme_dist.errors import KMEError
-from kme_dist.ops import metrics
+from kme_dist.ops import jobs_page, metrics
 from kme_dist.ops.board import NAME, RunBoard
 from kme_dist.ops.certs import expires_at
+from kme_dist.ops.queue import queue_of
 from kme_dist.ops.telemetry import TOPIC
 
 
@@ -122,6 +125,23 @@ def _count(result: Any, name: str) -> int:
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
 
 
+class JobsHandler(RequestHandler):
+    """Answers for the page of jobs, which is made in another thread: it reads many small files."""
+
+    def initialize(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    async def get(self) -> None:
+        queue = queue_of(self.scheduler)
+        index = self.scheduler.extensions.setdefault("kme-job-index", jobs_page.JobIndex())
+        roots, entries = tuple(queue.roots), tuple(queue.entries.values())
+        wanted = jobs_page.Wanted.of(self.request.arguments)
+        text = await asyncio.to_thread(lambda: jobs_page.page(index.read(roots, entries), wanted))
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.set_header("Cache-Control", "no-store")
+        self.finish(text)
+
+
 # --- installation ----------------------------------------------------------------------------------
 
 
@@ -176,7 +196,10 @@ def _add_page(scheduler: Any) -> None:
     variables = dask_pages.template_variables(scheduler)
     if PATH.strip("/") in variables["pages"]:
         return
-    variables["pages"].append(PATH.strip("/"))
+    variables["pages"] += [PATH.strip("/"), jobs_page.PATH.strip("/")]
+    scheduler.http_application.add_handlers(
+        ".*$", [(f"{there.prefix.rstrip('/')}{jobs_page.PATH}", JobsHandler, {"scheduler": scheduler})]
+    )
     page = BokehApplication({PATH: document}, scheduler, prefix=there.prefix, template_variables=variables)
     scheduler.http_application.add_application(page)
     page.initialize(IOLoop.current())

@@ -8,7 +8,7 @@
 
 A run has the same colour in its card and in every curve. The page holds no state: `RunBoard` does, and each open page
 redraws from it once a second, sending only new points. Colours come from style sheets that follow the reader's
-preference for light or dark. `/kme?run=NAME` shows a single run.
+preference for light or dark. `/kme?run=ID` shows a single run, `/kme?run=NAME` those of one config.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, BoardRun, Curve, RunBoard
+from kme_dist.ops.board import NAME, PACE_COLUMNS, STEP_COLUMNS, BoardRun, Curve, RunBoard, duration
 
 PATH = "/kme"
 MILLISECONDS = 1000
 RUNS_SHOWN = 6
 SCALES_SHOWN = 3
 WORKERS_SHOWN = 40
-TONES = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#a855f7", "#06b6d4")  # legible on white and on black
+# Legible on white and on black, and none of them the red of a failure.
+COLOURS = ("#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#06b6d4", "#84cc16", "#b08968", "#8b95a7")
 # Title, column, kind of axis.
 LEARNING = (
     ("objective q", "objective", "linear"),
@@ -87,6 +88,8 @@ h2 { font-size: 13px; font-weight: 600; margin: 14px 2px 4px; color: var(--soft)
 .failed .status, .lost .status { color: var(--bad); } .interrupted .status { color: var(--warn); }
 .bar { height: 7px; border-radius: 4px; background: var(--track); margin: 7px 0 5px; overflow: hidden; display: flex; }
 .bar i { background: var(--tone); } .bar i.bad { background: var(--bad); }
+.bar.unknown { background: repeating-linear-gradient(115deg, var(--track) 0 12px, var(--tone) 12px 18px); opacity: .6; }
+.id { color: var(--soft); font: 11px/1.4 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 .line { display: flex; justify-content: space-between; color: var(--soft); font-variant-numeric: tabular-nums; }
 .numbers { display: grid; grid-template-columns: repeat(4, 1fr); gap: 4px 10px; margin-top: 7px; }
 .numbers div { color: var(--soft); font-size: 11px; }
@@ -207,7 +210,7 @@ class Page:
             f"<span class=bad>{counts['failed']}</span>" if counts.get("failed") else "0",
             _count(rows),
             _count(rate),
-            _duration(counts.get("seconds", 0)),
+            duration(counts.get("seconds", 0)),
         )
         return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
@@ -232,12 +235,12 @@ class Drawing:
         if run is not self._run or generation != curve.generation:
             self._run, count = run, 0
             self.source.data = curve.since(0) | {"run": [run.run] * len(curve)}
-            for line in self.lines:
-                line.glyph.line_color = tone(run)
             self._show(True)
         elif len(curve) > count:
             self.source.stream(curve.since(count) | {"run": [run.run] * (len(curve) - count)})
         self._drawn = (curve.generation, len(curve))
+        for line in self.lines:
+            line.glyph.line_color = tone(run)
 
     def _show(self, visible: bool) -> None:
         for line in self.lines:
@@ -292,7 +295,7 @@ class ScalesPlot:
 
 
 def tone(run: BoardRun) -> str:
-    return TONES[run.number % len(TONES)]
+    return COLOURS[run.tone]
 
 
 def _chart(title: str, x: str, y: str, kind: Any, drawings: list[Drawing]) -> Any:
@@ -366,7 +369,7 @@ def cards(runs: list[BoardRun], wanted: str | None = None) -> str:
     if runs:
         return f"<div class=runs>{''.join(_card(run) for run in runs)}</div>"
     if wanted is not None:
-        return f"<div class=empty><b>No run named {html.escape(wanted)}</b>See <a href=kme>all runs</a>.</div>"
+        return f"<div class=empty><b>No run {html.escape(wanted)}</b>See <a href=kme>all runs</a>.</div>"
     return (
         "<div class=empty><b>No runs yet</b>Learning, fitting and prediction on this cluster appear here: "
         "<code>kme-dist learn CONFIG --scheduler ADDRESS</code></div>"
@@ -377,10 +380,13 @@ def _card(run: BoardRun) -> str:
     numbers = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _numbers(run))
     failed = run.chunks.get("failed", 0) / run.total if run.total else 0.0
     bar = f"<i style='width:{100 * (run.share - failed):.1f}%'></i><i class=bad style='width:{100 * failed:.1f}%'></i>"
+    unknown = run.status == "running" and not run.total
     return (
-        f"<article class='run {run.status}' style='--tone:{tone(run)}'><header><b>{html.escape(run.run)}</b>"
-        f"<span>{html.escape(run.stage)}</span><span class=status>{run.status}</span></header>"
-        f"<div class=bar>{bar}</div><div class=line><span>{_progress(run)}</span><span>{_times(run)}</span></div>"
+        f"<article class='run {run.status}' style='--tone:{tone(run)}'><header>"
+        f"<b>{html.escape(run.pipeline or run.run)}</b><span>{html.escape(run.stage)}</span>"
+        f"<span class=status>{run.status}</span></header><div class=id>{html.escape(run.run)}</div>"
+        f"<div class='bar{' unknown' if unknown else ''}'>{bar}</div>"
+        f"<div class=line><span>{_progress(run)}</span><span>{_times(run)}</span></div>"
         f"<div class=numbers>{numbers}</div>{_note(run)}</article>"
     )
 
@@ -392,14 +398,19 @@ def _progress(run: BoardRun) -> str:
         return f"chunks {run.chunks['done']:,} of {run.chunks['total']:,}{bad}"
     if run.rows_total:
         return f"rows {run.rows:,} of {run.rows_total:,}"
-    return f"step {run.done:,.0f} of {run.total:,.0f} {html.escape(run.phase)}" if run.total else "starting"
+    if "step" in run.latest:
+        early = "stopped early at " if run.status == "succeeded" and run.done < run.total else ""
+        return f"{early}step {run.done:,.0f} of {run.total:,.0f} {html.escape(run.phase)}"
+    if run.status == "running":
+        return f"{run.share:.0%}" if run.total else "in progress"
+    return "done" if run.status == "succeeded" else ""
 
 
 def _times(run: BoardRun) -> str:
     if run.status != "running":
-        return f"took {_duration(run.seconds)}"
-    left = "" if run.seconds_left is None else f", {_duration(run.seconds_left)} left"
-    return f"{_duration(run.seconds)}{left}"
+        return f"took {duration(run.seconds)}"
+    left = "" if run.seconds_left is None else f", {duration(run.seconds_left)} left"
+    return f"{duration(run.seconds)}{left}"
 
 
 def _numbers(run: BoardRun) -> list[tuple[str, str]]:
@@ -425,10 +436,10 @@ def _note(run: BoardRun) -> str:
         return f"<div class='note bad'>{html.escape(str(said)[:200])}</div>"
     quiet = time.time() - run.last_message
     if run.status == "running" and quiet > 30:
-        return f"<div class=note>no message for {_duration(quiet)}</div>"
+        return f"<div class=note>no message for {duration(quiet)}</div>"
     if run.events:
         what, when = run.events[-1]
-        return f"<div class=note>{html.escape(what)} {_duration(max(0.0, time.time() - when))} ago</div>"
+        return f"<div class=note>{html.escape(what)} {duration(max(0.0, time.time() - when))} ago</div>"
     return ""
 
 
@@ -457,12 +468,3 @@ def _bytes(value: float) -> str:
             return f"{value:.0f} {unit}"
         value /= 1000
     return f"{value:.1f} GB"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -9,6 +9,7 @@ What a pipeline is, the driver does not know: `run_pipeline` (of kme_dist.pipeli
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from typing import Any, Protocol
 
 from kme_dist.config import Config, parse_config
 from kme_dist.data.leases import EpochLease, LeaseLost
-from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, plural
+from kme_dist.data.places import store_errors
+from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, counted
 from kme_dist.ops.jobs import PIPELINES, Job, now
 
 ATTEMPTS = 3  # of one driver, when the infrastructure fails
@@ -47,6 +49,12 @@ class DriverHost:
     shutting_down: Callable[[], bool] = lambda: False  # polled: when true, the driver stops so that another can resume
 
 
+def orphaned() -> Callable[[], bool]:
+    """Whether the process that started this one is gone, and with it whoever would start the driver again."""
+    parent = os.getppid()
+    return lambda: os.getppid() != parent
+
+
 def drive(
     job: Job,
     run_pipeline: RunPipeline,
@@ -69,9 +77,12 @@ def drive(
             return done
         listener = JobListener(job, lease, host.shutting_down, say)
         try:
-            listener.check()
-            result = _attempts(job, request, run_pipeline, host, listener)
-            lease.check()
+            with store_errors(job.place):  # a full disk is an infrastructure failure wherever it is noticed
+                listener.check()
+                result = _attempts(job, request, run_pipeline, host, listener)
+                lease.check()
+                done = {"id": job.id, "state": "succeeded", "ended": now(), "epoch": lease.epoch, "result": result}
+                committed = job.commit(done)
         except Cancelled:
             job.event("cancelled", epoch=lease.epoch)
             raise
@@ -81,8 +92,7 @@ def drive(
         except BaseException as error:
             _record_failure(job, lease.epoch, error)
             raise
-        done = {"id": job.id, "state": "succeeded", "ended": now(), "epoch": lease.epoch, "result": result}
-        if not job.commit(done):
+        if not committed:
             return _finished(job)
         job.event("succeeded", epoch=lease.epoch)
         job.log("succeeded", epoch=lease.epoch)
@@ -98,15 +108,11 @@ def _attempts(
         job.log(f"{holder} begins", epoch=epoch)
         pipeline, config = _pipeline_name(request), _config_to_run(job, host.cluster)
         try:
-            result = run_pipeline(
-                pipeline, config, name=request["name"], command=f"kme-dist jobs resume {job.id}", listener=listener
-            )
-            if result.get("quarantined"):
-                skipped = len(result["quarantined"])
-                raise CorruptError(
-                    f"skipped {skipped} {plural(skipped, 'chunk')} that could not be read (quarantined), the others "
-                    f"are done; see `kme-dist inspect {result.get('predictions')}`"
+            with store_errors(job.place):
+                result = run_pipeline(
+                    pipeline, config, name=request["name"], command=f"kme-dist jobs resume {job.id}", listener=listener
                 )
+            _check_nothing_skipped(result)
             return result
         except RetryError as error:
             if attempt == ATTEMPTS:
@@ -115,6 +121,16 @@ def _attempts(
             job.log(f"{error}; attempt {attempt + 1} of {ATTEMPTS} follows", level="warning")
             listener.pause(PAUSE_S * 2 ** (attempt - 1))
     raise AssertionError("the last attempt returns or raises")
+
+
+def _check_nothing_skipped(result: Mapping[str, Any]) -> None:
+    chunks, rows = len(result.get("quarantined", ())), result.get("skipped_rows", 0)
+    found = [f"{counted(chunks, 'chunk')} that could not be read (quarantined)"] if chunks else []
+    found += [f"{counted(rows, 'row', ',')} that are not finite"] if rows else []
+    if found:
+        raise CorruptError(
+            f"skipped {' and '.join(found)}, the others are done; see `kme-dist inspect {result.get('predictions')}`"
+        )
 
 
 def _pipeline_name(request: Mapping[str, Any]) -> str:
@@ -176,8 +192,15 @@ class JobListener:
     def progress(self, stage: str, done: int, total: int | None) -> None:
         self._progress({"stage": stage, "done": done, "total": total})
 
+    def begin(self, stage: str) -> None:
+        """A stage that may say nothing until it ends."""
+        self.lease.progress = {"stage": stage, "done": 0, "total": None}
+
     def say(self, line: str) -> None:
         self.check()
+        done, total = getattr(line, "done", None), getattr(line, "total", None)
+        if done is not None and total is not None:
+            self.lease.progress = {"stage": line.partition(":")[0], "done": done, "total": total}
         self.job.log(line, epoch=self.lease.epoch)
         self.tell(line)
 

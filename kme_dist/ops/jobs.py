@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import getpass
 import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -146,6 +147,8 @@ class Job:
             "pipeline": request["pipeline"],
             "name": request["name"],
             "state": state,
+            "owner": request.get("owner"),
+            "priority": request.get("priority", 0),
             "scheduled": request.get("scheduled"),
             "submitted": request["submitted"],
             "started": next((event["time"] for event in events if event["state"] == "running"), None),
@@ -241,6 +244,22 @@ def _confined_path(text: str, root: Path, key: str, relative: bool) -> str:
     return str(path.relative_to(root)) if relative else str(path)
 
 
+def this_user() -> str:
+    """Whose jobs are created here: KME_USER (several people may use one account), else the user of this process."""
+    if found := os.environ.get("KME_USER"):
+        return found[:60]
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        return f"user {os.getuid()}"
+
+
+def in_queue(statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that wait, in the order in which they are started: by priority, then by age."""
+    waiting = [status for status in statuses if status["state"] == "waiting"]
+    return sorted(waiting, key=lambda status: (-status["priority"], status["submitted"], status["id"]))
+
+
 def new_id(name: str) -> str:
     """A unique id for a job."""
     return f"{_word(name)}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
@@ -256,9 +275,19 @@ def _word(name: str) -> str:
 
 
 def create_job(
-    root: Path, *, pipeline: str, config: Config, name: str, job_id: str | None = None, scheduled: str | None = None
+    root: Path,
+    *,
+    pipeline: str,
+    config: Config,
+    name: str,
+    job_id: str | None = None,
+    scheduled: str | None = None,
+    priority: int = 0,
 ) -> Job:
-    """Create the folder of a job; the same call with the same `job_id` returns the existing job."""
+    """Create the folder of a job; the same call with the same `job_id` returns the existing job.
+
+    Of the jobs that wait, those of the highest `priority` are started first.
+    """
     if pipeline not in PIPELINES:
         raise ConfigError(f"unknown pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     job = job_at(root, job_id or new_id(name))
@@ -270,6 +299,8 @@ def create_job(
         "name": name,
         "pipeline": pipeline,
         "scheduled": scheduled,
+        "owner": this_user(),
+        "priority": int(priority),
         "submitted": now(),
         "version": metadata.version("kme-dist"),
     }

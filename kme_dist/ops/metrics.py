@@ -109,7 +109,7 @@ def _progress(runs: list[BoardRun]) -> Iterator[Metric]:
     rejected = CounterMetricFamily("kme_rows_rejected", "Rows skipped by a run", labels=[*RUN, "reason"])
     retries = CounterMetricFamily("kme_tile_retries", "Chunks that were recomputed", labels=[*RUN, "reason"])
     for run in runs:
-        if run.total:
+        if run.total or run.status == "succeeded":
             share.add_metric(_labels(run), run.share)
         if run.seconds_left is not None:
             left.add_metric(_labels(run), run.seconds_left)

@@ -1,182 +1,118 @@
 """Jobs on a running Dask cluster: submit, status, wait, cancel.
 
     job = create_job(job_root(), pipeline="run", config=config, name="digits")
-    submit(job, config.cluster, run_pipeline)   # returns once the scheduler has the job; the caller may exit
-    cancel(job, config.cluster)                 # asks the driver to stop, and forces it after a grace period
+    submit(job, config.cluster)         # returns once the job is in the queue; the caller may exit
+    cancel(job, config.cluster)         # asks the driver to stop, and forces it after a grace period
 
-Only the root folder, the id of the job and the name of `run_pipeline` are sent to the cluster. A task on a worker that
-offers the resource `kme_driver` reads the rest from the job's folder and runs the pipeline there; its own tasks go to
-the same cluster. Dask holds no state of ours: when the driver's worker dies, Dask starts the task on another worker and
-it resumes from checkpoints and receipts; when the scheduler dies, submitting the job again does the same.
+Only the root folder, the id of the job, its owner and its priority are sent to the cluster, where they wait in a queue
+(kme_dist.ops.queue). A driver host (kme_dist.ops.drivers) takes the job from there and starts a process that reads the
+rest from the job's folder and runs the pipeline (`drive_for_host`); its tasks go to the workers of the same cluster.
+Neither the scheduler nor the host has state of its own: when either dies, the job is resumed from checkpoints and
+receipts.
 """
 
 from __future__ import annotations
 
 import math
-import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import LeaseLost, begin_epoch, latest_epoch
 from kme_dist.errors import ConfigError, KMEError, RetryError
-from kme_dist.ops.cluster import DRIVER, check_versions, open_unchecked
-from kme_dist.ops.driver import Cancelled, DriverHost, RunPipeline, drive
-from kme_dist.ops.jobs import ENDED, Job, job_at, job_root
+from kme_dist.ops.cluster import check_versions, open_unchecked
+from kme_dist.ops.driver import DriverHost, RunPipeline, drive, orphaned
+from kme_dist.ops.jobs import ENDED, Job
+from kme_dist.ops.queue import Entry, driver_name, enqueue, find_jobs, forget, hosts_for, job_key
 
-ACCEPT_S = 30.0
+ACCEPT_S = 15.0  # for a driver host to answer, or to connect
 RESTART_S = 300.0  # a nanny interrupted between the end of the old process and the start of the new one starts none
 POLL_S = 0.5
 ANSWER_S = 5.0  # how long a scheduler may take to answer a question about jobs
-GONE = (None, "erred", "memory")  # states of the task of a driver that does not run and is not going to
+GONE = (None,)  # states of a job on a scheduler that is not going to run it
 QUERY_S = 15.0  # how often a scheduler is asked whether it still has a job
 
 
-def task_key(job: Job) -> str:
-    return f"kme-driver-{job.id}"
-
-
-def submit(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline, resubmission: int | None = None) -> None:
+def submit(job: Job, cluster: ClusterConfig, resubmission: int | None = None) -> None:
     """Submit the job to the scheduler at `cluster.address` and return; no effect when it is running or done.
 
     `resubmission` counts those that no person asked for, see `kme_dist.ops.supervisor`.
     """
     with open_unchecked(cluster) as client:
         check_versions(client)
-        workers = _driver_workers(client)
-        _check_folder(client, job, workers)
+        entry = Entry.of(job)
+        _find_host(client, job, entry)
         (job.folder / "cancel").unlink(missing_ok=True)
         if job.result() is not None:
             return
         counted: dict[str, Any] = {} if resubmission is None else {"resubmission": resubmission}
         job.event("waiting", scheduler=client.scheduler.address, **counted)
         job.log(f"submitted to the scheduler at {client.scheduler.address}", **counted)
-        _send(client, job, run_pipeline)
-        _await_acceptance(client, job)
+        _ask(client, enqueue, entry)
 
 
-def _send(client: Any, job: Job, run_pipeline: RunPipeline) -> None:
-    from distributed import Future, fire_and_forget
-
-    if client.run_on_scheduler(_find_tasks, job.id)["state"] in GONE[1:]:
-        # Dask keeps the outcome of a task whose workers died too often, and would not run it again.
-        client.cancel([Future(task_key(job), client=client)], force=True)
-    # Functions of the installed package travel by name: no code of the user's machine runs on the cluster.
-    options = {"key": task_key(job), "pure": False, "resources": {DRIVER: 1}, "priority": 100}
-    future = client.submit(drive_job, str(job.root), job.id, run_pipeline, **options)
-    fire_and_forget(future)
-
-
-def _await_acceptance(client: Any, job: Job) -> None:
-    """Return when the scheduler has the task or the driver has started: messages still in our buffers would be lost."""
-    deadline = time.monotonic() + ACCEPT_S
-    while client.run_on_scheduler(_find_tasks, job.id)["state"] is None:
-        if job.status()["state"] != "waiting":
-            return
-        if time.monotonic() > deadline:
-            raise RetryError(
-                f"the scheduler at {client.scheduler.address} did not accept the job within {ACCEPT_S:.0f} s"
-            )
-        time.sleep(0.05)
-
-
-def _driver_workers(client: Any) -> list[str]:
-    info = client.scheduler_info(n_workers=-1)["workers"]
-    found = [address for address, facts in info.items() if facts.get("resources", {}).get(DRIVER, 0) >= 1]
-    if not found:
-        raise RetryError(
-            f"no worker at {client.scheduler.address} ({len(info)} connected) offers the resource {DRIVER}, which the "
-            f"driver of a job requires; start one with `dask worker ADDRESS --resources {DRIVER}=1`"
-        )
-    return found
-
-
-def _check_folder(client: Any, job: Job, workers: list[str]) -> None:
-    for worker, problem in client.run(_problem_with, str(job.root), job.id, workers=workers).items():
-        if problem:
-            raise ConfigError(f"worker {worker} cannot read the job's folder {job.folder} ({problem})")
-
-
-def _problem_with(root: str, job_id: str) -> str | None:
-    """On a worker: why a driver could not run the job there; None when it could."""
+def _find_host(client: Any, job: Job, entry: Entry) -> None:
+    """Return when a driver host has said that it can read the job's folder."""
+    deadline, address = time.monotonic() + ACCEPT_S, client.scheduler.address
     try:
-        job_at(_root_here(root), job_id).request()
-    except (KMEError, OSError) as error:
-        return f"{error}; mount the same disk on all hosts, and set KME_ROOT where its path differs"
-    return None
+        while not (hosts := _ask(client, hosts_for, entry)).able:
+            if hosts.count and len(hosts.problems) == hosts.count:
+                raise ConfigError(f"no driver host can read the job's folder {job.folder} ({hosts.problems[0]})")
+            if time.monotonic() > deadline:
+                raise RetryError(
+                    f"no driver host serves the scheduler at {address}, so nobody would run the job; start one with "
+                    f"`kme-dist drivers --scheduler {address}`"
+                )
+            time.sleep(0.05)
+    except KMEError:
+        _ask(client, forget, entry.key)
+        raise
 
 
-def _root_here(root: str) -> Any:
-    """The root on this host: its own KME_ROOT, set by the operator, takes precedence."""
-    return job_root(os.environ.get("KME_ROOT") or root)
+def _ask(client: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function of the queue on the scheduler; RetryError if that is lost meanwhile."""
+    from distributed.client import ClosedClientError
+
+    try:
+        return client.run_on_scheduler(function, *arguments)
+    except (OSError, TimeoutError, ClosedClientError) as error:
+        raise RetryError(f"the scheduler was lost ({type(error).__name__}: {error}); try again") from error
 
 
-def drive_job(root: str, job_id: str, run_pipeline: RunPipeline) -> str:
-    """The task on the cluster. Its return value is for the dashboard; the state of the job is in its folder."""
+def drive_for_host(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline) -> None:
+    """In the process that a driver host has started for this job: drive it, with its tasks on the cluster."""
     import dask
-    from distributed import Reschedule, Status, get_worker, secede
 
-    worker = get_worker()
-    secede()  # frees the thread for other tasks while this one waits for them
-    job = job_at(_root_here(root), job_id)
+    section: dict[str, Any] = {"kind": "address", "address": cluster.address, "insecure": cluster.insecure}
+    section["patience_s"] = job.config().cluster.patience_s
+    if cluster.tls is not None:
+        section["tls"] = cluster.tls.model_dump(mode="json")
+    host = DriverHost(cluster=section, shutting_down=orphaned())
 
-    def shutting_down() -> bool:
-        return worker.status not in (Status.running, Status.paused)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise LeaseLost("the driver host is shutting down")
 
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        host = DriverHost(f"worker {worker.address}", _cluster_of(worker, job), shutting_down)
-        # One driver per process (by the resource), so its client is identified by its name.
-        with dask.config.set({"client-name": task_key(job)}):
+        with dask.config.set({"client-name": driver_name(job_key(job))}):  # by which its tasks are found
             drive(job, run_pipeline, host=host, wait_s=math.inf)
-    except Cancelled:
-        return "cancelled"
-    except LeaseLost:
-        if shutting_down():
-            raise Reschedule from None
-        return "another driver took over"
-    except Exception as error:  # recorded by drive, with its traceback; raising it would inform Dask only
-        return f"failed: {type(error).__name__}"
-    return "succeeded"
-
-
-def _cluster_of(worker: Any, job: Job) -> dict[str, Any]:
-    """Section `cluster` for a pipeline on this worker: the worker's scheduler and certificate."""
-    address = str(worker.scheduler.address)
-    patience = job.config().cluster.patience_s
-    section: dict[str, Any] = {"kind": "address", "address": address, "patience_s": patience}
-    if address.startswith("tls://"):
-        security = worker.security
-        section["tls"] = {
-            "authority": security.tls_ca_file,
-            "certificate": security.tls_worker_cert,
-            "key": security.tls_worker_key,
-        }
-    else:
-        section["insecure"] = True  # decided by whoever started this cluster
-    return section
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # -------------------------------------------------------------------------------------------------
 # Status and cancellation
 
 
-def _find_tasks(job_id: str, dask_scheduler: Any = None) -> dict[str, Any]:
-    """On the scheduler: the driver's task, and the workers that run its tasks."""
-    key = f"kme-driver-{job_id}"
-    task = dask_scheduler.tasks.get(key)
-    driver = task.processing_on.address if task is not None and task.processing_on is not None else None
-    clients = [client for name, client in dask_scheduler.clients.items() if key in name]
-    wanted = {task for client in clients for task in client.wants_what if task.processing_on is not None}
-    busy = {task.processing_on.address for task in wanted} - {driver}
-    state = task.state if task is not None else None
-    return {"state": state, "driver": driver, "connected": bool(clients), "busy": sorted(busy)}
-
-
 def on_scheduler(jobs: Sequence[Job], cluster: ClusterConfig) -> list[dict[str, Any]]:
-    """What the scheduler knows of each job: the state of its driver, its worker, and the workers that run its tasks."""
+    """What the scheduler knows of each job: its state there, its place in the queue or the host of its driver, and the
+    workers that run its tasks."""
     with open_unchecked(cluster, timeout_s=ANSWER_S) as client:
-        return [client.run_on_scheduler(_find_tasks, job.id) for job in jobs]
+        found: list[dict[str, Any]] = _ask(client, find_jobs, [job_key(job) for job in jobs])
+        return found
 
 
 def wait(
@@ -238,13 +174,10 @@ def cancel(job: Job, cluster: ClusterConfig | None, *, grace_s: float = 30.0) ->
 
 
 def _stop_tasks(job: Job, cluster: ClusterConfig) -> None:
-    from distributed import Future
-
     with open_unchecked(cluster) as client:
-        found = client.run_on_scheduler(_find_tasks, job.id)
-        if found["state"] is not None:
-            client.cancel([Future(task_key(job), client=client)], force=True)
-        workers = [address for address in [found["driver"], *found["busy"]] if address is not None]
+        key = job_key(job)
+        workers = _ask(client, find_jobs, [key])[0]["busy"]
+        _ask(client, forget, key)  # its host ends the driver
         if not workers:
             return
         # Cancelling a task does not stop a function that is running: only a new process does.

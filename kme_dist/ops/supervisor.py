@@ -1,6 +1,6 @@
-"""Keeps submitted jobs going without a hand: `kme-dist jobs keep --scheduler ADDRESS`.
+"""Keeps submitted jobs going without a hand: in every driver host and schedule, and by `kme-dist jobs keep`.
 
-    supervisor = Supervisor(root, cluster, run_pipeline, say=print, notices=Notices(command=["notify-operator"]))
+    supervisor = Supervisor(root, cluster, say=print, notices=Notices(command=["notify-operator"]))
     supervisor.keep(stop)           # looks at all jobs under the root every few seconds
 
 A job that was submitted to a scheduler is resubmitted when it has no driver any more: the scheduler does not know it
@@ -28,7 +28,6 @@ from typing import Any
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import latest_epoch
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
-from kme_dist.ops.driver import RunPipeline
 from kme_dist.ops.jobs import ENDED, Job, list_jobs, redact
 from kme_dist.ops.submit import GONE, on_scheduler, submit
 
@@ -82,7 +81,6 @@ class Supervisor:
 
     root: Path
     cluster: ClusterConfig
-    run_pipeline: RunPipeline
     say: Callable[[str], None] = lambda line: None
     limit: int = LIMIT
     pause_s: float = PAUSE_S
@@ -91,7 +89,7 @@ class Supervisor:
     _not_before: dict[str, float] = field(default_factory=dict, repr=False)
     _said: str = field(default="", repr=False)
 
-    def keep(self, stop: Event, every_s: float = EVERY_S) -> None:
+    def keep(self, stop: Event, every_s: float | None = None) -> None:
         """Look every `every_s` until `stop` is set."""
         while True:
             try:
@@ -99,7 +97,7 @@ class Supervisor:
                 self._said = ""
             except RetryError as error:  # the scheduler is away; jobs are resubmitted when it is back
                 self._say_once(str(error))
-            if stop.wait(every_s):
+            if stop.wait(EVERY_S if every_s is None else every_s):
                 return
 
     def look(self) -> list[str]:
@@ -156,7 +154,7 @@ class Supervisor:
             return False
         self._not_before[job.id] = time.monotonic() + min(self.pause_s * 2**earlier, _LONGEST_PAUSE_S)
         try:
-            submit(job, self.cluster, self.run_pipeline, resubmission=earlier + 1)
+            submit(job, self.cluster, resubmission=earlier + 1)
         except RetryError:
             self._not_before.pop(job.id)
             raise

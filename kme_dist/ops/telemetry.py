@@ -1,6 +1,6 @@
 """What a run reports while it runs: to the page `/kme` of the Dask dashboard, to Prometheus, to a log of JSON lines.
 
-    with telemetry(executor, run="digits", stage="learn", log="run.log") as report:
+    with telemetry(executor, run="digits-1", stage="learn", pipeline="digits", log="run.log") as report:
         learn_on_dataset(..., executor=executor, callback=report.step)
 
     report.step(record)                          the record of a learning step
@@ -65,6 +65,7 @@ STEP_FIELDS = (
 SECONDS_BETWEEN_MESSAGES = 0.3
 SECONDS_BETWEEN_LINES = 5.0  # of steps and chunks in the log; events are all written
 SECONDS_BETWEEN_SCALES = 2.0
+BEAT_S = 10.0  # between two messages of a stage that has nothing to report
 STEPS_IN_A_MESSAGE = 64
 SCALES_IN_A_MESSAGE = 32 * 32
 LAST_MESSAGE_S = 2.0  # timeout of the last message
@@ -82,7 +83,8 @@ def telemetry(
     Parameters
     ----------
     cluster : a `distributed.Client`, an executor, or None; tasks sent inside the block belong to the span (run, stage)
-    pipeline : what recurs from run to run (a nightly job, say), for alerts; default: the stage
+    run : the id of the run or of the job, which no other has
+    pipeline : what recurs from run to run: the name of the config, the label of its runs; default: the stage
     log : a path to append JSON lines to, "-" for stderr, or an open file
     """
     report = Telemetry(cluster, run=run, stage=stage, pipeline=pipeline, log=log)
@@ -111,7 +113,7 @@ class Telemetry:
         self._cluster = cluster
         self._lock = threading.Lock()
         self._waiting: dict[str, Any] = {}
-        self._scheduled, self._not_before = False, 0.0
+        self._scheduled, self._not_before, self._beating = False, 0.0, False
         self._next_scales = self._next_line = 0.0
         self._closed = False
         self._began = time.time()
@@ -174,7 +176,11 @@ class Telemetry:
         self._line(level, name, **clean)
 
     def say(self, line: str) -> None:
-        """A message for people, on the card and in the log; usable as `report` of a fit."""
+        """A message for people, on the card and in the log; usable as `report` of a fit, some of whose lines also say
+        how far it is."""
+        done, total = getattr(line, "done", None), getattr(line, "total", None)
+        if done is not None and total is not None:
+            self._queue(units={"done": int(done), "total": int(total)})
         self.event("said", line=line)
 
     def close(self, status: str = "succeeded", **facts: Any) -> None:
@@ -235,6 +241,16 @@ class Telemetry:
         self._scheduled = False  # before the message is built: later reports schedule the next one
         with contextlib.suppress(*_send_errors()):
             await self._send()
+        client = self._client
+        if not self._beating and getattr(client, "status", "") == "running":
+            self._beating = True
+            client.loop.call_later(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        """A stage may have nothing to report for minutes (a factorisation): show that its process lives."""
+        self._beating = False
+        if not self._closed:
+            self._queue(alive=True)
 
     async def _send(self) -> None:
         with self._lock:
@@ -267,8 +283,8 @@ class Telemetry:
     def _line(self, level: str, event: str, **facts: Any) -> None:
         if self._log is not None:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-            known = {"ts": now, "level": level, "run": self.run, "stage": self.stage, "event": event}
-            self._log.write({**facts, **known})
+            named = {"run": self.run, "pipeline": self.pipeline, "stage": self.stage}
+            self._log.write({**facts, "ts": now, "level": level, **named, "event": event})
 
 
 class _ReportedCheckpoints:
@@ -310,7 +326,7 @@ class _JsonLines:
             self._file = target
 
     def write(self, line: dict[str, Any]) -> None:
-        ordered = {name: line.pop(name) for name in ("ts", "level", "run", "stage", "event")} | line
+        ordered = {name: line.pop(name) for name in ("ts", "level", "run", "pipeline", "stage", "event")} | line
         text = json.dumps({name: _finite(value) for name, value in ordered.items()}, default=str) + "\n"
         with self._lock, contextlib.suppress(OSError, ValueError):  # a full disk or a closed pipe must not stop a run
             self._file.write(text)

@@ -6,6 +6,7 @@ tally.metrics(predictions.classes)
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import numpy as np
@@ -15,11 +16,14 @@ from kme_dist.data.dataset import Dataset
 from kme_dist.data.lazy import open_rows
 from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.predictions import Predictions, open_predictions
+from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
 from kme_dist.run.executors import Executor
+from kme_dist.run.predict import features_digest
 
 _CHUNKS_AT_ONCE = 8  # chunks of predictions per task: they are small
+_COMPARED_CHUNKS = 16  # chunks of which some rows are compared where the identities of the input do not tell
 
 
 def tally_predictions(
@@ -45,7 +49,9 @@ def tally_predictions(
         return Tally.empty(len(known))
     codes = tuple(known.get(str(name), -1) for name in data.classes)
     step = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE
-    calls = [(predictions.path, source.part(start, stop), codes, start, stop) for start, stop in source.blocks(step)]
+    calls = [
+        (_reference(predictions), source.part(start, stop), codes, start, stop) for start, stop in source.blocks(step)
+    ]
     total: Tally = executor.map_reduce(tally_rows, calls, operator.add, name="evaluate-chunk")
     return total
 
@@ -62,14 +68,18 @@ def tally_numbers(
     if not source.count:
         return NumericTally()
     step, anchor = predictions.layout.chunk_rows * _CHUNKS_AT_ONCE, float(data.target_statistics.mean[0])
-    calls = [(predictions.path, source.part(start, stop), start, stop, anchor) for start, stop in source.blocks(step)]
+    calls = [
+        (_reference(predictions), source.part(start, stop), start, stop, anchor) for start, stop in source.blocks(step)
+    ]
     total: NumericTally = executor.map_reduce(tally_targets, calls, operator.add, name="evaluate-chunk")
     return total
 
 
-def tally_targets(predictions: str, rows: RowsRef, start: int, stop: int, anchor: float) -> NumericTally:
+def tally_targets(
+    predictions: tuple[str, str, str], rows: RowsRef, start: int, stop: int, anchor: float
+) -> NumericTally:
     """On a worker: rows [start, stop) of the predictions, whose targets are those of `rows`."""
-    found = open_predictions(predictions)
+    found = _opened(*predictions)
     y = np.asarray(rows.read_labels(0, rows.count), np.float64)
     interval = found.read("interval", start, stop) if "interval" in found.names else None
     return NumericTally.of(y, found.read("mean", start, stop), interval, rows.weights(unit=False), anchor)
@@ -90,25 +100,63 @@ def _predicted_rows(predictions: Predictions, data: Dataset, split: str | None) 
 
 
 def _check_same_rows(predictions: Predictions, source: RowsRef) -> None:
-    """Refuse to compare predictions with a data set whose rows have changed since they were predicted.
+    """Refuse to compare predictions with other rows than those that were predicted.
 
-    Of rows that were predicted from somewhere else (Parquet, or a data set without labels) only the number is known.
+    Equal identities prove that they are the same. Where rows are stored in another way (Parquet, or a data set with
+    other chunks or columns), the features of some rows are compared with those on record.
     """
-    predicted, size = predictions.state["computed_from"]["data"], predictions.layout.chunk_rows
-    if (predicted.get("path"), predicted.get("split")) != (source.path, source.split):
+    predicted = predictions.state["computed_from"]["data"]
+    receipts = predictions.receipts()
+    different = [receipt for receipt in receipts.values() if not _is_input(receipt, source, predictions)]
+    if not different:
         return
-    for chunk, receipt in predictions.receipts().items():
-        start = chunk * size
-        if receipt.input != source.identity(start, min(start + size, source.count)):
-            raise DataError(
-                f"{source.path} has changed since {predictions.path} was predicted from it (rows from {start}); "
-                "predict it again"
-            )
+    first = different[0].chunk * predictions.layout.chunk_rows
+    if (predicted.get("path"), predicted.get("split")) == (source.path, source.split):
+        raise DataError(
+            f"{source.path} has changed since {predictions.path} was predicted from it (rows from {first}); "
+            "predict it again"
+        )
+    steps = np.unique(np.linspace(0, len(different) - 1, min(_COMPARED_CHUNKS, len(different))).astype(np.int64))
+    compared = [sample for i in steps for span in different[i].spans for sample in span.samples]
+    if not compared and predicted.get("kind") != "dataset":
+        return  # of other sources records of version 1 have nothing that could be compared
+    row = first if not compared else next((row for row, seen in compared if _features_at(source, row) != seen), None)
+    if row is not None:
+        where = predicted.get("path", "other rows")
+        raise DataError(
+            f"{source.path}{f', split {source.split!r},' if source.split else ''} does not have the rows that were "
+            f"predicted (row {row} differs); {predictions.path} has the predictions of {where}: evaluate them with it"
+        )
 
 
-def tally_rows(predictions: str, rows: RowsRef, codes: tuple[int, ...], start: int, stop: int) -> Tally:
+def _is_input(receipt: Receipt, source: RowsRef, predictions: Predictions) -> bool:
+    at = receipt.chunk * predictions.layout.chunk_rows
+    for span in receipt.spans:
+        if span.input != source.identity(at, at + span.rows, span.source_rows):
+            return False
+        at += span.rows
+    return True
+
+
+def _features_at(source: RowsRef, row: int) -> str:
+    return features_digest(source.read(row, row + 1)[0].reshape(-1))
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: str, epoch: str, ended: str) -> Predictions:
+    """Opened once per process for all tasks, which then read the receipts once; again when they have been replaced."""
+    return open_predictions(path)
+
+
+def _reference(predictions: Predictions) -> tuple[str, str, str]:
+    return predictions.path, predictions.epoch, str(predictions.state.get("ended"))
+
+
+def tally_rows(
+    predictions: tuple[str, str, str], rows: RowsRef, codes: tuple[int, ...], start: int, stop: int
+) -> Tally:
     """On a worker: rows [start, stop) of the predictions, whose labels are those of `rows`."""
-    found = open_predictions(predictions)
+    found = _opened(*predictions)
     y = np.asarray(codes)[rows.read_labels(0, rows.count)]
     weights = rows.weights(unit=False)
     labels = found.read("label", start, stop) if "label" in found.names else None

@@ -36,7 +36,7 @@ from kme_dist.errors import RetryError
 from kme_dist.meter import metered, observed
 from kme_dist.run.gathering import fetch, gather
 from kme_dist.run.lanes import Lanes, aligned
-from kme_dist.run.streams import Done, Stream
+from kme_dist.run.streams import Calls, Done, Stream, shorten_logs, trim_notes
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -105,7 +105,7 @@ class Executor(Protocol):
         sticky: bool = False,
     ) -> T: ...
     def stream(
-        self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+        self, function: Function[T], calls: Calls, *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]: ...
 
 
@@ -164,7 +164,7 @@ class SerialExecutor:
         return tree_combine(self.map(function, calls, name=name), combine)
 
     def stream(
-        self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+        self, function: Function[T], calls: Calls, *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
         def attempt(call: tuple[Any, ...]) -> T | Exception:
             try:
@@ -356,19 +356,19 @@ class DaskExecutor:
         return level[0]
 
     def stream(
-        self, function: Function[T], calls: Iterable[tuple[Any, ...]], *, name: str, ahead: int | None = None
+        self, function: Function[T], calls: Calls, *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]:
         """Results as calls finish, each with the index of its call; an error of a call is returned, not raised.
 
         At most `ahead` calls are in flight (default: two tasks per worker; see `streams`), so that memory, here and on
         the scheduler, does not grow with the number of calls.
         """
-        self._round += 1
         for index, result in Stream(self, function, name, ahead).run(calls):
             yield index, aligned(result)
 
     def submit_calls(self, function: Function[T], groups: Sequence[Sequence[tuple[Any, ...]]], name: str) -> list[Any]:
         """A future for each group of calls: a task that makes them."""
+        self._begin_round()
         return self._submit_tasks(make_calls, ([function] * len(groups), groups), name, self._away_from_suspects())
 
     def fetch(self, futures: list[Any]) -> dict[Any, Any]:
@@ -391,12 +391,9 @@ class DaskExecutor:
 
     def _submitted(self, submit: Submit, count: int) -> Started[dict[int, Any]]:
         """Submit; results are collected later."""
-        self._round += 1
         futures: dict[int, Any] = {}
         with contextlib.suppress(*_cluster_errors()):  # submitted again when collected
-            if self._round % _TRIM_EVERY == 0:
-                with contextlib.suppress(ValueError):  # the scheduler accepts no functions
-                    self.client.run_on_scheduler(_trim_spans)
+            self._begin_round()
             futures = submit(list(range(count)), self._away_from_suspects())
 
         def release() -> None:
@@ -404,6 +401,14 @@ class DaskExecutor:
                 future.release()
 
         return Started(lambda: self._collect(submit, count, futures), release)
+
+    def _begin_round(self) -> None:
+        """A number for the tasks that are submitted together; now and then what Dask notes of them is dropped."""
+        if self._round % _TRIM_EVERY == 0:
+            with contextlib.suppress(ValueError, *_cluster_errors()):  # ValueError: the scheduler accepts no functions
+                self.client.run_on_scheduler(trim_notes, _TRIM_EVERY)
+            shorten_logs([self.client.scheduler_comm])
+        self._round += 1
 
     def _collect(self, submit: Submit, count: int, futures: dict[int, Any]) -> dict[int, Any]:
         """Wait for `futures` with a deadline, and resubmit what is missing."""
@@ -522,14 +527,6 @@ class DaskExecutor:
             raise RetryError(
                 f"the Dask scheduler at {_address(self.client)} was lost; restart it and run the same command"
             ) from error
-
-
-def _trim_spans(dask_scheduler: Any) -> None:
-    """Dask notes every submission, for its diagnostics, as long as the scheduler runs: keep the last ones."""
-    for span in getattr(dask_scheduler.extensions.get("spans"), "spans", {}).values():
-        if noted := getattr(span, "_metadata", None):
-            del noted["collections"][:-_TRIM_EVERY]
-            span._metadata_seen.clear()
 
 
 def _cluster_errors() -> tuple[type[BaseException], ...]:

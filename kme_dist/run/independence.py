@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.core.independence import ResidualFeatures, RowSums, WithOnes, signed_sums
+from kme_dist.core.independence import Noise, ResidualFeatures, RowSums, Tested, WithOnes, signed_sums
 from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.sums import Centres, Sums, sum_rows
 from kme_dist.data.arrays import ArrayRows
@@ -220,8 +220,32 @@ def random_signs(seed: int, block: int, size: int, draws: int) -> np.ndarray:
     return np.concatenate([np.ones((size, 1)), signs], axis=1)
 
 
+_Pair = tuple[ResidualFeatures, ResidualFeatures]
+
+
+def _read(residuals: _Pair, variables: Sequence[Variable]) -> tuple[list[np.ndarray], list[Noise], Any]:
+    """Residuals of x and y of some rows, their noise, and z."""
+    Z = variables[2].read()
+    found = [
+        residual.rows(as_targets(own.read(), residual.target_kernel), Z)
+        for residual, own in zip(residuals, variables[:2], strict=True)
+    ]
+    return found, [residual.noise(R, Z) for residual, R in zip(residuals, found, strict=True)], Z
+
+
+def _noise_moments(residuals: _Pair, variables: Sequence[Variable]) -> np.ndarray:
+    x, y = _read(residuals, variables)[1]
+    return _stacked(x.moments(), y.moments())
+
+
+def _stacked(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Two square matrices as one array; their sizes may differ."""
+    return np.concatenate([x.reshape(-1), y.reshape(-1)])
+
+
 def _signed(
-    residuals: tuple[ResidualFeatures, ResidualFeatures],
+    residuals: _Pair,
+    moments: np.ndarray,
     weight: Kernel,
     draws: int,
     seed: int,
@@ -230,23 +254,23 @@ def _signed(
     j: int,
     right: Sequence[Variable] | None,
 ) -> np.ndarray:
-    def read(block: int, variables: Sequence[Variable]) -> tuple[tuple[np.ndarray, ...], Any]:
-        Z = variables[2].read()
-        parts = [
-            residual.rows(as_targets(own.read(), residual.target_kernel), Z)
-            for residual, own in zip(residuals, variables[:2], strict=True)
-        ]
-        return (*parts, random_signs(seed, block, len(parts[0]), draws)), Z
+    sizes = [len(residual.own) for residual in residuals]
+    Omegas = [part.reshape(size, size) for part, size in zip(np.split(moments, [sizes[0] ** 2]), sizes, strict=True)]
 
-    own, Z = read(i, left)
+    def tested(block: int, variables: Sequence[Variable]) -> tuple[Tested, Any]:
+        (x, y), noise, Z = _read(residuals, variables)
+        of_x, of_y = (own.sides(Omega) for own, Omega in zip(noise, Omegas, strict=True))
+        return Tested((x, y), (of_x, of_y), random_signs(seed, block, len(x), draws)), Z
+
+    own, Z = tested(i, left)
     if right is None:
         return signed_sums(weight, own, None, Z, None)
-    other, Z2 = read(j, right)
+    other, Z2 = tested(j, right)
     return 2 * signed_sums(weight, own, other, Z, Z2)
 
 
 def signed_draws(
-    residuals: tuple[ResidualFeatures, ResidualFeatures],
+    residuals: _Pair,
     weight: Kernel,
     variables: tuple[Variable, Variable, Variable],
     *,
@@ -254,12 +278,16 @@ def signed_draws(
     seed: int,
     executor: Executor,
 ) -> np.ndarray:
-    """The statistic, then `draws` of it under random signs, from one pass over all pairs of rows."""
+    """The statistic, then `draws` of it under random signs, from one pass over the rows and one over all pairs."""
     blocks = list(zip(*(variable.parts(_SIGNED_ROWS) for variable in variables), strict=True))
+    moments = executor.map_reduce(
+        _noise_moments, [(residuals, block) for block in blocks], _add, name="independence-noise"
+    )
     calls = [
-        (residuals, weight, draws, seed, i, blocks[i], j, None if i == j else blocks[j])
+        (residuals, moments, weight, draws, seed, i, blocks[i], j, None if i == j else blocks[j])
         for i, j in block_pairs(len(blocks))
     ]
     n = variables[2].count
-    total = executor.map_reduce(_signed, calls, _add, name="independence-tiles")
-    return np.asarray(total) / (n * (n - 1))
+    total = np.asarray(executor.map_reduce(_signed, calls, _add, name="independence-tiles"))
+    total[0] -= total[-1]
+    return total[:-1] / (n * (n - 1))

@@ -331,7 +331,7 @@ def learn(
         own |= {} if local_steps is None else {"mode": "local", "local_steps": local_steps}
         own |= {"average": average} if average else {}
         scale = batches.rows.scale
-        form = {"dtype": batches.rows.dtype, "scaling": scale and [scale.shift.tolist(), scale.factor.tolist()]}
+        form = {"dtype": batches.rows.dtype, "scaling": scale and scale.to_plain()}
         identity = run_identity(settings, own, {**learner.describe(), **form}, start, batches.digest)
     return trainer.run(run_round, identity, checkpoints, callback)
 

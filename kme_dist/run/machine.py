@@ -16,16 +16,23 @@ from typing import Any
 import numpy as np
 
 from kme_dist.backend import blas_threads
+from kme_dist.core.calibration import Calibration, class_probabilities
+from kme_dist.core.embedding import Decision, Embedding
 from kme_dist.core.kernels import Gaussian
 from kme_dist.core.sums import Accumulator, Centres, OneHot
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
+from kme_dist.data.predictions import Field, OutputLayout
+from kme_dist.data.receipts import Receipt, RowSpan, write_receipt
+from kme_dist.data.rows import Scaling
+from kme_dist.data.statistics import Statistics
 from kme_dist.run.executors import FAN_IN, DaskExecutor
 from kme_dist.run.fit.choose import measured_speed
 from kme_dist.run.scaling_model import Machine, reduction_tasks
 
 _TILE, _WIDTH = 1_024, 64
-_CENTRES = (250, 1_000)
+_CHUNK, _CLASSES = 8_192, 8  # rows of a chunk that is predicted
+_CENTRES = (250, 2_000)
 _STORED = (100_000, 54)  # rows and features of the data set that is read
 _TASKS, _ROUNDS, _RESULT = 200, 100, 1 << 20
 
@@ -41,6 +48,7 @@ def measured_machine(*, cluster: bool = False) -> Machine:
             exp_s=_exponentials(),
             sum_value_s=value_s,
             sum_flops_per_s=flops,
+            row_value_s=_predicting(),
             scratch_bytes_per_s=_additions(),
         )
     return _with_cluster(found) if cluster else found
@@ -56,8 +64,10 @@ def _best(function: Callable[[], Any], repeats: int = 3, clock: Callable[[], flo
 
 
 def _products() -> float:
-    A = np.ones((_TILE, _TILE), np.float32)
-    return 2 * _TILE**3 / _best(lambda: A @ A, clock=time.process_time)
+    """As a kernel tile has them: two long sides and a short one."""
+    A, B = np.ones((_TILE, _WIDTH), np.float32), np.ones((_WIDTH, 4 * _TILE), np.float32)
+    out = np.empty((_TILE, 4 * _TILE), np.float32)
+    return 8 * _TILE**2 * _WIDTH / _best(lambda: np.matmul(A, B, out=out), 10, time.process_time)
 
 
 def _exponentials() -> float:
@@ -90,7 +100,29 @@ def _summed_s(centres: int) -> float:
     basis = Centres(kernel, rng.random((centres, _WIDTH), dtype=np.float32))
     accumulator = Accumulator(basis, OneHot(2), np.zeros(0, np.float32))
     accumulator.add(X, y)
-    return _best(lambda: accumulator.add(X, y), clock=time.process_time)
+    return _best(lambda: accumulator.add(X, y), 7, time.process_time)
+
+
+def _predicting() -> float:
+    """One number of a row or of its outputs: a chunk through all that surrounds its kernel values."""
+    rng = np.random.default_rng(0)
+    X, y = rng.random((_CHUNK, _WIDTH), dtype=np.float32), np.arange(_CHUNK) % _CLASSES
+    scaling, kernel = Scaling.of(Statistics.of(X), "unit"), Gaussian(length_scale=np.ones(_WIDTH))
+    decide = Decision(Embedding(kernel, X[:16], rng.random((16, _CLASSES)), 1.0), "float32")
+    calibration = Calibration.fit("isotonic", decide(X), y)
+    fields = (Field("label", "int64"), Field("probability", "float32", (_CLASSES,)))
+    with tempfile.TemporaryDirectory() as folder:
+        layout = OutputLayout(folder, "zarr", _CHUNK, fields, tuple(range(_CLASSES)), "measured")
+
+        def chunk() -> None:
+            f = decide(scaling.apply(X, "float32"))
+            p = class_probabilities(f, 0.0, calibration)
+            attempt, digests, stored = layout.write(0, {"label": f.argmax(axis=1), "probability": p})
+            spans = (RowSpan(_CHUNK, "rows"),)
+            write_receipt(layout.place, Receipt("measured", 0, layout.epoch, attempt, spans, digests, stored))
+            layout.publish(0, attempt)
+
+        return _best(chunk, clock=time.process_time) / (_CHUNK * (_WIDTH + _CLASSES))
 
 
 def _additions() -> float:

@@ -72,7 +72,8 @@ def with_features(scaling: Scaling, features: Any, seed: int = 0, after: np.ndar
     """`scaling` followed by a feature map, if there is one."""
     if features is None:
         return scaling
-    return FeatureScaling(scaling.shift, scaling.factor, as_features(features, scaling.shift.size, seed), after)
+    own = as_features(features, scaling.shift.size, seed)
+    return FeatureScaling(scaling.shift, scaling.factor, scaling.curves, own, after)
 
 
 def features_of(scaling: Scaling) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:

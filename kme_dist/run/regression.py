@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from kme_dist.backend import blas_threads, free_bytes
 from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding
-from kme_dist.core.intervals import LeftOut
+from kme_dist.core.intervals import LeftOut, Near
 from kme_dist.core.kernels import Gaussian, Matern
 from kme_dist.core.kernels.base import Kernel, row_count, select
 from kme_dist.core.objective import Objective, Workspace
@@ -37,13 +38,14 @@ from kme_dist.core.squared import distinct_rows, in_order, solve_rows, squared_o
 from kme_dist.core.sums import Centres, Sums, Values, sum_rows
 from kme_dist.core.tuning import START_SHIFT, Tuned, at_median_distance
 from kme_dist.data.dataset import RowSource
+from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.conditional import Inverse, Pairs, padded_factor, sampled_columns
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit import Size, choose
+from kme_dist.run.fit import Problem, Size, choose, falkon
 from kme_dist.run.fit.problem import CENTRES, silent
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import (
@@ -55,11 +57,12 @@ from kme_dist.run.learners import (
     within_limits,
 )
 from kme_dist.run.means import BLOCK_ROWS
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import AUTO, Candidate, Recipe
 from kme_dist.run.trainer import LengthScalePrior
 
 PHASE, PROFILE_PHASE = "squared error", "squared error, best profile"
-SOLVERS = ("cholesky", "tiled", "pcg", "nystrom")
+SOLVERS = ("cholesky", "tiled", "pcg", "nystrom", "falkon")
 LEFT_OUT_ROWS = 1_000  # for intervals
 _COMPARED_ROWS, _TUNED_ROWS = (1_000, 500), (2_000, 1_000)  # rows, and how many of them are left out
 _START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 6
@@ -167,6 +170,10 @@ def target_of(rows: RowsRef, executor: Executor) -> Target:
     found: Statistics = executor.map_reduce(target_moments, calls, Statistics.__add__, name="target-moments")
     with np.errstate(invalid="ignore"):
         width = np.sqrt(found.variance)
+    if not np.isfinite(width).all():
+        raise DataError(
+            f"{rows.path}: the variance of the targets overflows; they must be below 1e150, divide them by a constant"
+        )
     return Target(found.mean, np.where(width > 1e-12 * np.abs(found.mean), width, 1.0))
 
 
@@ -318,14 +325,19 @@ def fit_regression(
     *,
     executor: Executor,
     split: str | None = "auto",
+    scratch: str | Path | Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> RegressionFit:
-    """Solve for the weights on all rows of a split, exactly if that is affordable, else on centres."""
+    """Solve for the weights on all rows of a split, exactly if that is affordable, else on centres.
+
+    `scratch` is a folder that driver and workers can reach, None if the executor works in this process; only solver
+    "falkon" uses it, and resumes from what an interrupted fit left there.
+    """
     began, report = time.perf_counter(), report or silent
     rows = numeric_rows(source, recipe, split)
     target, n = target_of(rows, executor), rows.positive
     room = recipe.memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
-    size = Size(n, len(target.mean), width=max(1, source.features), dtype=rows.dtype, labelled=False)
+    size = Size(n, len(target.mean), width=max(1, source.features), dtype=rows.dtype)
     chosen = choose(recipe.solver, size, recipe.centres, None, room, recipe.fit_seconds, iterate=False)
     if chosen.solver not in SOLVERS:
         raise ConfigError(f"solver={chosen.solver!r} requires classes; choose 'auto', {', '.join(map(repr, SOLVERS))}")
@@ -334,6 +346,8 @@ def fit_regression(
     centres = min(chosen.centres or recipe.centres or CENTRES, n)
     if chosen.solver == "nystrom" and centres < n:
         fit = common.on_centres(centres)
+    elif chosen.solver == "falkon" and centres < n:
+        fit = common.on_many_centres(centres, room, Scratch.at(scratch), report)
     elif chosen.solver in ("tiled", "pcg"):
         fit = common.out_of_core(chosen.solver)
     else:
@@ -369,10 +383,13 @@ class _Fit:
         X, y = rows.read()
         Y = self.target.standardised(y)
         with blas_threads(1):
-            V = inverse.solve(Y)
+            V = inverse.solve(np.concatenate([Y, np.ones((len(Y), 1))], axis=1))
             chosen, columns, own = sampled_columns(inverse, len(X), self.regularization, self.recipe.seed)
-            left = LeftOut.of(columns, np.asarray(self.kernel.gram(X[chosen], X)), V[chosen] / own[:, None])
-        return self._made(X, V, left, self.regularization, {})
+            e = V[chosen] / own[:, None]
+            near = Near(V[:, -1], np.mean(np.abs(Y), axis=0))
+            Z = np.asarray(self.kernel.gram(X[chosen], X))
+            left = LeftOut.of(columns, Z, e[:, :-1], near, 1 - e[:, -1])
+        return self._made(X, V[:, :-1], left, self.regularization, {})
 
     def on_centres(self, count: int) -> RegressionFit:
         """Sums over rows, then systems of the size of the centres here; λ is retuned by leave-one-out of a sample."""
@@ -384,13 +401,13 @@ class _Fit:
         sums: Sums = self.executor.map_reduce(sum_part, calls, Sums.__add__, name="regression-sums")
         W = sums.weight
         X, y, w = _drawn(rows, _LEVERAGE_ROWS, seed)
-        Y = self.target.standardised(y)
+        Y = np.concatenate([self.target.standardised(y), np.ones((len(y), 1))], axis=1)
         with blas_threads(1):
             M = np.asarray(basis.metric(), np.float64)
             Z = np.asarray(basis.rows(X), np.float64)
 
             def solved(lam: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-                """V, A⁻¹ Zᵀ diag(w) and the leave-one-out residuals of the sample."""
+                """V, A⁻¹ Zᵀ diag(w) and the leave-one-out residuals of the sample; the last target is 1."""
                 factor = padded_factor(sums.G + W * lam * M)
                 V = np.asarray(factor.solve(sums.B))
                 columns = np.asarray(factor.solve(Z.T)) * (1.0 if w is None else w)
@@ -398,7 +415,7 @@ class _Fit:
                 return V, columns, (Y - Z @ V) / room[:, None]
 
             def errors(lams: list[float]) -> list[float]:
-                return [float(np.average(np.mean(solved(lam)[2] ** 2, axis=1), weights=w)) for lam in lams]
+                return [float(np.average(np.mean(solved(lam)[2][:, :-1] ** 2, axis=1), weights=w)) for lam in lams]
 
             lam = self.regularization
             if self.recipe.refit_regularization and self.recipe.steps:
@@ -406,8 +423,32 @@ class _Fit:
                 lam, _, _ = search_regularization(errors, scale=scale / W, start=lam)
             V, columns, e = solved(lam)
             few = slice(0, LEFT_OUT_ROWS)
-            left = LeftOut.of(columns[:, few], Z[few], e[few])
-        return self._made(C, V, left, lam, {"centres": count})
+            near = Near(V[:, -1], np.average(np.abs(Y[:, :-1]), axis=0, weights=w))
+            left = LeftOut.of(columns[:, few], Z[few], e[few, :-1], near, 1 - e[few, -1])
+        return self._made(C, V[:, :-1], left, lam, {"centres": count})
+
+    def on_many_centres(self, count: int, room: int, scratch: Scratch, report: Callable[[str], None]) -> RegressionFit:
+        """Conjugate gradients; rows held out end them, choose λ, and have the residuals."""
+        given, seed, lam = self.recipe.fit, self.recipe.seed, self.regularization
+        problem = Problem(
+            self.rows, self.kernel, self.executor, scratch, room, seed=seed, tolerance=given.get("tolerance") or 1e-6,
+            tile_rows=given.get("tile_rows"), centres=count, centre_choice=given.get("centre_choice") or "auto",
+            retune=self.recipe.refit_regularization and self.recipe.steps > 0, target=self.target, report=report,
+        )  # fmt: skip
+        solved = falkon.prepare(problem).solve(lam)
+        held, lam = solved.left_out, solved.regularization or lam
+        if held is None:
+            raise DataError(f"solver='falkon' holds rows out, and {self.rows.count} rows are too few; use 'cholesky'")
+        Y = self.target.standardised(held.codes)
+        typical = np.average(np.abs(Y), axis=0, weights=held.weights)
+        X, E, w = positive_rows(held.rows, Y - held.decisions, held.weights)
+        drawn = np.random.default_rng([seed, 6]).choice(
+            len(E), min(LEFT_OUT_ROWS, len(E)), replace=False, p=None if w is None else w / w.sum()
+        )
+        with blas_threads(1):
+            left = LeftOut.of_held_out(self.kernel, X[drawn], E[drawn], lam * float(self.rows.weight), typical)
+        facts = {**solved.facts, "centres": count, "iterations": solved.iterations}
+        return self._made(solved.embedding.centres, solved.weights, left, lam, facts)
 
     def _made(self, X: Any, V: np.ndarray, left: LeftOut, lam: float, facts: dict[str, Any]) -> RegressionFit:
         assert self.rows.scale is not None
@@ -422,9 +463,12 @@ def solve_on_worker(
 ) -> tuple[np.ndarray, LeftOut, Any, str]:
     X, y, w = positive_rows(*rows.read(), rows.weights())
     own = None if w is None else w / w.mean()
-    solved = solve_rows(kernel, X, target.standardised(y), row_count(X) * lam, own, LEFT_OUT_ROWS, seed)
+    Y = target.standardised(y)
+    solved = solve_rows(kernel, X, Y, row_count(X) * lam, own, LEFT_OUT_ROWS, seed)
     Z = np.asarray(kernel.gram(select(X, solved.chosen), X), solved.columns.dtype)
-    return solved.weights, LeftOut.of(solved.columns, Z, solved.residuals), X, solved.dtype
+    near = Near(solved.ones, np.average(np.abs(Y), axis=0, weights=w))
+    left = LeftOut.of(solved.columns, Z, solved.residuals, near, solved.ones_left)
+    return solved.weights, left, X, solved.dtype
 
 
 def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, seed: int) -> np.ndarray:
@@ -433,8 +477,10 @@ def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, seed: int) -> n
 
 
 def sum_part(basis: Centres, rows: RowsRef, target: Target) -> Sums:
+    """Sums for standardised targets, and for one more that is 1."""
     X, y, w = positive_rows(*rows.read(), rows.weights())
-    return sum_rows(basis, X, target.standardised(y), Values(len(target.mean)), tile_rows=_SLAB_ROWS, weights=w)
+    Y = np.concatenate([target.standardised(y), np.ones((len(y), 1))], axis=1)
+    return sum_rows(basis, X, Y, Values(len(target.mean) + 1), tile_rows=_SLAB_ROWS, weights=w)
 
 
 def _drawn(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:

@@ -39,6 +39,7 @@ class Machine:
     exp_s: float = 2e-9  # one kernel value from its exponent
     sum_value_s: float = 1e-8  # one kernel value of a sum over rows, in double precision
     sum_flops_per_s: float = 5e10  # products of kernel values in a sum over rows
+    row_value_s: float = 2e-8  # one number of a row that is predicted, or of its outputs: scaled, calibrated, stored
     scheduler_task_s: float = 1.3e-3  # of the scheduler's core, for one task
     driver_task_s: float = 0.5e-3
     task_s: float = 1e-3  # of the worker's core, for one task
@@ -70,6 +71,7 @@ class Pass:
     exps: float = 0.0
     sum_values: float = 0.0  # kernel values of sums over rows
     sum_flops: float = 0.0
+    row_values: float = 0.0  # numbers of rows that are predicted, and of their outputs
     compute_s: float = 0.0  # measured instead of counted
     result_bytes: float = 0.0  # of one task, reduced by the tree
     driver_bytes: float = 0.0  # fetched by the driver from the scratch folder
@@ -153,6 +155,7 @@ def pass_terms(work: Pass, machine: Machine, workers: int) -> dict[str, float]:
         + work.exps * machine.exp_s
         + work.sum_values * machine.sum_value_s
         + work.sum_flops / machine.sum_flops_per_s
+        + work.row_values * machine.row_value_s
         + work.compute_s
         + work.tasks * machine.task_s * (not work.messages)
     )

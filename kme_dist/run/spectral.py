@@ -99,11 +99,7 @@ class LearnedMap:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """For storing, together with `to_plain`."""
-        return {
-            **features_of(self.scaling)[0],
-            "scaling/shift": self.scaling.shift,
-            "scaling/factor": self.scaling.factor,
-        }
+        return {**features_of(self.scaling)[0], **self.scaling.stored()}
 
     def to_plain(self) -> dict[str, Any]:
         """`at` is a name that changes with the arrays."""
@@ -116,7 +112,7 @@ class LearnedMap:
     def restored(cls, stored: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> LearnedMap:
         found = restore_features(stored["features"], arrays, {})
         held = tuple((int(start), int(stop)) for start, stop in stored["held"])
-        return cls(with_features(Scaling(arrays["scaling/shift"], arrays["scaling/factor"]), found), held)
+        return cls(with_features(Scaling.restored(arrays), found), held)
 
 
 def rising_and_falling(rate: float, steps: int) -> optim.Schedule:

@@ -5,7 +5,7 @@
 What a task costs driver and scheduler does not depend on how many are in flight. `distributed.wait` over all of them
 would start a coroutine for each at every call, so futures report themselves here; finished ones are fetched and
 replaced in batches. A scheduler manages a few hundred tasks per second. Where more calls than that would finish, a task
-makes several: as many as needed, and never so many that the last tasks would take a notable share of the run.
+makes several: as many as needed, and fewer towards the end, so that all workers end at about the same time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import math
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,8 +28,16 @@ TASKS_PER_S = 50.0  # beyond this, a task makes several calls
 _LINGER = (0.1, 0.03)  # how long finished calls are collected: seconds, and share of the time of a call, at most
 _MOST_FETCHED = 100  # results fetched by one message, and held here at the same time
 MOST_CALLS = 64  # of a task
-_TAIL = 0.05  # a task of several calls takes at most this share of the time since the start
+_SHARE = 0.5  # a task of several calls makes at most this share of what is left for a worker
+_NOTED = 4  # messages that a connection keeps after they were sent
 _PENDING = object()
+
+
+class Calls(Protocol):
+    """Calls whose number is known; each may be made only when it is sent."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Call]: ...
 
 
 class Tasks(Protocol):
@@ -68,13 +77,13 @@ class Flight:
         return [Flight([call]) for call in self.calls]
 
 
-def calls_per_task(workers: int, call_s: float, elapsed_s: float, before: int) -> int:
-    """So many that tasks finish at `TASKS_PER_S`, if that does not prolong the end of the run; at most twice `before`,
-    because the time after which a worker counts as hung follows that of earlier tasks."""
+def calls_per_task(workers: int, call_s: float, left: int, before: int) -> int:
+    """So many that tasks finish at `TASKS_PER_S`, but no more than a share of the `left` calls of a worker; at most
+    twice `before`, because the time after which a worker counts as hung follows that of earlier tasks."""
     if call_s <= 0:
         return before
     wanted = math.ceil(workers / (call_s * TASKS_PER_S))
-    return max(1, min(wanted, 2 * before, MOST_CALLS, int(_TAIL * elapsed_s / call_s)))
+    return max(1, min(wanted, 2 * before, MOST_CALLS, int(_SHARE * left / workers)))
 
 
 @dataclass
@@ -90,22 +99,22 @@ class Stream:
     _slowest: float | None = None  # seconds of a task, waiting included
     _call_s: float = 0.0  # seconds of a call on its worker, the mean
     _finished: int = 0
+    _left: int = 0  # calls that were not sent yet
     _per_task: int = 1
 
-    def run(self, calls: Iterable[Call]) -> Iterator[tuple[int, Any]]:
+    def run(self, calls: Calls) -> Iterator[tuple[int, Any]]:
         """Results as calls finish, each with the index of its call; an error of a call is returned, not raised."""
-        waiting, again = enumerate(calls), list[Flight]()
-        began = time.monotonic()
-        check_at = began + CHECK_EVERY_S
+        waiting, again, self._left = enumerate(calls), list[Flight](), len(calls)
+        check_at = time.monotonic() + CHECK_EVERY_S
         try:
             while True:
-                self._launch(again + self._fresh(waiting, -len(again), time.monotonic() - began))
+                self._launch(again + self._fresh(waiting, -len(again)))
                 again = []
                 if not self._flights:
                     return
                 batch = self._next_batch()
                 if self.ahead is None:  # before results are fetched, which takes as long as some calls
-                    self._launch(self._fresh(waiting, len(batch), time.monotonic() - began))
+                    self._launch(self._fresh(waiting, len(batch)))
                 lost = []
                 for future, outcome in self._outcomes(batch).items():
                     if isinstance(outcome, Done):
@@ -127,13 +136,19 @@ class Stream:
             for future in self._flights:
                 future.release()
 
-    def _fresh(self, waiting: Iterator[tuple[int, Call]], ended: int, elapsed_s: float) -> list[Flight]:
+    def _fresh(self, waiting: Iterator[tuple[int, Call]], ended: int) -> list[Flight]:
         """New tasks, as many as there is room for if `ended` of those in flight are as good as gone."""
-        room = max(0, (self.ahead or 2 * self.tasks.workers) - len(self._flights) + ended)
-        if self.ahead is None and room:
-            self._per_task = calls_per_task(self.tasks.workers, self._call_s, elapsed_s, self._per_task)
-        groups = (list(itertools.islice(waiting, self._per_task)) for _ in range(room))
-        return [Flight(group) for group in itertools.takewhile(bool, groups)]
+        found: list[Flight] = []
+        workers, before = self.tasks.workers, self._per_task
+        for _ in range((self.ahead or 2 * workers) - len(self._flights) + ended):
+            if self.ahead is None:
+                self._per_task = calls_per_task(workers, self._call_s, self._left, before)
+            group = list(itertools.islice(waiting, self._per_task))
+            if not group:
+                break
+            self._left -= len(group)
+            found.append(Flight(group))
+        return found
 
     def _launch(self, flights: list[Flight]) -> None:
         if not flights:
@@ -206,3 +221,22 @@ class Stream:
             future.release()
         self.tasks.retried += sum(len(flight.calls) for flight in again)
         return again
+
+
+# --- what Dask keeps of finished tasks ---------------------------------------------------------------
+
+
+def trim_notes(rounds: int, dask_scheduler: Any) -> None:
+    """On the scheduler: for its diagnostics, Dask notes every submission as long as the scheduler runs, and the last
+    thousand messages to each worker, with the arguments of the calls in them. Keep the latest."""
+    for span in getattr(dask_scheduler.extensions.get("spans"), "spans", {}).values():
+        if noted := getattr(span, "_metadata", None):
+            del noted["collections"][:-rounds]
+            span._metadata_seen.clear()
+    shorten_logs([*dask_scheduler.stream_comms.values(), *dask_scheduler.client_comms.values()])
+
+
+def shorten_logs(connections: Iterable[Any]) -> None:
+    for connection in connections:
+        if hasattr(connection, "recent_message_log"):
+            connection.recent_message_log = deque(connection.recent_message_log, maxlen=_NOTED)

@@ -26,21 +26,21 @@ from kme_dist.core.features import Identity
 from kme_dist.core.grid import cross_validate, with_length_scale
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 from kme_dist.core.kernels.base import Kernel, length_scale_names, median_length_scale
-from kme_dist.core.kernels.sparse import deviations_of
 from kme_dist.core.risk import positive_rows
-from kme_dist.core.tuning import COARSE, FINE, START_SHIFT, Tuned, at_median_distance, raise_shift, tune
+from kme_dist.core.tuning import FINE, Tuned
+from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import RowSource
-from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
 from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, Size, choose, fit_on_dataset
-from kme_dist.run.fit.exact import shuffled_sample
 from kme_dist.run.fit.problem import CENTRES, silent
 from kme_dist.run.learn import learn_on_dataset
-from kme_dist.run.learners import STEP_TOLERANCE, LearnSettings, Record
+from kme_dist.run.learners import LearnSettings, Record
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
+from kme_dist.run.samples import COMPARED_ROWS, curves_of_sample, settle_on_sample, start_on_sample, tune_on_sample
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import LearnedMap, SpectralSettings, learn_spectral
 
@@ -51,9 +51,7 @@ SAMPLE_ROWS = 1_500  # used in the search of "median" and "cv"
 # Of "auto": rows of a batch (a quarter of all rows, within limits), those of a batch that are left out, most steps.
 _AUTO_BATCH, _AUTO_EVALUATED, _AUTO_STEPS = (256, 1_000), 256, 100
 _AUTO_PRODUCTS = 100_000_000
-# Of "auto": rows on which candidates are compared and the best one is tuned, how many of them are left out, trials.
-_COMPARED_ROWS, _TUNED_ROWS = (1_000, 1_000), (2_000, 1_500)
-_START_TRIALS, _COMPARED_TRIALS, _TUNED_TRIALS = 8, 5, 5  # candidates that may still win get as many again
+_COMPARED_TRIALS = 5  # candidates that may still win get as many again
 _FEATURE_ROWS = 40_000  # with fewer, half of them as centres are quicker and about as good as learned features
 _ROUGHER = 2.0  # length scales of Matérn 1/2, whose correlations fall at once, in those of a Gaussian
 
@@ -72,7 +70,7 @@ class Recipe:
     steps: int = 1000
     learning_rate: float = 0.1
     optimizer: str = "adam"
-    scaling: str | None = "unit"
+    scaling: str | None = "auto"
     solver: str = "auto"
     centres: int | None = None
     fit_seconds: float | None = None  # of the final solve under solver "auto"; None: a fixed amount of work
@@ -84,6 +82,7 @@ class Recipe:
     early_stopping: bool | str = "auto"  # stop at a plateau; "auto": all but the published objectives
     n_iter_no_change: int | None = None  # steps of a plateau; None: 50 under objective "auto", else 100
     warm: bool = False  # kernel and λ were learned before: "auto" starts from them, without a search
+    curves: Curves | None = None  # of the rows that a warm kernel was learned from
     profiles: bool = False  # "auto" also compares Matérn profiles of the learned length scales
     # Only in a config:
     batches_per_step: int = 1
@@ -152,9 +151,16 @@ class Recipe:
             delay=self.delay,
         )
 
-    def scaling_of(self, source: RowSource, split: str | None) -> Scaling:
+    @property
+    def flattens(self) -> bool:
+        """Whether heavy tails of features may be flattened: under "auto", for a kernel of distances between rows."""
+        free = self.scaling == "auto" and self.objective == "auto" and not self.warm
+        distances = self.kernel.bounded and bool(length_scale_names(self.kernel))  # a linear kernel has length scales
+        return free and distances and (self.features is None or type(self.features) is int)
+
+    def scaling_of(self, source: RowSource, split: str | None, curves: Curves | None = None) -> Scaling:
         """What is applied to rows before the kernel."""
-        scaling = Scaling.of(source.split_statistics(split), self.scaling)
+        scaling = replace(Scaling.of(source.split_statistics(split), self.scaling), curves=curves)
         later = isinstance(self.features, int) or self.learns_features  # drawn, or learned, after the kernel
         return scaling if later else with_features(scaling, self.features, self.seed)
 
@@ -176,18 +182,8 @@ class Recipe:
         return choose("auto", Size(rows, dtype=self.dtype), seconds=self.fit_seconds).solver in ("nystrom", "falkon")
 
     def precision_for(self, source: RowSource, split: str | None) -> str:
-        """The precision of scaled rows: double if single cannot resolve their differences.
-
-        Scaling subtracts in double. Unscaled rows may be so far from the origin (years, coordinates) that single
-        precision, with a spacing of 1.2e-7 |x|, rounds their differences away.
-        """
-        found = source.split_statistics(split)
-        if self.scaling is None and self.dtype == "float32" and found.count:
-            spread = np.sqrt(found.variance)
-            largest = np.maximum(np.abs(found.minimum), np.abs(found.maximum))
-            if bool(np.any((spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread))):
-                return "float64"
-        return self.dtype
+        """The precision of scaled rows: double if single cannot resolve their differences."""
+        return resolving_dtype(self.dtype, source, split, self.scaling)
 
     def floor(self, rows: float, n_classes: int) -> float:
         """The least probability of a label: n rows (or rows of weight n) cannot support anything rarer than
@@ -204,6 +200,7 @@ class Candidate:
     regularization: float
     history: list[Record] = field(default_factory=list, repr=False)
     loss: float | None = None  # leave-one-out log loss on a sample of rows, if candidates were compared
+    curves: Curves | None = None  # for rows with heavy tails, after scaling and before the kernel
     learned: LearnedMap | None = None  # features, instead of a kernel
 
 
@@ -241,15 +238,16 @@ def learn_candidates(
         kernel, lam = _searched(dataset, recipe, split, executor)
         return [Candidate(recipe.objective, kernel, lam)]
     common: Tuned | None = None
+    curves = recipe.curves
     if recipe.objective == "auto":
         batch = min(recipe.settings(AUTO, rows).batch_size or rows, rows)
         if recipe.warm:
             lam = lam * rows / batch  # the same shift
         else:
-            common = _start(dataset, recipe, split, executor)
+            common, curves = _start(dataset, recipe, split, executor)
             kernel, lam = common.kernel, common.shift / batch
     found = []
-    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+    scaling, dtype = recipe.scaling_of(dataset, split, curves), recipe.precision_for(dataset, split)
     for name in recipe.objectives:
         learned = learn_on_dataset(
             dataset,
@@ -266,7 +264,7 @@ def learn_candidates(
             dtype=dtype,
             backend=recipe.backend,
         )
-        found.append(Candidate(name, learned.kernel, learned.regularization, learned.history))
+        found.append(Candidate(name, learned.kernel, learned.regularization, learned.history, curves=curves))
     if recipe.objective == "auto":
         shift = found[0].regularization * batch
         if not recipe.refit_regularization:
@@ -312,13 +310,13 @@ def fit_candidates(
     """
     assert dataset.classes is not None
     split = _resolved(dataset, split)
-    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+    dtype = recipe.precision_for(dataset, split)
 
     learned = next((c.learned for c in candidates if c.learned is not None), None)
     floor = recipe.floor(dataset.split_weight(split), dataset.n_classes)
 
     def fitted(candidate: Candidate, retune: bool | str, centres: int | None = None) -> Fit:
-        form = _explicit(recipe, candidate, scaling, dataset, split)
+        form = _explicit(recipe, candidate, recipe.scaling_of(dataset, split, candidate.curves), dataset, split)
         fit = fit_on_dataset(
             dataset,
             candidate.kernel,
@@ -445,32 +443,20 @@ def _falling(rate: float, steps: int) -> optim.Schedule:
     return optim.cosine_decay(rate, steps, floor=0.05)
 
 
-def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor) -> Tuned:
-    """The best common factor of the length scales and the best shift, for features as scaled and standardised."""
+def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Executor) -> tuple[Tuned, Curves | None]:
+    """The best common factor of the length scales and the best shift, for features as scaled and standardised; and
+    curves for features with heavy tails, if the loss is lower with them by more than two standard errors."""
     rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
-    calls = [(rows, recipe.kernel, spread, floor, recipe.seed) for spread in (False, True)]
-    found = executor.map(start_on_sample, calls, name="starting-point")
-    return min((tuned for tuned in found if tuned is not None), key=lambda tuned: tuned.loss)
-
-
-def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, seed: int) -> Tuned | None:
-    """Runs on a worker. With `spread` length scales start in proportion to the deviation of their feature; None if
-    that makes no difference to the kernel."""
-    size, evaluated = _COMPARED_ROWS
-    X, y, w = shuffled_sample(rows, size, seed)
-    if spread:
-        deviations = deviations_of(X) if getattr(X, "ndim", 0) == 2 else np.empty(0)
-        names = [n for n in length_scale_names(kernel) if kernel.parameters[n].shape == deviations.shape]
-        if not names or not np.any(deviations > 0):
-            return None
-        widths = np.where(deviations > 0, deviations, 1.0)
-        kernel = kernel.replace({name: kernel.parameters[name] * widths for name in names})
-    kernel = at_median_distance(kernel, X, seed)
-    shift = START_SHIFT * (kernel.alpha(X) ** 2 or 1.0)
-    return tune(
-        kernel, X, y, rows.n_classes, shift=shift, steps=COARSE, trials=_START_TRIALS, evaluated=evaluated,
-        floor=floor, weights=w, tolerance=STEP_TOLERANCE,
-    )  # fmt: skip
+    found = []
+    curves = executor.map(curves_of_sample, [(rows, recipe.seed)], name="heavy-tails")[0] if recipe.flattens else None
+    for own in (None, curves)[: 1 if curves is None else 2]:
+        scaled = _rows(dataset, recipe, split, own)
+        calls = [(scaled, recipe.kernel, spread, floor, recipe.seed) for spread in (False, True)]
+        tried = executor.map(start_on_sample, calls, name="starting-point")
+        found.append(min((tuned for tuned in tried if tuned is not None), key=lambda tuned: tuned.loss))
+    if len(found) == 2 and _lead(found[1], found[0]) > 2:
+        return found[1], curves
+    return found[0], None
 
 
 def _compared(
@@ -481,9 +467,12 @@ def _compared(
     The first candidate is replaced only by one that is better by more than the standard error of the difference: with
     few rows the least of several losses is mostly luck.
     """
-    rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
+    rows, floor = (
+        _rows(dataset, recipe, split, learned.curves),
+        recipe.floor(dataset.split_weight(split), dataset.n_classes),
+    )
     trials = _variants(learned, common, recipe.profiles)
-    common_arguments = (_COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
+    common_arguments = (COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
     tuned = executor.map(tune_on_sample, [(rows, *own, FINE, *common_arguments) for _, *own in trials], name="tune")
     likely = [i for i, own in enumerate(tuned) if _lead(min(tuned, key=lambda t: t.loss), own) < 2]
     finer = (FINE[0] / 2, FINE[1] / 2)
@@ -503,6 +492,7 @@ def _compared(
             (found if i == best else tuned[i]).shift / rows.positive,
             learned.history if i == best else [],
             tuned[i].loss,
+            learned.curves,
         )
         for i in order
     ]
@@ -536,37 +526,8 @@ def gaussian_of(profile: Matern) -> Gaussian:
     return Gaussian(length_scale=np.asarray(profile.length_scale) / factor, scale=profile.scale)
 
 
-def tune_on_sample(
-    rows: RowsRef,
-    kernel: Kernel,
-    shift: float,
-    steps: tuple[float, float],
-    size: tuple[int, int],
-    trials: int,
-    floor: float,
-    seed: int,
-) -> Tuned:
-    """Runs on a worker."""
-    X, y, w = shuffled_sample(rows, size[0], seed)
-    return tune(
-        kernel, X, y, rows.n_classes, shift=shift, steps=steps, trials=trials, evaluated=size[1], floor=floor,
-        weights=w, tolerance=STEP_TOLERANCE,
-    )  # fmt: skip
-
-
-def settle_on_sample(rows: RowsRef, tuned: Tuned, steps: tuple[float, float], floor: float, seed: int) -> Tuned:
-    """Tuned once more on more rows, if there are more; of few rows the largest shift that is about as good. Runs on a
-    worker."""
-    size, evaluated = _COMPARED_ROWS
-    if rows.positive > size:
-        return tune_on_sample(rows, tuned.kernel, tuned.shift, steps, _TUNED_ROWS, _TUNED_TRIALS, floor, seed)
-    X, y, w = shuffled_sample(rows, size, seed)
-    sample: dict[str, Any] = {"evaluated": evaluated, "floor": floor, "weights": w, "tolerance": STEP_TOLERANCE}
-    return raise_shift(tuned, X, y, rows.n_classes, **sample)
-
-
-def _rows(dataset: RowSource, recipe: Recipe, split: str | None) -> RowsRef:
-    scaling, dtype = recipe.scaling_of(dataset, split), recipe.precision_for(dataset, split)
+def _rows(dataset: RowSource, recipe: Recipe, split: str | None, curves: Curves | None = None) -> RowsRef:
+    scaling, dtype = recipe.scaling_of(dataset, split, curves), recipe.precision_for(dataset, split)
     return RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True).with_positive_weight()
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from kme_dist.backend import available_cores, thread_count
 from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, DataError, RetryError
 from kme_dist.run.executors import DaskExecutor, Executor, SerialExecutor
 
@@ -83,3 +85,13 @@ def share(rows: ArrayRows, client: Any, stack: contextlib.ExitStack) -> str | No
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-dist-"))
     rows.spill(folder)
     return folder
+
+
+def scratch_for(rows: RowSource, folder: str | None, client: Any, stack: contextlib.ExitStack) -> str | Place | None:
+    """Where tasks of a fit exchange arrays until `stack` closes: `folder`, that of `share`, or beside a data set, since
+    workers on other hosts cannot reach a folder of this machine."""
+    if client is None or not isinstance(rows, Dataset):
+        return folder
+    place = rows.place.sibling(f".{rows.place.name}.fit-{os.getpid()}")
+    stack.callback(place.delete_all)
+    return place

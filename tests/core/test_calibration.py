@@ -6,7 +6,9 @@ import json
 
 import numpy as np
 import pytest
+from scipy.optimize import isotonic_regression
 
+from kme_dist.core import calibration
 from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import (
     KINDS,
@@ -151,6 +153,18 @@ def test_isotonic_probabilities_are_the_nearest_ones_that_keep_the_order():
         assert ((kept[row] - free[row]) ** 2).sum() <= distances.min() + 1e-12
     before, after = (figures(p, other_codes)["log_loss"] for p in (free, kept))
     assert after < before + 1e-3, "the order was right: nothing is lost by keeping it"
+
+
+@pytest.mark.parametrize("m", [2, 3, 7, 40])
+def test_rows_are_put_in_order_all_at_a_time_as_one_by_one(m):
+    rng = np.random.default_rng(m)
+    q = np.concatenate([rng.dirichlet(np.full(m, 0.5), 200), np.sort(rng.random((5, m)), axis=1), np.full((3, m), 0.1)])
+    q[7] = q[7][np.argsort(-q[7])]  # falls all the way
+    found = calibration._rising(q)
+    assert (np.diff(found, axis=1) >= 0).all()
+    np.testing.assert_allclose(found, [isotonic_regression(row).x for row in q], rtol=0, atol=4 * np.finfo(float).eps)
+    np.testing.assert_array_equal(calibration._rising(q[5:9]), found[5:9], err_msg="rows do not touch each other")
+    assert calibration._rising(q[:0]).shape == (0, m)
 
 
 def test_a_calibration_of_an_older_model_still_loads():

@@ -221,6 +221,15 @@ def test_retuned_regularization_does_not_depend_on_the_unit_of_the_weights():
     close(found[0][1], found[1][1])
 
 
+def test_retuned_regularization_with_integer_weights_is_that_of_repeated_rows():
+    X, y, kernel, counts = vectors(60), labels(60), KERNELS["gaussian"], np.resize(COUNTS, 60)
+    X2, y2 = repeated(X, y, counts=counts)
+    one = retune_regularization(kernel, X, y, M, start=LAM, floor=0.01, weights=counts.astype(float))
+    two = retune_regularization(kernel, X2, y2, M, start=LAM, floor=0.01)
+    close(one[0], two[0])
+    close(one[1], two[1])
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_sums_and_their_system_with_integer_weights_are_those_of_repeated_rows(dtype):
     X, y = vectors(40).astype(dtype), labels(40)
@@ -297,9 +306,9 @@ def test_log_loss_is_a_weighted_mean(rng):
     ("weights", "words"),
     [
         (np.ones(3), r"shape \(3,\) for 4 rows"),
-        ([1, 1, -2, 1], r"row 2 .* is -2\.0"),
-        ([1, np.nan, 1, 1], "row 1 .* is nan"),
-        ([1, 1, 1, np.inf], "row 3 .* is inf"),
+        ([1, 1, -2, 1], r"row 2 is -2\.0"),
+        ([1, np.nan, 1, 1], "row 1 is nan"),
+        ([1, 1, 1, np.inf], "row 3 is inf"),
         (np.zeros(4), "all 4 weights are 0"),
     ],
 )

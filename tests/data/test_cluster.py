@@ -100,6 +100,6 @@ def test_an_error_on_a_worker_names_its_row(tmp_path, rows, client):
     bad = rows[0].copy()
     bad[25_000, 3] = np.nan
     np.save(tmp_path / "X.npy", bad)
-    with pytest.raises(DataError, match="row 25001, column 'x3'"):
+    with pytest.raises(DataError, match="row 25000, column 'x3'"):
         ingest(tmp_path / "X.npy", tmp_path / "d.zarr", client=client, **SMALL)
     assert not (tmp_path / "d.zarr").exists()

@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from kme_dist.cli.app import IngestOptions
 from kme_dist.config import DataConfig
 from kme_dist.data.dataset import open_dataset
-from kme_dist.data.ingest import ingest, parse_bytes, read_table
+from kme_dist.data.ingest import ingest, parse_bytes
+from kme_dist.data.reading import read_table
 from kme_dist.data.schema import Schema
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import AssumptionWarning, ConfigError, DataError
 
 ROWS, WIDTH = 5000, 7
 CLASSES = ["oak", "ash", "fir"]
@@ -70,7 +71,7 @@ def make_source(kind: str, folder: Path, X, y):
     if kind == "tsv.zst":
         pa.csv.write_csv(table, folder / "t.tsv", pa.csv.WriteOptions(delimiter="\t", include_header=False))
         (folder / "t.tsv.zst").write_bytes(pa.compress((folder / "t.tsv").read_bytes(), codec="zstd", asbytes=True))
-        return folder / "t.tsv.zst", {"label": str(WIDTH)}
+        return folder / "t.tsv.zst", {"label": str(WIDTH), "header": False}
     if kind == "csv folder":
         for i in range(3):
             part = table.slice(i * 2000, 2000)
@@ -225,7 +226,7 @@ def test_dates_become_days_since_1970(tmp_path):
     assert clock.feature_names == ["at", "at:sin(day)", "at:cos(day)"]
     np.testing.assert_allclose(clock.X, [[0.25, 1, 0], [0.5, 0, -1]], atol=1e-9)
     (tmp_path / "t.csv").write_text("when\n2024-01-02\nsoon\n")
-    with pytest.raises(DataError, match="row 2, column 'when': 'soon' is not a date or time"):
+    with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'when': 'soon' is not a date or time"):
         read_table(tmp_path / "t.csv", schema=table.schema)
 
 
@@ -240,16 +241,154 @@ def test_missing_values_may_have_features_of_their_own():
     assert Schema.from_json(stored) == table.schema
 
 
-@pytest.mark.parametrize("values", ["1,5 2,5", "1,234 5,678", "10% 20%", "1_000 2_000", "€5 €6"])
-def test_numbers_in_another_notation_are_categories_and_said_so(tmp_path, values):
-    (tmp_path / "t.csv").write_text("x;y\n" + "".join(f"{value};a\n" for value in values.split()))
-    with pytest.warns(UserWarning, match=r"column 'x' holds texts such as .*categories, not as numbers.*`exclude`"):
-        assert read_table(tmp_path / "t.csv", label="y").feature_names[0].startswith("x=")
+@pytest.mark.parametrize(
+    ("values", "advice", "options", "numbers"),
+    [
+        ("1,5 2,25", "set `decimal` to ','", {"decimal": ","}, [1.5, 2.25]),
+        ("1,234 5,678", "set `thousands` to ',' or set `decimal` to ','", {"thousands": ","}, [1234, 5678]),
+        ("1,234 5,678", "set `thousands` to ',' or set `decimal` to ','", {"decimal": ","}, [1.234, 5.678]),
+        ("1.234,5 7", "set `decimal` to ',' and `thousands` to '.'", {"decimal": ",", "thousands": "."}, [1234.5, 7]),
+        ("10% 2.5%", "set `percent` to true", {"percent": True}, [0.1, 0.025]),
+        ("1_000 2_000", "set `thousands` to '_'", {"thousands": "_"}, [1000, 2000]),
+        ("€5 €6", "write them as 1234.5", None, None),
+    ],
+)
+def test_numbers_in_another_notation_are_refused_or_read_as_asked(tmp_path, values, advice, options, numbers):
+    """Never silently categories; the notation stays with the encoding, for new rows."""
+    texts = values.split()
+    (tmp_path / "t.csv").write_text("x;y\n" + "".join(f"{value};a\n" for value in texts))
+    with pytest.raises(
+        DataError, match=r"column 'x' holds texts such as .*may be numbers in another notation"
+    ) as found:
+        read_table(tmp_path / "t.csv", label="y")
+    assert advice in str(found.value)
+    assert read_table(tmp_path / "t.csv", label="y", categories=["x"]).feature_names == [
+        f"x={t}" for t in sorted(texts)
+    ]
+    if options is None:
+        return
+    table = read_table(tmp_path / "t.csv", label="y", **options)
+    np.testing.assert_allclose(table.X[:, 0], numbers, rtol=1e-15)
+    schema = Schema.from_json(json.loads(json.dumps(table.schema.encoding_json())))
+    again = read_table(tmp_path / "t.csv", schema=schema)
+    np.testing.assert_array_equal(again.X, table.X)
+    typed = read_table(pd.DataFrame({"x": table.X[:, 0]}), schema=schema)
+    np.testing.assert_array_equal(typed.X, table.X)
+    with pytest.raises(DataError, match=r"row 1, column 'x': 'many' is not a number with `"):
+        read_table(pd.DataFrame({"x": [texts[0], "many"]}), schema=schema)
+    targets = read_table(tmp_path / "t.csv", label="x", features=["y"], task="regression", **options)
+    np.testing.assert_array_equal(targets.y, table.X[:, 0])
+    with pytest.raises(DataError, match=r"labels 'x' such as .* may be numbers in another notation"):
+        ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="x")
+    classes = ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="x", task="classification")
+    assert classes.classes == sorted(texts)
+
+
+def test_grouped_digits_are_thousands_only_in_groups_of_three(tmp_path):
+    (tmp_path / "t.csv").write_text("x;y\n1,234;a\n1,5;b\n")
+    with pytest.raises(DataError, match=r"column 'x' holds texts such as '1,.*notation: set `decimal` to ','; or list"):
+        read_table(tmp_path / "t.csv", label="y", thousands=",")
+    for wrong in ({"decimal": "x"}, {"thousands": "x"}, {"decimal": ",", "thousands": ","}):
+        with pytest.raises(ConfigError, match="must"):
+            read_table(tmp_path / "t.csv", label="y", **wrong)
+
+
+def test_decimal_commas_between_semicolons_without_a_header(tmp_path):
+    (tmp_path / "t.csv").write_text("1,5;2,5;a\n3,5;4,5;b\n")
+    with pytest.warns(AssumptionWarning) as found:
+        table = read_table(tmp_path / "t.csv", label=2, decimal=",")
+    np.testing.assert_array_equal(table.X, [[1.5, 2.5], [3.5, 4.5]])
+    said = [str(warning.message) for warning in found]
+    assert "fields end at ';', since ',' is within numbers" in said[0]
+    assert "no header, since '1,5' in the first line is a number" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "said"),
+    [
+        ("1.5,2.5\n3.5,4.5\n", ["column_0", "column_1"], "no header, since '1.5' in the first line is a number"),
+        ("1,2\n3,4\n", ["column_0", "column_1"], "no header, since '1'"),
+        ("id,2019\n7,1.5\n8,2.5\n", ["id", "2019"], "the first line is the header, although '2019' is a number"),
+        ("2019,2020,2021\n1.5,2.5,3.5\n", None, "may be a header or a row; set `header` to true or false"),
+        ("2010,2015,2017\n7,5,3\n", None, "may be a header or a row"),
+        ("0,1,2\n1.5,2.5,3.5\n", None, "may be a header or a row"),
+    ],
+)
+def test_a_header_of_numbers_is_asked_about_and_what_was_assumed_is_said(tmp_path, text, names, said):
+    (tmp_path / "t.csv").write_text(text)
+    first, count = text.splitlines()[0].split(","), len(text.splitlines())
+    if names is None:
+        with pytest.raises(DataError, match=said):
+            read_table(tmp_path / "t.csv")
+    else:
+        with pytest.warns(AssumptionWarning, match=said):
+            assert read_table(tmp_path / "t.csv").feature_names == names
+    named = read_table(tmp_path / "t.csv", header=True)
+    assert (named.feature_names, len(named.X)) == (first, count - 1)
+    if "id" not in first:
+        assert len(read_table(tmp_path / "t.csv", header=False).X) == count
+
+
+def test_codes_with_leading_zeros_are_kept_as_labels_and_said_as_features(tmp_path):
+    (tmp_path / "t.csv").write_text("zip,y\n007,1\n07,2\n7,2\n")
+    with pytest.warns(AssumptionWarning, match=r"column 'zip' is read as numbers, so that '007' is 7; .*`categories`"):
+        np.testing.assert_array_equal(read_table(tmp_path / "t.csv", label="y").X, [[7], [7], [7]])
+    kept = read_table(tmp_path / "t.csv", label="y", categories=["zip"])
+    assert sorted(kept.feature_names) == ["zip=007", "zip=07", "zip=7"]
+    np.testing.assert_array_equal(kept.X.sum(axis=1), 1)
+    with pytest.warns(AssumptionWarning, match=r"labels 'zip' are texts, since integers such as '007'"):
+        assert read_table(tmp_path / "t.csv", label="zip").class_names == ["007", "07", "7"]
+
+
+def test_integer_labels_above_64_bits_are_classes(tmp_path):
+    big = [str(2**64 + i) for i in range(2)]
+    (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{i},{big[i % 2]}\n" for i in range(6)))
+    with pytest.warns(AssumptionWarning, match=rf"labels 'y' are texts, since integers such as '{big[0]}'"):
+        table = read_table(tmp_path / "t.csv", label="y")
+    assert table.class_names == big
+    assert read_table(tmp_path / "t.csv", label="y", task="regression").y[0] == 2.0**64
+
+
+def test_texts_that_differ_by_spaces_are_refused_unless_it_is_said_what_is_right(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y,z\np, u,1\n p,u,2\nq,v,4\n")
+    with pytest.raises(DataError, match=r"column 'x' holds '.*p' and '.*p', which differ by spaces only; set `strip`"):
+        read_table(tmp_path / "t.csv", label="y")
+    with pytest.raises(DataError, match="column 'y' holds"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y", exclude=["x"])
+    table = read_table(tmp_path / "t.csv", label="y", strip=True)
+    assert (table.feature_names, table.class_names) == (["x=p", "x=q", "z"], ["u", "v"])
+    again = read_table(tmp_path / "t.csv", schema=table.schema)
+    np.testing.assert_array_equal(again.X, [[1, 0, 1], [1, 0, 2], [0, 1, 4]])
+    both = read_table(tmp_path / "t.csv", label="y", strip=False)
+    assert (len(both.feature_names), len(both.class_names)) == (4, 3)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "frame"])
+def test_missing_values_of_a_table_have_a_default_that_is_said(tmp_path, kind):
+    """The mean or no category, with a feature that marks them; of numbers alone, too. The same in every table."""
+    frame = pd.DataFrame({"a": [1.0, None, 4.0], "b": [1.5, 2.5, 3.5], "y": ["u", "v", "u"]})
+    sources = {"csv": tmp_path / "t.csv", "parquet": tmp_path / "t.parquet", "frame": frame}
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_parquet(tmp_path / "t.parquet")
+    with pytest.warns(AssumptionWarning, match=r"missing values in 'a' \(1 row\) are the mean or no category"):
+        table = read_table(sources[kind], label="y")
+    assert table.feature_names == ["a", "a:missing", "b"]
+    np.testing.assert_array_equal(table.X, [[1, 0, 1.5], [2.5, 1, 2.5], [4, 0, 3.5]])
+    with pytest.warns(AssumptionWarning, match="missing values in 'a'"):
+        data = ingest(sources[kind], tmp_path / "d.zarr", label="y")
+    np.testing.assert_array_equal(data.read()[0], table.X)
+    assert data.schema.columns == table.schema.columns
+    assert read_table(frame.drop(columns="a"), label="y").schema.missing == "error"  # complete numbers: as they are
+
+
+def test_missing_values_of_a_matrix_are_an_error():
+    with pytest.raises(DataError, match=r"row 1, column 'x0': the value is missing"):
+        read_table((np.array([[1.0], [np.nan]]), np.array([0, 1])))
 
 
 def test_a_text_in_a_column_of_numbers_is_named(tmp_path):
     schema = read_table(pd.DataFrame({"a": [1.0, 2.0]})).schema
-    with pytest.raises(DataError, match="row 2, column 'a': 'two' is not a number"):
+    with pytest.raises(DataError, match="row 1, column 'a': 'two' is not a number"):
         read_table(pd.DataFrame({"a": ["1", "two"]}), schema=schema)
     np.testing.assert_array_equal(read_table(pd.DataFrame({"a": ["true", "FALSE"]}), schema=schema).X, [[1], [0]])
 
@@ -267,8 +406,8 @@ def test_missing_values_follow_the_policy(mixed, tmp_path, policy, expected):
 
 
 def test_a_missing_value_is_an_error_with_row_and_column(mixed):
-    with pytest.raises(DataError, match=r"m\.csv: row 3, column 'price': the value is missing"):
-        read_table(mixed, exclude=["when"])
+    with pytest.raises(DataError, match=r"m\.csv: row 2 \(line 4\), column 'price': the value is missing"):
+        read_table(mixed, exclude=["when"], missing="error")
 
 
 def test_the_median_is_exact(tmp_path):
@@ -283,30 +422,43 @@ def test_the_median_is_exact(tmp_path):
 
 def test_a_missing_label_is_an_error_or_dropped(tmp_path):
     (tmp_path / "t.csv").write_text("a,label\n1,x\n2,\n3,y\n")
-    with pytest.raises(DataError, match="row 2, column 'label'"):
+    with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'label'"):
         read_table(tmp_path / "t.csv", label="label")
     assert read_table(tmp_path / "t.csv", label="label", missing="drop").class_names == ["x", "y"]
 
 
 def test_infinite_and_too_large_values_are_named(tmp_path):
     (tmp_path / "t.csv").write_text("a,b\n1,2\n3,1e39\n")
-    with pytest.raises(DataError, match=r"row 2, column 'b'.*too large for float32"):
+    with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'b'.*too large for float32"):
         read_table(tmp_path / "t.csv", dtype="float32")
     assert read_table(tmp_path / "t.csv").X[1, 1] == 1e39
 
 
-def test_no_digit_of_the_source_is_lost_unless_asked_for(tmp_path):
+def test_values_stay_apart_in_every_source(tmp_path):
+    """Consecutive seconds, of which single precision would make four values, are stored in double or refused."""
     seconds = 1_700_000_000 + np.arange(400)
     table = pa.table({"time": seconds, "value": np.linspace(0, 1, 400)})
     pa.csv.write_csv(table, tmp_path / "t.csv")
     pq.write_table(table, tmp_path / "t.parquet")
     wide = np.column_stack([seconds, np.linspace(0, 1, 400)])
-    for source in (tmp_path / "t.csv", tmp_path / "t.parquet", table, wide, seconds[:, None]):
+    rows = zip(seconds.tolist(), np.linspace(0, 1, 400).tolist(), strict=True)
+    (tmp_path / "t.libsvm").write_text("".join(f"{i % 2} 1:{t} 2:{v!r}\n" for i, (t, v) in enumerate(rows)))
+    files = [tmp_path / f"t.{kind}" for kind in ("csv", "parquet", "libsvm")]
+    for source in (*files, table, wide, seconds[:, None]):
         found = read_table(source).X
         assert found.dtype == np.float64
         assert len(np.unique(found[:, 0])) == 400
     assert read_table(wide.astype(np.float32)).X.dtype == np.float32
-    assert read_table(tmp_path / "t.csv", dtype="float32").X.dtype == np.float32
+    for source in (*files, wide):
+        with pytest.raises(
+            DataError, match=r"float32 cannot tell the values of the feature '(time|x0)' apart, which are"
+        ):
+            read_table(source, dtype="float32")
+    with pytest.raises(DataError, match=r"feature 'time' apart, which are about 1\.7e"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", dtype="float32")
+    assert not (tmp_path / "t.zarr").exists()
+    assert read_table(tmp_path / "t.csv", features=["value"], dtype="float32").X.dtype == np.float32
+    assert ingest(tmp_path / "t.csv", tmp_path / "t.zarr").dtype == np.float64
 
 
 def test_bytes_stay_bytes_and_images_keep_their_shape(tmp_path):
@@ -548,14 +700,14 @@ def test_a_word_among_many_decimals_is_named_with_its_row(tmp_path):
     lines = [f"{i}.25,{'ab'[i % 2]}" for i in range(600)]
     lines[300] = "old,a"
     (tmp_path / "t.csv").write_text("age,y\n" + "\n".join(lines) + "\n")
-    with pytest.raises(DataError, match=r"t\.csv: row 301, column 'age': 'old' is text among numbers"):
+    with pytest.raises(DataError, match=r"t\.csv: row 300 \(line 302\), column 'age': 'old' is text among numbers"):
         ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
 
 
 def test_a_missing_category_is_named_by_the_column_of_the_file(tmp_path):
     (tmp_path / "t.csv").write_text("city,y\nBonn,a\nKöln,b\n,a\n", encoding="utf-8")
-    with pytest.raises(DataError, match="row 3, column 'city': the value is missing"):
-        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y")
+    with pytest.raises(DataError, match=r"row 2 \(line 4\), column 'city': the value is missing"):
+        ingest(tmp_path / "t.csv", tmp_path / "t.zarr", label="y", missing="error")
 
 
 @pytest.mark.parametrize("missing", ["mean", "median"])
@@ -570,10 +722,13 @@ def test_no_rows_have_no_mean(tmp_path, missing):
     [
         "name,y\n" + "".join(f"person {i},a\n" for i in range(300)),
         "x,y\n1.5,a\n2.5,a\noops,b\n3.5,b\n",
-        "x,y\n1.5,a\n,b\n",
         "x,y\n1.5,a\n2.5,\n",
+        "0,1,y\n1.5,2.5,a\n2.5,3.5,b\n",
+        'x,y\n"1,5",a\n"2,5",b\n',
+        'x,y\n1,"1,234"\n2,"5,678"\n',
+        "x,y\np,a\n p,b\n",
     ],
-    ids=["identifiers", "a word", "missing", "missing label"],
+    ids=["identifiers", "a word", "missing label", "header", "notation", "notation of labels", "spaces"],
 )
 def test_advice_works_on_the_command_line_in_a_config_and_in_python(tmp_path, table):
     """An option that a message names (in backticks) is one of `ingest` and a key of section `data`."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import types
 
 import pytest
 
+from kme_dist.data import leases
 from kme_dist.data.leases import EpochLease, LeaseLost, WriterLease, latest_epoch, writer_lease
 from kme_dist.data.places import Place
 from kme_dist.errors import RetryError
@@ -58,3 +62,64 @@ def test_what_is_on_disk(tmp_path, bucket):
     store = Place.of(f"{bucket}/m.zarr")
     with writer_lease(store):
         assert set(json.loads(Place.of(bucket).read("m.zarr.lease"))) == {"holder", "token", "counter"}
+
+
+def test_of_two_that_saw_the_same_expired_lease_one_takes_it_over(bucket):
+    place, home = Place.of(f"{bucket}/m.zarr"), Place.of(bucket)
+    home.write("m.zarr.lease", json.dumps({"holder": "one that died"}).encode())
+    first, second = WriterLease(place, "first"), WriterLease(place, "second")
+    seen = first._observe(), second._observe()
+    assert seen[0] == seen[1]
+    assert [first._claim(seen[0]), second._claim(seen[1])] == [True, False]
+    first.check()
+    with pytest.raises(RetryError, match="took over"):
+        second.check()
+    assert not second._renew()
+    assert json.loads(home.read("m.zarr.lease"))["holder"] == "first"
+
+
+def test_a_renewal_does_not_take_the_lease_back_from_another(bucket):
+    """Also if the other one came right after the last renewal."""
+    place, home = Place.of(f"{bucket}/m.zarr"), Place.of(bucket)
+    lease = WriterLease(place)
+    assert lease.acquire(0.0)
+    assert lease._renew()
+    home.write("m.zarr.lease", json.dumps({"holder": "another"}).encode())
+    assert not lease._renew()
+    assert not lease._renew()
+    assert json.loads(home.read("m.zarr.lease")) == {"holder": "another"}
+
+
+def test_a_lease_that_is_gone_is_lost(bucket):
+    lease = WriterLease(Place.of(f"{bucket}/m.zarr"))
+    assert lease.acquire(0.0)
+    Place.of(bucket).delete("m.zarr.lease")
+    with pytest.raises(RetryError, match="took over because this process had stalled"):
+        lease.check()
+
+
+@pytest.mark.parametrize("created_again", [False, True])
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_not_a_lock(tmp_path, monkeypatch, created_again):
+    """The previous holder removes its file between our opening it and our locking it; another may create the next."""
+    place, path = Place.of(tmp_path / "m.zarr"), tmp_path / ".m.zarr.lock"
+    calls = []
+
+    def flock(descriptor, how):
+        calls.append(how)
+        if len(calls) == 1:
+            path.unlink()
+            if created_again:
+                path.touch()
+        fcntl.flock(descriptor, how)
+
+    patched = types.SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
+    monkeypatch.setattr(leases, "fcntl", patched)
+    with writer_lease(place):
+        assert len(calls) == 2, "locked again"
+        assert str(os.getpid()) in path.read_text()
+        with (
+            pytest.raises(RetryError, match=f"another writer is at work there .process {os.getpid()}"),
+            writer_lease(place),
+        ):
+            pass
+    assert os.listdir(tmp_path) == []

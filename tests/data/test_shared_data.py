@@ -10,7 +10,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from kme_dist.data.ingest import ingest, read_table
+from kme_dist.data.ingest import ingest
+from kme_dist.data.reading import read_table
 
 NAMES = ["abalone", "banknote", "cadata", "ecoli", "ionosphere", "iris", "parkinsons", "pendigits", "pima", "poker"]
 NAMES += ["satimage", "segment", "space_ga", "wine"]

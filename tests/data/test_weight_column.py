@@ -14,7 +14,8 @@ from distributed import Client, LocalCluster
 from kme_dist.data.append import append
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import describe_dataset, open_dataset
-from kme_dist.data.ingest import Table, ingest, read_table
+from kme_dist.data.ingest import ingest
+from kme_dist.data.reading import Table, read_table
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.statistics import Statistics
 from kme_dist.errors import ConfigError, CorruptError, DataError
@@ -186,7 +187,7 @@ def test_tables_and_matrices_have_weights_too(source, tmp_path):
 def test_impossible_weights_are_refused_by_row_and_column(tmp_path, value, words):
     file = tmp_path / "rows.csv"
     file.write_text(f"a,w,k\n1,1,x\n2,{value},y\n3,2,y\n")
-    with pytest.raises(DataError, match=rf"row 2, column 'w': {words}"):
+    with pytest.raises(DataError, match=rf"row 1 \(line 3\), column 'w': {words}"):
         ingest(file, tmp_path / "rows.zarr", label="k", weight="w")
 
 

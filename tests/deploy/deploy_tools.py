@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jsonpatch
@@ -59,6 +60,28 @@ def call(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, **options)
 
 
+# How this host reaches the package index; a machine that the tests make sees none of it unless told.
+HOST_FILES = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+
+
+def debian_archive() -> Path:
+    """A fresh Debian with systemd and Python as an archive, made once; or a skipped test."""
+    archive = TOOLS / "debian-root.tar"
+    if not archive.exists():
+        debootstrap = tool("debootstrap")
+        with tempfile.TemporaryDirectory() as folder:
+            root, packages = Path(folder) / "root", "systemd,systemd-sysv,dbus,ca-certificates,python3"
+            done = call(debootstrap, "--variant=minbase", f"--include={packages}", "bookworm", root, timeout=900)
+            if done.returncode != 0:
+                pytest.skip(f"no Debian could be installed into a folder: {done.stdout[-300:]}")
+            shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)
+            archive.parent.mkdir(exist_ok=True, parents=True)
+            part = archive.with_suffix(".part")
+            assert call("tar", "--create", "--file", part, "--directory", root, ".").returncode == 0
+            part.rename(archive)
+    return archive
+
+
 def documents(path: Path) -> list[dict]:
     return [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
 
@@ -100,7 +123,7 @@ def _build(folder: Path) -> list[dict]:
             jsonpatch.apply_patch(resource, steps, in_place=True)
     for image in recipe.get("images", ()):
         for container in all_containers(resources):
-            if container["image"] == image["name"]:
+            if container["image"].split(":")[0] == image["name"]:
                 container["image"] = f"{image['newName']}:{image['newTag']}"
     if "namespace" in recipe:
         for resource in resources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import json
 import os
 import re
 import shlex
@@ -39,7 +40,11 @@ def raw_command_lines():
     for path in sorted((DEPLOY / "systemd").glob("*.service")):
         unit = configparser.ConfigParser(strict=False, interpolation=None)
         unit.read_string(path.read_text().replace("\\\n", " "))
-        yield path.name, shlex.split(unit["Service"]["ExecStart"])
+        defaults = re.findall(r"(\w+)=(\S+)", " ".join(re.findall(r"(?m)^Environment=(.*)$", path.read_text())))
+        command = unit["Service"]["ExecStart"]
+        for name, value in defaults:
+            command = command.replace(f"${{{name}}}", value)
+        yield path.name, shlex.split(command)
     for line in (DEPLOY / "cron" / "kme-dist").read_text().splitlines():
         if "kme-dist" in line and line[0].isdigit():
             line = re.sub(r'"\$\(.*?\)\S*"', "2026-03-01T02:30:00Z", line)
@@ -85,7 +90,9 @@ def test_every_worker_has_a_port_of_its_own(tmp_path):
     for number, port in ((1, 8791), (2, 8792), (10, 8800)):
         assert call("/bin/sh", "-c", script.replace("%i", str(number))).stdout.strip() == f"127.0.0.1:{port}"
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
-    assert scraped["static_configs"][0]["targets"] == ["127.0.0.1:8791", "127.0.0.1:8792"]
+    (pattern,) = scraped["file_sd_configs"][0]["files"]
+    (listed,) = (DEPLOY / "prometheus").glob(pattern)
+    assert json.loads(listed.read_text()) == [{"targets": ["127.0.0.1:8791", "127.0.0.1:8792"]}]
 
 
 def accepted(words):

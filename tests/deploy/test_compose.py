@@ -34,10 +34,19 @@ def test_it_fits_the_specification(tmp_path):
     assert "depend_on" in done.stdout
 
 
-def test_it_has_scheduler_workers_driver_and_store(compose):
-    assert {"scheduler", "worker", "driver", "store", "smoke", "nightly"} <= set(compose["services"])
+def test_it_has_scheduler_workers_drivers_and_store(compose):
+    assert {"scheduler", "worker", "drivers", "store", "smoke", "nightly"} <= set(compose["services"])
     assert compose["services"]["worker"]["deploy"]["replicas"] == 2
-    assert "kme_driver=1" in compose["services"]["driver"]["command"]
+    assert compose["services"]["drivers"]["command"][:2] == ["kme-dist", "drivers"]
+
+
+def test_nothing_that_up_starts_ends_by_itself(compose):
+    """`up --wait` takes the end of a service for a failure; what runs once has a profile, and starts when asked for."""
+    started = {name: service for name, service in compose["services"].items() if "profiles" not in service}
+    assert set(started) == {"scheduler", "worker", "drivers", "store"}
+    assert all(service["restart"] in ("always", "unless-stopped") for service in started.values())
+    for service in started.values():
+        assert set(service.get("depends_on", ())) <= set(started), "a dependency starts whatever its profile"
 
 
 def ours(compose):
@@ -77,11 +86,11 @@ def test_the_key_of_the_authority_stays_outside(compose):
     assert not any("ca-key" in secret["file"] for secret in compose["secrets"].values())
 
 
-@pytest.mark.parametrize("name", ["scheduler", "worker", "driver", "smoke", "nightly"])
+@pytest.mark.parametrize("name", ["scheduler", "worker", "drivers", "smoke", "nightly"])
 def test_every_process_speaks_tls_with_its_own_certificate(compose, name):
     service = compose["services"][name]
     targets = {secret["target"].rsplit("/", 1)[1] for secret in service["secrets"]}
-    role = "client" if name in ("smoke", "nightly") else "cluster"
+    role = "cluster" if name in ("scheduler", "worker") else "client"
     assert targets == {"ca.pem", f"{role}.pem", f"{role}-key.pem"}
     assert {secret["source"] for secret in service["secrets"]} <= set(compose["secrets"])
     assert "./tls.yaml:/etc/dask/tls.yaml:ro" in service["volumes"]
@@ -91,7 +100,7 @@ def test_every_process_speaks_tls_with_its_own_certificate(compose, name):
 def test_workers_come_back_whatever_they_return(compose):
     """A worker that lost its scheduler ends with exit code 0."""
     assert compose["services"]["worker"]["restart"] == "always"
-    assert compose["services"]["driver"]["restart"] == "always"
+    assert compose["services"]["drivers"]["restart"] == "always"
 
 
 def test_the_nightly_job_is_repeated_for_one_exit_code_only(compose):
@@ -120,18 +129,18 @@ def test_mounted_files_exist(compose):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_its_commands_make_a_cluster_that_works(compose, tmp_path):
-    """Scheduler, worker, driver and smoke as the file starts them, each with its own files; another store stands in."""
+    """Scheduler, worker, drivers and smoke as the file starts them, each with its files; another store stands in."""
     server_module = pytest.importorskip("moto.server")
     pytest.importorskip("cryptography")
     from kme_dist.ops.certs import make_certificates
 
-    ports = {name: free_port() for name in ("8786", "8787", "8788", "driver", "9000")}
+    ports = {name: free_port() for name in ("8786", "8787", "8788", "9000")}
     make_certificates(tmp_path / "certs")
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=ports["9000"], verbose=False)
     server.start()
     started = []
 
-    def start(name, pages="8788"):
+    def start(name):
         service = compose["services"][name]
         home = tmp_path / name
         (home / "tls").mkdir(parents=True)
@@ -156,7 +165,7 @@ def test_its_commands_make_a_cluster_that_works(compose, tmp_path):
             word.replace("//scheduler:8786", f"//127.0.0.1:{ports['8786']}").replace(":8787", f":{ports['8787']}")
             for word in service["command"]
         ]
-        words = [f":{ports[pages]}" if word == ":8788" else word for word in words]
+        words = [f":{ports['8788']}" if word == ":8788" else word for word in words]
         words = [str(ports["8786"]) if word == "8786" else word for word in words]
         with (home / "log").open("w") as log:
             process = subprocess.Popen(words, env=environment, cwd=home, stdout=log, stderr=subprocess.STDOUT)
@@ -169,12 +178,11 @@ def test_its_commands_make_a_cluster_that_works(compose, tmp_path):
             start("scheduler")
         wait_until_healthy(ports["8787"])
         start("worker")
-        start("driver", "driver")
-        for port in (ports["8788"], ports["driver"]):
-            wait_until_healthy(port)
+        start("drivers")
+        wait_until_healthy(ports["8788"])
         done = start("smoke")
         assert done.wait(timeout=300) == 0, (tmp_path / "smoke" / "log").read_text()
-        assert "passed: 2 workers" in (tmp_path / "smoke" / "log").read_text()
+        assert "passed: 1 worker," in (tmp_path / "smoke" / "log").read_text()
         with urllib.request.urlopen(f"http://127.0.0.1:{ports['8787']}/kme", timeout=30) as page:
             assert page.status == 200
     finally:

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import yaml
-from deploy_tools import DEPLOY, ROOT, call, tool
+from deploy_tools import DEPLOY, HOST_FILES, ROOT, call, tool
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 
@@ -173,4 +173,3 @@ def test_the_image_builds_and_its_entry_point_runs_as_nobody(builder):
 
 # How this host reaches the package index; a builder sees none of it unless told.
 BUILD_ENVIRONMENT = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy")
-HOST_FILES = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")

@@ -79,9 +79,10 @@ def test_the_check_of_values_refuses_unknown_ones():
     resources = overlay("cpu")
     find(resources, "CronJob")["spec"]["concurrencyPolicy"] = "Forbidden"
     find(resources, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] = "100GiB"
-    find(resources, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["interval"] = "15 seconds"
+    find(resources, "ServiceMonitor")["spec"]["endpoints"][0]["interval"] = "15 seconds"
+    find(resources, "PrometheusRule")["spec"]["groups"][0]["rules"][0]["for"] = "5 minutes"
     findings = sorted(line.split("/")[0] for line in model_findings(resources))
-    assert findings == ["CronJob", "PersistentVolumeClaim", "PodMonitor"]
+    assert findings == ["CronJob", "PersistentVolumeClaim", "PrometheusRule", "ServiceMonitor"]
 
 
 @functools.cache
@@ -153,7 +154,7 @@ def test_the_rules_of_checkov_hold(name, tmp_path):
     path.write_text(yaml.safe_dump_all(overlay(name)))
     assert checkov_findings(path) <= ALLOWED
     broken = overlay(name)
-    container = find(broken, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    container = find(broken, "Deployment", "kme-dist-drivers")["spec"]["template"]["spec"]["containers"][0]
     container["securityContext"]["allowPrivilegeEscalation"] = True
     path.write_text(yaml.safe_dump_all(broken))
     assert "CKV_K8S_20" in checkov_findings(path)
@@ -241,11 +242,12 @@ def test_every_process_speaks_tls(name):
         assert not any("tcp://" in word for word in words)
 
 
-def test_the_settings_are_those_of_the_other_deployments():
-    """kustomize reads no files outside its folders, so there are copies."""
-    files = KUBERNETES / "base" / "files"
-    for name in ("tls.yaml", "nightly.yaml"):
-        assert (files / name).read_text() == (DEPLOY / name).read_text(), f"copy deploy/{name} to {files}"
+def test_the_settings_and_alerts_are_those_of_the_other_deployments():
+    resources = overlay("cpu")
+    for config, name in (("kme-dist-dask", "tls.yaml"), ("kme-dist-config", "nightly.yaml")):
+        assert find(resources, "ConfigMap", config)["data"][name] == (DEPLOY / name).read_text(), "`make manifests`"
+    alerts = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    assert find(resources, "PrometheusRule")["spec"] == alerts, "`make manifests`"
 
 
 def test_clients_hold_the_certificate_of_clients():
@@ -283,6 +285,15 @@ def test_the_nightly_job_never_runs_twice_at_a_time():
     assert not croniter.croniter.is_valid("61 2 * * *")
 
 
+def test_one_supervisor_of_jobs_looks_at_the_shared_disk():
+    keep = find(overlay("cpu"), "Deployment", "kme-dist-keep")["spec"]
+    assert (keep["replicas"], keep["strategy"]) == (1, {"type": "Recreate"})
+    (container,) = keep["template"]["spec"]["containers"]
+    assert container["args"][:3] == ["kme-dist", "jobs", "keep"]
+    assert environment(container)["KME_ROOT"] == "/data"
+    assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+
+
 def test_the_runner_of_a_daskjob_is_started_once():
     job = find(overlay("job-cpu"), "DaskJob")["spec"]["job"]["spec"]
     assert job["restartPolicy"] == "Never"
@@ -304,13 +315,16 @@ def test_policies_and_monitor_select_what_is_there():
     resources = overlay("cpu")
     operator = {("dask.org/component", value) for value in ("scheduler", "worker", "job-runner")}
     ours = set()
-    for kind in ("CronJob", "Job", "Deployment"):
-        spec = find(resources, kind)["spec"]
-        ours |= set(spec.get("jobTemplate", {"spec": spec})["spec"]["template"]["metadata"]["labels"].items())
+    for resource in resources:
+        if resource["kind"] in ("CronJob", "Job", "Deployment"):
+            spec = resource["spec"]
+            ours |= set(spec.get("jobTemplate", {"spec": spec})["spec"]["template"]["metadata"]["labels"].items())
     used = set()
     for resource in resources:
-        if resource["kind"] in ("NetworkPolicy", "PodMonitor"):
+        if resource["kind"] in ("NetworkPolicy", "ServiceMonitor"):
             used |= pod_selectors(resource["spec"])
+        if resource["kind"] == "Service":
+            used |= set(resource["spec"]["selector"].items())
     assert used - operator - ours == {("kme-dist/role", "proxy")}, "the proxy is the reader's own"
 
 
@@ -330,17 +344,24 @@ def pod_selectors(value):
 
 
 def test_the_monitor_finds_a_port_on_every_pod_it_selects():
+    """The services of schedulers are the operator's, which puts the label of their component on them."""
     resources = overlay("cpu")
-    (endpoint,) = find(resources, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (endpoint,) = find(resources, "ServiceMonitor")["spec"]["endpoints"]
+    (wanted,) = find(resources, "ServiceMonitor")["spec"]["selector"]["matchExpressions"]
+    assert wanted["key"] == "dask.org/component"
+    workers = find(resources, "Service")
+    assert workers["metadata"]["labels"]["dask.org/component"] in wanted["values"]
+    for ports in (workers["spec"]["ports"], find(resources, "DaskCluster")["spec"]["scheduler"]["service"]["ports"]):
+        assert endpoint["port"] in {port["name"] for port in ports}
     for container in all_containers(resources):
         if container["args"][0] == "dask":
             assert endpoint["port"] in {port["name"] for port in container["ports"]}
 
 
 def test_the_monitor_names_its_targets_as_the_alerts_do():
-    (endpoint,) = find(overlay("cpu"), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (endpoint,) = find(overlay("cpu"), "ServiceMonitor")["spec"]["endpoints"]
     (rule,) = [rule for rule in endpoint["relabelings"] if rule["targetLabel"] == "job"]
-    assert rule["sourceLabels"] == ["__meta_kubernetes_pod_label_dask_org_component"]
+    assert rule["sourceLabels"] == ["__meta_kubernetes_service_label_dask_org_component"]
     ours = {rule["replacement"].replace("$1", component) for component in ("scheduler", "worker")}
     named = set(re.findall(r'job="([^"]+)"', (DEPLOY / "prometheus" / "alerts.yml").read_text()))
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
@@ -354,17 +375,15 @@ def test_submitters_may_start_daskjobs_and_no_more():
     assert not any("*" in pair or "secrets" in pair for pair in granted)
 
 
-def test_the_autoscaler_never_touches_the_driver():
-    """It scales the default group of the cluster; what drives jobs is a Deployment that comes back by itself."""
-    resources = overlay("cpu")
-    cluster = find(resources, "DaskCluster")["metadata"]["name"]
-    assert find(resources, "DaskAutoscaler")["spec"]["cluster"] == cluster
-    driver = find(resources, "Deployment")
-    (container,) = all_containers(driver)
-    assert "kme_driver=1" in container["args"]
-    assert driver["spec"]["selector"]["matchLabels"]["dask.org/cluster-name"] == cluster
-    labels = driver["spec"]["template"]["metadata"]["labels"]
-    assert "dask.org/workergroup-name" not in labels, "the operator counts workers of a group by this label"
+def test_drivers_of_jobs_are_clients_and_not_workers():
+    """The autoscaler retires idle workers, and Dask would give a worker tasks."""
+    drivers = find(overlay("cpu"), "Deployment", "kme-dist-drivers")["spec"]
+    (container,) = all_containers(drivers)
+    assert container["args"][:2] == ["kme-dist", "drivers"]
+    assert environment(container)["KME_ROOT"] == "/data"
+    labels = drivers["template"]["metadata"]["labels"]
+    assert labels["kme-dist/role"] == "client"
+    assert not any(name.startswith("dask.org/") for name in labels)
 
 
 def test_gpu_workers_ask_for_a_gpu_and_say_so():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deploy_tools import DEPLOY, call, tool
+from deploy_tools import DEPLOY, call, overlay, tool
 from ports import free_port
 
 RULES = """
@@ -26,7 +26,11 @@ rules:
   comments-indentation: disable
   brackets: {max-spaces-inside: 0}
 """
-FILES = sorted(path for path in DEPLOY.rglob("*.y*ml") if not {"prometheus", "grafana"} & set(path.parts))
+FILES = sorted(
+    path
+    for path in DEPLOY.rglob("*.y*ml")
+    if not ({"prometheus", "grafana", "templates"} & set(path.parts) or path.is_symlink())
+)
 
 
 def test_yamllint_finds_nothing(tmp_path):
@@ -38,7 +42,7 @@ def test_yamllint_finds_nothing(tmp_path):
     assert "duplication of key" in call(*yamllint, broken).stdout
 
 
-@pytest.mark.parametrize("name", ["dask.yaml", "tls.yaml", "kubernetes/base/files/scheduler.yaml"])
+@pytest.mark.parametrize("name", ["dask.yaml", "tls.yaml", "helm/kme-dist/files/scheduler.yaml"])
 def test_dask_knows_every_key(name):
     import distributed
 
@@ -60,7 +64,7 @@ def test_the_scheduler_of_kubernetes_keeps_the_routes_that_dask_has_by_default()
     import distributed
 
     defaults = yaml.safe_load((Path(distributed.__file__).parent / "distributed.yaml").read_text())
-    ours = yaml.safe_load((DEPLOY / "kubernetes/base/files/scheduler.yaml").read_text())
+    ours = yaml.safe_load((DEPLOY / "helm/kme-dist/files/scheduler.yaml").read_text())
     usual = defaults["distributed"]["scheduler"]["http"]["routes"]
     added = set(ours["distributed"]["scheduler"]["http"]["routes"]) - set(usual)
     assert set(usual) <= set(ours["distributed"]["scheduler"]["http"]["routes"])
@@ -77,9 +81,9 @@ def kubernetes_scheduler(tmp_path_factory):
     make_certificates(home / "tls")
     settings = home / "dask"
     settings.mkdir()
-    for path in (DEPLOY / "kubernetes" / "base" / "files").glob("*.yaml"):
-        if path.name != "nightly.yaml":
-            (settings / path.name).write_text(path.read_text().replace("/etc/kme-dist/tls", str(home / "tls")))
+    (map_,) = [r for r in overlay("cpu") if (r["kind"], r["metadata"]["name"]) == ("ConfigMap", "kme-dist-dask")]
+    for name, text in map_["data"].items():
+        (settings / name).write_text(text.replace("/etc/kme-dist/tls", str(home / "tls")))
     ports = [free_port(), free_port()]
     command = ["scheduler", "--protocol", "tls", "--host", "127.0.0.1", "--port", str(ports[0])]
     command += ["--dashboard-address", f"127.0.0.1:{ports[1]}"]

@@ -246,8 +246,24 @@ def submit(environment, folder, script, *words, **more):
 def test_slurm_runs_the_smoke_test_over_tls(slurm, tmp_path):
     state, code, log = submit(slurm, tmp_path, "cpu.sbatch")
     assert (state, code) == ("COMPLETED", 0), log
-    assert "passed: 1 workers" in log
+    assert "passed: 1 worker," in log
     assert not list(tmp_path.glob(".kme-dist-*")), "keys are removed at the end"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slurm_runs_a_table_through_all_stages(slurm, tmp_path):
+    """From the rows to the report, on a worker of the allocation; what it stores is there for the next job."""
+    from sklearn.datasets import load_wine
+
+    load_wine(as_frame=True).frame.to_csv(tmp_path / "wine.csv", index=False)
+    (tmp_path / "model.yaml").write_text(
+        "data: {source: wine.csv, label: target}\nlearn: {steps: 10, batch_size: 60}\noutput: {folder: runs/wine}\n"
+    )
+    state, code, log = submit(slurm, tmp_path, "cpu.sbatch", "run", "model.yaml")
+    assert (state, code) == ("COMPLETED", 0), log
+    assert (tmp_path / "runs" / "wine" / "report.html").is_file()
+    assert (tmp_path / "runs" / "wine" / "model.zarr").is_dir()
 
 
 @pytest.mark.slow

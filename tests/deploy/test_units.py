@@ -16,6 +16,8 @@ from deploy_tools import DEPLOY, FINAL, TRY_AGAIN, call, tool
 
 SYSTEMD = DEPLOY / "systemd"
 SERVICES = sorted(SYSTEMD.glob("*.service"))
+UNITS = [*SERVICES, *SYSTEMD.glob("*.timer")]
+INSTALL = SYSTEMD / "install"
 RETRY = DEPLOY / "kme-retry"
 CRON = DEPLOY / "cron" / "kme-dist"
 
@@ -34,7 +36,7 @@ def unit(name):
 def verify(folder, *names):
     """What `systemd-analyze verify` says, with the programs of the units replaced by one that is there."""
     folder.mkdir(exist_ok=True)
-    for path in SYSTEMD.iterdir():
+    for path in UNITS:
         text = re.sub(r"(?m)^ExecStart=/opt/kme-dist/bin/\S+", f"ExecStart={sys.executable}", path.read_text())
         (folder / path.name).write_text(text)
     environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{folder}:"}
@@ -44,7 +46,7 @@ def verify(folder, *names):
 
 
 def test_systemd_takes_the_units(tmp_path):
-    names = [path.name.replace("@.", "@1.") for path in sorted(SYSTEMD.iterdir())]
+    names = [path.name.replace("@.", "@1.") for path in UNITS]
     for template in SYSTEMD.glob("*@.service"):
         (tmp_path / template.name.replace("@.", "@1.")).symlink_to(tmp_path / template.name)
     done = verify(tmp_path, *names)()
@@ -113,10 +115,41 @@ def test_the_scheduler_listens_with_tls_and_its_dashboard_on_loopback():
     assert words[words.index("--dashboard-address") + 1].startswith("127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--workers", "none"], "--workers is none; must be an integer >= 1"),
+        (["--workers", "0"], "must be an integer >= 1"),
+        (["--workers", "1001"], "must be at most 1000"),
+        (["--workers"], "--workers requires a value"),
+        (["--worker", "2"], "--worker is not an option"),
+        (["--scheduler", "first:8786"], "must be tls://HOST:PORT"),
+        (["--scheduler", "tls://first:8786", "--certificates", "/nowhere"], "/nowhere/ca.pem does not exist"),
+        (["--certificates", "/nowhere"], "/nowhere/ca.pem does not exist"),
+    ],
+)
+def test_the_installer_refuses_what_it_cannot_do_before_it_does_anything(words, said):
+    done = call(INSTALL, *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_the_installer_explains_itself():
+    done = call(INSTALL, "--help")
+    assert done.returncode == 0
+    options = set(re.findall(r"(?m)^        (--[a-z-]+)\)", INSTALL.read_text()))
+    assert len(options) >= 7
+    for option in options:
+        assert option in done.stdout + "--help"
+
+
 # --- kme-retry --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [RETRY, *sorted((DEPLOY / "slurm").iterdir())], ids=lambda path: path.name)
+SCRIPTS = [RETRY, INSTALL, *sorted((DEPLOY / "slurm").iterdir())]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(path):
     done = call(tool("shellcheck"), path)
     assert (done.returncode, done.stdout) == (0, "")

@@ -57,6 +57,64 @@ def test_every_variant_regresses(variant, diabetes):
     assert model.score(X[1::2], y[1::2]) > 0.35
 
 
+# --- several outputs ----------------------------------------------------------------------------
+
+
+def several(n=400, seed=0):
+    """Outputs of very different units, one of them constant."""
+    rng = np.random.default_rng(seed)
+    X = rng.uniform(-1, 1, size=(n, 3))
+    Y = np.stack([np.sin(3 * X[:, 0]), 1e6 * (5 + X[:, 1] * X[:, 2]), 1e-6 * X[:, 1], np.full(n, 7.0)], axis=1)
+    return X, Y * (1 + 0.01 * rng.normal(size=(n, 4)) * [1, 0.1, 1, 0])
+
+
+OUTPUTS = {**SMALL, "epochs": 20, "deviation": 1.0}
+
+
+@pytest.mark.parametrize("variant", ["sk", "nskl", "askl"])
+def test_every_output_is_predicted_in_its_own_unit(variant):
+    X, Y = several()
+    model = ASKLRegressor(variant=variant, **OUTPUTS).fit(X[:300], Y[:300])
+    found = model.predict(X[300:])
+    assert found.shape == (100, 4)
+    errors = np.mean((found - Y[300:]) ** 2, axis=0)[:3] / np.var(Y[300:], axis=0)[:3]
+    assert (errors < 0.2).all(), errors
+    np.testing.assert_allclose(found[:, 3], 7.0, rtol=1e-6)
+    assert model.score(X[300:], Y[300:]) > 0.5
+    assert np.isfinite(model.bound_)
+
+
+def test_outputs_are_those_of_the_columns_in_any_order():
+    X, Y = several(200)
+    order = [2, 0, 3, 1]
+    settings = {**OUTPUTS, "variant": "sk", "dtype": "float64"}  # frequencies are drawn, not learned from the outputs
+    model, other = ASKLRegressor(**settings).fit(X, Y), ASKLRegressor(**settings).fit(X, Y[:, order])
+    np.testing.assert_allclose(other.predict(X), model.predict(X)[:, order], rtol=1e-6)
+    alone = ASKLRegressor(**settings).fit(X, Y[:, 1])
+    assert alone.predict(X).shape == (200,)
+    np.testing.assert_allclose(alone.predict(X), model.predict(X)[:, 1], rtol=1e-6)
+    column = ASKLRegressor(**settings).fit(X, Y[:, [1]])
+    np.testing.assert_array_equal(column.predict(X), alone.predict(X)[:, None])
+
+
+def test_several_outputs_weighted_stored_and_on_workers(tmp_path):
+    X, Y = several(120)
+    w = np.random.default_rng(1).integers(0, 3, 120)
+    options = {"features": 20, "batch_size": 30, "batches_per_step": 2, "epochs": 2, "dtype": "float64"}
+    model = ASKLRegressor(**options).fit(X, Y, sample_weight=w)
+    without = ASKLRegressor(**options).fit(X[w > 0], Y[w > 0], sample_weight=w[w > 0])
+    np.testing.assert_array_equal(model.predict(X), without.predict(X))
+    model.save(tmp_path / "model.zarr")
+    again = kme.load(tmp_path / "model.zarr")
+    np.testing.assert_array_equal(again.predict(X), model.predict(X))
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        remote = ASKLRegressor(client=client, **options).fit(X, Y, sample_weight=w)
+    assert remote.weights_.tobytes() == model.weights_.tobytes()
+
+
 def test_frequencies_move_only_where_they_are_learned(iris):
     for variant in ("sk", "nsk", "skl", "nskl", "askl"):
         model = ASKLClassifier(variant=variant, **SMALL).fit(*iris)

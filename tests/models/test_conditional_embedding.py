@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 from sklearn.datasets import load_iris
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import kme_dist as kme
 from kme_dist.core.conditional import Delta
@@ -368,11 +367,3 @@ def test_twenty_samples_take_no_time(rng):
     began = time.process_time()
     model.sample(X[:20], 100)
     assert time.process_time() - began < 1.0
-
-
-@parametrize_with_checks(
-    [kme.ConditionalMeanEmbedding()],
-    expected_failed_checks=lambda _: {"check_sparsify_coefficients": "sparsify returns other models, it has no coef_"},
-)
-def test_scikit_learn_accepts_it(estimator, check):
-    check(estimator)

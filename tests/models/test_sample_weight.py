@@ -11,7 +11,7 @@ from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_de
 
 import kme_dist as kme
 from kme_dist import ASKLClassifier, ASKLRegressor, CENClassifier, MCEClassifier
-from kme_dist.data.ingest import Table
+from kme_dist.data.reading import Table
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 
@@ -228,7 +228,7 @@ def test_weights_choose_between_contradictory_rows():
     ("change", "words"),
     [
         (lambda w: w[:-1], "shape"),
-        (lambda w: -w, "row 0 .* must be finite numbers >= 0"),
+        (lambda w: -w, "row 0 is .* must be finite numbers >= 0"),
         (lambda w: w * np.nan, "NaN"),
         (lambda w: 0 * w, "(?i)zero|are 0"),
     ],

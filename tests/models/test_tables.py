@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -9,8 +11,10 @@ import pytest
 
 import kme_dist as kme
 from kme_dist.cli import app as cli
-from kme_dist.errors import DataError
+from kme_dist.errors import AssumptionWarning, DataError
 
+# What is assumed about missing values is said by one test below.
+pytestmark = pytest.mark.filterwarnings("ignore::kme_dist.errors.AssumptionWarning")
 WAYS = {
     "mce": lambda: kme.MCEClassifier(objective="rcb", steps=3, random_state=0),
     "cen": lambda: kme.CENClassifier(hidden=(4,), steps=3),
@@ -59,6 +63,20 @@ def test_a_table_is_encoded_and_its_encoding_is_saved(way, tmp_path):
     np.testing.assert_allclose(loaded.predict_proba(shuffled), wanted, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("default")
+def test_missing_values_are_filled_as_in_a_file_and_said_in_one_line(tmp_path):
+    frame, y = table()
+    with pytest.warns(AssumptionWarning) as found:
+        model = kme.MCEClassifier(steps=0).fit(frame, y)
+    [line] = [str(warning.message) for warning in found]
+    assert re.match(r"X: missing values in 'size' \(\d+ rows\), 'when' \(\d+ rows\), 'shop' \(\d+ rows\) are the", line)
+    with pytest.warns(AssumptionWarning, match=line[3:80].replace("(", r"\(").replace(")", r"\)")):
+        data = kme.ingest(frame.assign(y=y), tmp_path / "d.zarr", label="y")
+    assert data.schema.columns == model.encoding_.columns
+    other = kme.MCEClassifier(steps=0).fit(data)
+    np.testing.assert_allclose(other.predict_proba(frame), model.predict_proba(frame), atol=1e-6)
+
+
 def test_the_encoding_is_that_of_ingest(tmp_path):
     """The same rows as a data set, fitted in the same way: the same numbers in, the same probabilities out."""
     frame, y = table()
@@ -79,7 +97,7 @@ def test_an_unknown_category_is_none_of_the_known_ones_and_is_counted():
         found = model.predict_proba(new)
     known = frame.head(5).assign(colour=["red", None, None, None, "blue"])  # no colour was missing at the fit
     np.testing.assert_array_equal(found, model.predict_proba(known))
-    with pytest.raises(DataError, match="row 2, column 'colour': the category 'mauve' is unknown"):
+    with pytest.raises(DataError, match="row 1, column 'colour': the category 'mauve' is unknown"):
         kme.predict(model, new, unseen="error")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from kme_dist.ops import board as boards
 from kme_dist.ops.board import POINTS_KEPT, RUNS_KEPT, Curve, RunBoard
 from kme_dist.ops.cluster import dashboard_of
 from kme_dist.ops.dashboard import BoardPlugin, install
-from kme_dist.ops.dashboard_page import Page, cards
+from kme_dist.ops.dashboard_page import COLOURS, Page, cards, tone
 from kme_dist.ops.telemetry import TOPIC, Telemetry, pack_scales, telemetry
 from kme_dist.run.executors import DaskExecutor
 
@@ -241,11 +242,86 @@ def test_a_stage_that_says_what_it_does_shows_its_progress():
     assert run.progressed == now
 
 
+def test_two_runs_of_one_config_have_a_card_each():
+    board = board_of(
+        message(run="digits-1", pipeline="digits", steps=[step(1)]),
+        message(run="digits-2", pipeline="digits", began=101.0, steps=[step(7)]),
+        message(run="wine-1", pipeline="wine"),
+    )
+    text = cards(board.latest(6))
+    assert all(f"<div class=id>{run}</div>" in text for run in ("digits-1", "digits-2", "wine-1"))
+    assert text.count("<b>digits</b>") == 2, "the name of the config is their label"
+    assert "step 1 of 50" in text
+    assert "step 7 of 50" in text
+    assert [run.run for run in board.latest(6, "digits-2")] == ["digits-2"]
+    assert [run.run for run in board.latest(6, "digits")] == ["digits-1", "digits-2"]
+
+
+def widths(text):
+    return [float(width) for width in re.findall(r"<i style='width:([\d.]+)%'>", text)]
+
+
+def test_a_run_that_stopped_early_says_so_with_a_full_bar():
+    (run,) = board_of(message(steps=[step(11)]), message(status="succeeded")).latest(1)
+    assert "stopped early at step 11 of 50" in cards([run])
+    assert widths(cards([run])) == [100.0]
+    (run,) = board_of(message(steps=[step(50)]), message(status="succeeded")).latest(1)
+    assert "stopped early" not in cards([run])
+    (run,) = board_of(message(steps=[step(11)]), message(status="failed")).latest(1)
+    assert ("stopped early" in cards([run]), widths(cards([run]))) == (False, [22.0])
+
+
+def test_a_stage_without_a_count_is_in_progress_and_then_done():
+    (run,) = board_of(message(stage="evaluate", status="running")).latest(1)
+    assert "class='bar unknown'" in cards([run])
+    assert "in progress" in cards([run])
+    board = board_of(message(stage="evaluate", status="succeeded"))
+    text = cards(board.latest(1))
+    assert (widths(text), "unknown" in text, "done" in text) == ([100.0], False, True)
+
+
+def test_a_fit_that_says_how_far_it_is_moves_its_bar():
+    board = board_of(message(stage="fit", units={"done": 1, "total": 4}))
+    board.receive(message(stage="fit", at=110.0, units={"done": 2, "total": 4}))
+    (run,) = board.latest(1)
+    assert widths(cards([run])) == [50.0]
+    assert "50%" in cards([run])
+    assert run.progressed == 110.0
+    board.receive(message(stage="fit", at=111.0, units={"done": 0, "total": 9}))
+    assert run.share == 0.0, "another part of the fit"
+
+
+def test_colours_of_the_runs_that_are_shown_differ_and_none_is_the_red_of_a_failure():
+    board = board_of(*(message(run=f"r{i}", at=100.0 + i, status="running") for i in range(6)))
+    for again in range(3):  # restarts must not use up colours
+        board.receive(message(run="r0", began=200.0 + again, at=201.0 + again, status="running"))
+    for i in range(6, 20):  # and runs that come and go must not repeat one
+        board.receive(message(run=f"r{i}", at=300.0 + i, status="running" if i % 2 else "succeeded"))
+        shown = board.latest(6)
+        assert len({tone(run) for run in shown}) == len(shown) == 6
+    assert len(set(COLOURS)) == boards.TONES
+    for colour in COLOURS:
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert not (red > 200 and max(green, blue) < 120), "that of a failure"
+
+
+def test_runs_that_ended_long_ago_are_forgotten():
+    board = board_of(message(run="old", status="failed"), message(run="at work", status="running"))
+    board.receive(message(run="new", began=102.0 + boards.KEPT_S, at=102.0 + boards.KEPT_S))
+    assert {run for run, _ in board.runs} == {"at work", "new"}
+
+
 def test_names_are_never_taken_for_html():
     evil, now = "<script>alert(1)</script>", time.time()
     runs = board_of(
         message(run="c", began=now, at=now, events=[{"name": evil, "at": now, "facts": {}}]),
-        message(run=evil, stage=evil, steps=[step(1, phase=evil)], events=[{"name": evil, "at": 100.0, "facts": {}}]),
+        message(
+            run=evil,
+            stage=evil,
+            pipeline=evil,
+            steps=[step(1, phase=evil)],
+            events=[{"name": evil, "at": 100.0, "facts": {}}],
+        ),
         message(run="b", status="failed", facts={"message": evil}),
     ).latest(6)
     assert "<script" not in cards(runs)
@@ -488,7 +564,7 @@ def test_a_browser_sees_a_real_run_live(client, browser, tmp_path, scheme):
 
     install(client)
     page = opened(browser, address_of(client) + f"/kme?run=live-{scheme}", scheme)
-    page.get_by_text("No run named").wait_for()
+    page.get_by_text("No run live").wait_for()
     rng = np.random.default_rng(0)
     X = rng.normal(size=(600, 64)).astype("float32")
     np.savez(tmp_path / "rows.npz", X=X, y=(X[:, 27] + X[:, 28] > 0).astype("int64"))

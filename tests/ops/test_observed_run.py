@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,7 +64,8 @@ def config(client, tmp_path_factory):
 def said(client, config, tmp_path_factory):
     """What `kme-dist run` said to people, the file of its performance report, and what the worker counted of it."""
     lines, file, before = [], tmp_path_factory.mktemp("report") / "performance.html", scraped(client)
-    whole.run(config("five"), name="five", listener=Listener(say=lines.append), performance=file)
+    listener = Listener(say=lines.append, run_id="five-1")
+    whole.run(config("five"), name="five", listener=listener, performance=file)
     return lines, file, {key: value - before.get(key, 0.0) for key, value in scraped(client).items()}
 
 
@@ -93,10 +96,10 @@ def scraped(client):
 
 
 def test_the_stages_of_a_run_are_told_apart_by_kind_of_work(client, said):
-    assert stages_of(client, "five", "learn", {"read", "gram", "factorise"}) == {"read", "gram", "factorise"}
-    assert stages_of(client, "five", "fit", set(STAGES)) == set(STAGES)
-    assert stages_of(client, "five", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
-    assert stages_of(client, "five", "evaluate", {"reduce"}) >= {"reduce"}
+    assert stages_of(client, "five-1", "learn", {"read", "gram", "factorise"}) == {"read", "gram", "factorise"}
+    assert stages_of(client, "five-1", "fit", set(STAGES)) == set(STAGES)
+    assert stages_of(client, "five-1", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
+    assert stages_of(client, "five-1", "evaluate", {"reduce"}) >= {"reduce"}
 
 
 def test_workers_count_every_task_of_a_run_without_being_asked(said):
@@ -113,7 +116,7 @@ def test_workers_count_every_task_of_a_run_without_being_asked(said):
 
 def test_the_page_shows_scales_checkpoints_and_chunks(client, said):
     board = client.cluster.scheduler.extensions["kme"]
-    learning, fitting, predicting = (board.runs["five", stage] for stage in ("learn", "fit", "predict"))
+    learning, fitting, predicting = (board.runs["five-1", stage] for stage in ("learn", "fit", "predict"))
     assert learning.checkpoint_at is not None
     assert learning.scales.is_image, "the config says that rows are images"
     assert learning.scales.grid.shape == (4, 4)
@@ -131,16 +134,32 @@ def test_a_run_says_where_to_watch_it_and_leaves_a_report(client, said):
 
 def test_learn_fit_and_predict_alone_are_watched_alike(client, config, tmp_path):
     chosen, files = config("alone"), {stage: tmp_path / f"{stage}.html" for stage in ("learn", "fit", "predict")}
-    learn.run(chosen, name="alone", performance=files["learn"])
-    fit.run(chosen, name="alone", performance=files["fit"])
+    told = Listener(run_id="alone-1")
+    learn.run(chosen, name="alone", performance=files["learn"], listener=told)
+    fit.run(chosen, name="alone", performance=files["fit"], listener=told)
     predicted = chosen.model_copy(update={"predict": chosen.predict.model_copy(update={"data": chosen.data.source})})
-    predict.run(predicted, name="alone", performance=files["predict"])
+    predict.run(predicted, name="alone", performance=files["predict"], listener=told)
     board = client.cluster.scheduler.extensions["kme"]
-    assert {stage: board.runs["alone", stage].status for stage in files} == dict.fromkeys(files, "succeeded")
+    assert {stage: board.runs["alone-1", stage].status for stage in files} == dict.fromkeys(files, "succeeded")
     assert all(file.stat().st_size > 100_000 for file in files.values())
-    assert board.runs["alone", "learn"].scales.is_image
-    assert board.runs["alone", "predict"].chunks["rows"] == ROWS
-    assert stages_of(client, "alone", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
+    assert board.runs["alone-1", "learn"].scales.is_image
+    assert board.runs["alone-1", "predict"].chunks["rows"] == ROWS
+    assert stages_of(client, "alone-1", "predict", {"read", "gram", "write"}) >= {"read", "gram", "write"}
+
+
+def test_two_runs_of_one_config_share_neither_card_nor_metrics(client, config):
+    board, found = client.cluster.scheduler.extensions["kme"], []
+    for folder in ("first", "second"):
+        learn.run(config(folder, learn={"steps": 2, "batch_size": 60}), name="twice")
+        found.append(json.loads((Path(config(folder).output.folder) / "run.json").read_text())["id"])
+    assert len(set(found)) == 2
+    assert all(name.startswith("twice-") for name in found)
+    with urllib.request.urlopen(client.dashboard_link.replace("/status", "/metrics"), timeout=60) as answer:
+        steps = re.findall(
+            r'^kme_train_step{phase="learn",pipeline="twice",run_id="(.*)"} 2.0$', answer.read().decode(), re.M
+        )
+    assert sorted(steps) == sorted(found)
+    assert {board.runs[name, "learn"].status for name in found} == {"succeeded"}
 
 
 def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_path, monkeypatch):

@@ -210,26 +210,29 @@ from kme_dist.data.places import Place
 from kme_dist.pipelines import predict
 
 root, points = sys.argv[1], json.loads(sys.argv[2])
-write = Place.write
+write, move = Place.write, Place.move
 
 def child(number, note, kill=None):
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    def watched(self, key, data, **options):
+    def watched(name, call, *arguments, **options):
         when, pattern = kill or (None, "$^")
-        hit = re.search(pattern, f"{self.name}/{key}")
+        hit = re.search(pattern, name)
         if hit and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        done = write(self, key, data, **options)
+        done = call(*arguments, **options)
         with open(note, "a") as file:
-            file.write(f"{self.name}/{key}\\n")
+            file.write(f"{name}\\n")
         if hit and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    Place.write = watched
+    Place.write = lambda place, key, *rest, **options: watched(
+        f"{place.name}/{key}", write, place, key, *rest, **options
+    )
+    Place.move = lambda place, key, target: watched(f"move {target}", move, place, key, target)
     arguments = ["schedule", f"{root}/nightly.yaml", "--once", "--at", f"2026-04-{number:02d}", "--root", root]
     os._exit(cli.execute([*arguments, "--set", f"predict.out=killed-{number}.zarr", "--quiet"]))
 
@@ -239,11 +242,14 @@ for number, point in enumerate(points, start=1):
 """
 
 POINTS = [
-    ("before", r"zarr/label/c/1"),
-    ("after", r"zarr/label/c/1"),
-    ("after", r"zarr/probability/c/1"),
-    ("before", r"receipts/00000001\.json"),
-    ("after", r"receipts/00000001\.json"),
+    ("before", r"/00000001-\w+/0"),
+    ("after", r"/00000001-\w+/0"),
+    ("after", r"/00000001-\w+/1"),
+    ("before", r"receipts/\w+/00000001\.json"),
+    ("after", r"receipts/\w+/00000001\.json"),
+    ("before", r"move label/c/1"),
+    ("after", r"move label/c/1"),
+    ("after", r"move probability/c/1"),
     ("before", r"manifest"),
     ("after", r"manifest"),
     ("before", r"done\.json"),
@@ -273,7 +279,7 @@ def test_a_run_killed_at_any_point_ends_with_the_same_bytes_and_nothing_twice(ni
         first = (nightly / f"first-{number}").read_text().splitlines()
         second = (nightly / f"second-{number}").read_text().splitlines()
         finished = {int(line.split("/")[-1][:8]) for line in first if "/_receipts/" in line}
-        again = {int(line.split("/")[3]) for line in second if "/label/c/" in line}
+        again = {int(line.split("/")[3][:8]) for line in second if "/_chunks/" in line}
         assert not finished & again, f"done twice after a kill {POINTS[number - 1]}"
         (job,) = (nightly / "runs").glob(f"nightly-202604{number:02d}T000000Z")
         assert json.loads((job / "done.json").read_text())["state"] == "succeeded"

@@ -16,6 +16,7 @@ import pytest
 from ports import free_port
 
 from kme_dist.cli import app as cli
+from kme_dist.cli.drivers import kept_jobs
 from kme_dist.config import ClusterConfig, parse_config
 from kme_dist.data.leases import EpochLease, begin_epoch
 from kme_dist.errors import ConfigError, RetryError
@@ -42,7 +43,7 @@ def scheduler(monkeypatch):
     told = Scheduler()
     told.sent = []
 
-    def accept(job, cluster, run_pipeline, resubmission):
+    def accept(job, cluster, resubmission):
         job.event("waiting", scheduler=cluster.address, resubmission=resubmission)
         told.sent.append((job.id, resubmission))
 
@@ -52,7 +53,7 @@ def scheduler(monkeypatch):
 
 
 def watched(job, **settings):
-    return Supervisor(job.root, AT, run_pipeline=None, pause_s=0.0, **settings)
+    return Supervisor(job.root, AT, pause_s=0.0, **settings)
 
 
 def test_a_job_that_the_scheduler_does_not_know_is_resubmitted_at_the_second_look(job, scheduler):
@@ -73,19 +74,12 @@ def test_a_driver_that_shows_that_it_lives_is_left_alone(job, scheduler):
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("state", ["processing", "waiting", "no-worker", "queued"])
+@pytest.mark.parametrize("state", ["waiting", "running"])
 def test_a_job_that_the_scheduler_knows_is_left_alone(job, scheduler, state):
     job.event("waiting", scheduler="tcp://elsewhere:1")
     scheduler.state = state
     keeper = watched(job)
     assert [keeper.look() for _ in range(3)] == [[], [], []]
-
-
-def test_a_task_whose_workers_died_too_often_is_sent_again(job, scheduler):
-    job.event("waiting", scheduler="tcp://elsewhere:1")
-    scheduler.state = "erred"
-    keeper = watched(job)
-    assert [keeper.look(), keeper.look()] == [[], [job.id]]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +119,7 @@ def test_resubmissions_get_further_apart(job, scheduler, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
     job.event("waiting", scheduler="tcp://elsewhere:1")
-    keeper, when = Supervisor(job.root, AT, run_pipeline=None, pause_s=10.0, limit=4), []
+    keeper, when = Supervisor(job.root, AT, pause_s=10.0, limit=4), []
     for second in range(200):
         clock[0] = 100.0 + second
         if keeper.look():
@@ -147,6 +141,17 @@ def test_a_scheduler_that_is_away_is_said_once_and_waited_for(job, monkeypatch):
     watched(job, say=lines.append).keep(stop, every_s=0.0)
     assert lines == ["no scheduler answers"]
     assert len(looks) == 3
+
+
+def test_a_schedule_and_a_driver_host_keep_the_jobs_of_their_root(job, scheduler, monkeypatch):
+    monkeypatch.setattr(supervisor, "EVERY_S", 0.01)
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    with kept_jobs(job.root, None, print):
+        time.sleep(0.05)
+    assert scheduler.sent == [], "without a scheduler there is nothing to keep"
+    with kept_jobs(job.root, AT, lambda line: None):
+        _until(lambda: scheduler.sent)
+    assert scheduler.sent[0] == (job.id, 1)
 
 
 # --- notices ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kme_dist.ops.dashboard import install
 from kme_dist.ops.telemetry import Telemetry, pack_scales, performance_report, unpack_scales
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
+from kme_dist.run.fit.problem import ProgressLine
 
 RECORD = {"step": 1, "steps": 9, "phase": "rcb", "objective": 2.5, "risk": 2.0, "complexity": 0.5, "rows": 100}
 
@@ -141,6 +142,24 @@ def test_an_executor_may_find_its_cluster_later(client):
 # --- the log ----------------------------------------------------------------------------------------
 
 
+def test_a_stage_with_nothing_to_report_shows_that_it_lives(client, monkeypatch):
+    monkeypatch.setattr(telemetry, "BEAT_S", 0.1)
+    told = Telemetry(client, run="silent", stage="fit")
+    assert len(messages(client, "silent", until=lambda found: len(found) >= 4)) >= 4
+    told.close()
+    (last,) = messages(client, "silent")[-1:]
+    assert last["status"] == "succeeded"
+    time.sleep(1.0)
+    assert messages(client, "silent")[-1] == last, "and not after its end"
+
+
+def test_a_line_that_says_how_far_a_fit_is_counts_as_progress(client):
+    with telemetry.telemetry(client, run="counted", stage="fit") as told:
+        told.say(ProgressLine("fit: column 3 of 16", 19, 100))
+    units = [message["units"] for message in messages(client, "counted") if "units" in message]
+    assert units == [{"done": 19, "total": 100}]
+
+
 def test_the_log_has_one_whole_json_object_a_line():
     log = io.StringIO()
     with telemetry.telemetry(None, run="digits", stage="learn", log=log) as told:
@@ -148,7 +167,7 @@ def test_the_log_has_one_whole_json_object_a_line():
         told.event("checkpoint", step=40, path="runs/digits")
     found = lines(log)
     assert [line["event"] for line in found] == ["started", "step", "checkpoint", "ended"]
-    assert all(list(line)[:5] == ["ts", "level", "run", "stage", "event"] for line in found)
+    assert all(list(line)[:6] == ["ts", "level", "run", "pipeline", "stage", "event"] for line in found)
     assert all(line["ts"].endswith("+00:00") and line["run"] == "digits" for line in found)
     assert found[1]["gradient_norm"] is None, "JSON has no NaN"
     assert found[-1]["status"] == "succeeded"

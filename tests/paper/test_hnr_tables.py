@@ -30,14 +30,14 @@ def unit_range(X):
     return (X - X.min(axis=0)) / np.where(width > 0, width, 1)  # a constant feature becomes 0
 
 
-def ten_folds(X, y, *, stochastic=False, objective="rcb"):
+def ten_folds(X, y, *, stochastic=False):
     order = np.random.RandomState(0).permutation(len(X))
     X, y = unit_range(X)[order], y[order]
     scores = []
     with backend.blas_threads(1):
         for train, test in KFold(10).split(X):
             clf = MCEClassifier(
-                objective=objective,
+                objective="rcb",
                 refit_regularization=False,
                 scaling=None,
                 steps=10_000 if stochastic else 1000,
@@ -106,20 +106,64 @@ def test_the_estimators_own_batches_stay_within_half_a_deviation(name, mean, dev
     assert abs(found - mean) < deviation / 2
 
 
-# The rows of other ways to choose the parameters. Their protocol is not printed (grids, folds, λ of the median), and
-# deviations of up to 48 points over ten folds cannot come from these folds; so within one published deviation.
+# --- other ways to choose the parameters -----------------------------------------------------------------
+# Their rows come from ten contiguous folds in the order of the files, which are sorted by class: a fold may have a
+# single one, hence deviations of up to 48 points. In MED every feature has the median distance between its values as
+# length scale, and λ stays at 1.
+
+
+def folds_of_the_file(X, y, predict):
+    scores = [100 * np.mean(predict(X[train], y[train], X[test]) == y[test]) for train, test in KFold(10).split(X)]
+    return np.mean(scores), np.std(scores)
+
+
+def median_distances(X):
+    above = np.triu_indices(len(X), 1)
+    return np.array([np.median(np.abs(column[:, None] - column)[above]) for column in X.T])
+
+
+def by_medians(X, y, queries):
+    kernel = kernels.Gaussian(length_scale=median_distances(X))
+    given = {"steps": 0, "scaling": None, "refit_regularization": False, "calibration": "none"}
+    return MCEClassifier(kernel, "rcb", regularization=1.0, dtype="float64", **given).fit(X, y).predict(queries)
+
+
+@pytest.mark.parametrize(("name", "mean", "deviation"), [("wine", 93.3, 7.8), ("banknote", 92.0, 4.3)])
+def test_median_distances_give_the_published_figure(name, mean, deviation, shared_data):
+    X, y = shared_data(name)
+    found = folds_of_the_file(unit_range(X), y, by_medians)
+    assert found == (pytest.approx(mean, abs=0.051), pytest.approx(deviation, abs=0.051))
+
+
+def test_a_median_of_zero_gives_the_first_class_and_the_published_figure(shared_data):
+    """Two features of ecoli have one value in nearly all rows. Divided by zero, no decision is a number."""
+    X, y = shared_data("ecoli")
+    X, codes = unit_range(X), np.unique(y, return_inverse=True)[1]
+    assert all((median_distances(X[train]) == 0).any() for train, _ in KFold(10).split(X))
+    found = folds_of_the_file(X, codes, lambda X, y, queries: 0)
+    assert found == (pytest.approx(42.1, abs=0.051), pytest.approx(47.7, abs=0.051))
+
+
+# The grid of CV is not printed; why ERM differs by a few rows was not found. On the same folds near, not to the digit
+# (ERM 92.8 ± 6.6, 76.6 ± 18.5; CV 95.0 ± 5.8, 78.1 ± 20.7).
 OTHERS = [
     ("wine", "erm", 93.9, 5.2),
     ("wine", "cv", 93.3, 7.4),
-    ("wine", "median", 93.3, 7.8),
     ("ecoli", "erm", 72.1, 20.5),
     ("ecoli", "cv", 73.8, 23.8),
-    ("ecoli", "median", 42.1, 47.7),
 ]
 
 
 @pytest.mark.parametrize(("name", "objective", "mean", "deviation"), OTHERS)
-def test_other_objectives_stay_within_one_published_deviation(name, objective, mean, deviation, shared_data):
-    found, spread = ten_folds(*shared_data(name), objective=objective)
+def test_other_objectives_stay_within_a_third_of_the_published_deviation(name, objective, mean, deviation, shared_data):
+    X, y = shared_data(name)
+
+    def learned(X, y, queries):
+        settings = {"refit_regularization": False, "scaling": None, "steps": 1000, "batch_size": len(X)}
+        return MCEClassifier(objective=objective, **settings).fit(X, y).predict(queries)
+
+    with backend.blas_threads(1):
+        found, spread = folds_of_the_file(unit_range(X), y, learned)
     print(f"{name} {objective}: {found:.1f} ± {spread:.1f}, published {mean} ± {deviation}")
-    assert abs(found - mean) < deviation
+    assert abs(found - mean) < deviation / 3
+    assert abs(spread - deviation) < deviation / 3

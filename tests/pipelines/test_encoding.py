@@ -11,7 +11,8 @@ import pytest
 import kme_dist as kme
 from kme_dist.cli.app import execute
 from kme_dist.config import DataConfig, parse_config
-from kme_dist.data.ingest import ingest, read_table
+from kme_dist.data.ingest import ingest
+from kme_dist.data.reading import read_table
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.pipelines import ingest as ingest_pipeline
 from kme_dist.pipelines import tables
@@ -76,7 +77,7 @@ def test_new_rows_are_predicted_as_they_come(finished, capsys):
 def test_a_category_that_training_rows_did_not_have_is_named(finished):
     strange = pd.DataFrame({"height": [0.1, 0.2], "colour": ["red", "pink"]})
     strange.to_csv(finished / "strange.csv", index=False)
-    with pytest.raises(DataError, match=r"row 2, column 'colour': the category 'pink' is unknown"):
+    with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'colour': the category 'pink' is unknown"):
         ingest_pipeline.run(
             finished / "strange.csv", finished / "s.zarr", like=str(finished / "run" / "data.zarr"), quiet=True
         )

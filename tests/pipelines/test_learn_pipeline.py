@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
-from kme_dist import kernels
+from kme_dist import MCEClassifier, kernels, load
 from kme_dist.cli.app import execute
 from kme_dist.config import load_config
 from kme_dist.core import features
@@ -18,7 +18,7 @@ from kme_dist.data.ingest import ingest
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import versions
-from kme_dist.pipelines import doctor, learn, plan
+from kme_dist.pipelines import doctor, fit, learn, plan
 from kme_dist.pipelines import run as runs
 from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.progress import RunProgress, rate_in_words
@@ -296,3 +296,21 @@ def test_doctor_says_which_worker_differs_in_what(monkeypatch, capsys):
 def test_doctor_reaches_nobody_in_the_clear_from_afar(capsys):
     assert execute(["doctor", "--scheduler", "tcp://10.1.2.3:8786", "--quiet"]) == 2
     assert "cluster.insecure: true" in capsys.readouterr().err
+
+
+def test_curves_of_heavy_tails_are_learned_stored_and_used_by_the_fit(tmp_path):
+    """`learn` and `fit`, one after the other, give the model of Python."""
+    rng = np.random.default_rng(4)
+    Z = rng.normal(size=(400, 3))
+    X = np.exp(3 * Z)
+    data = ingest((X, (Z[:, 0] * Z[:, 1] > 0).astype(int)), tmp_path / "d.zarr")
+    path = tmp_path / "tails.yaml"
+    path.write_text(
+        f"data: {{source: {data.path}}}\nlearn: {{steps: 5}}\ncluster: {{kind: serial}}\n"
+        f"output: {{folder: {tmp_path / 'run'}}}\n"
+    )
+    learn.run(load_config(path), name="tails")
+    fit.run(load_config(path), name="tails")
+    model, expected = load(tmp_path / "run" / "model.zarr"), MCEClassifier(steps=5).fit(data)
+    assert model.scaling_.curves.columns.tolist() == [0, 1, 2]
+    assert model.predict_proba(X).tobytes() == expected.predict_proba(X).tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -21,13 +22,17 @@ from kme_dist.pipelines import score
 from kme_dist.pipelines.run import run
 
 CONFIG = """
-data: {source: train.csv, label: kind, missing: indicator, exclude: [note]}
+data: {source: train.csv, label: kind, missing: indicator, exclude: [note, price]}
 model: {objective: rcb}
 learn: {steps: 3}
 cluster: {kind: serial}
 output: {folder: run}
 """
 COLUMNS = ["probability_no", "probability_yes"]
+TASKS = {  # the label, the columns of the predictions, the sections on learning
+    "classification": ("kind", COLUMNS, "model: {objective: rcb}\nlearn: {steps: 3}\n"),
+    "regression": ("price", ["mean", "std", "interval_low", "interval_high"], "learn: {steps: 3}\n"),
+}
 
 
 def people(n, seed):
@@ -37,6 +42,7 @@ def people(n, seed):
     frame = pd.DataFrame({"city": city, "age": age, "since": day.strftime("%Y-%m-%d")})
     frame["member"] = np.where(rng.random(n) > 0.5, "true", "false")
     frame["kind"] = np.where((city == "Rome") ^ (age > 42), "yes", "no")
+    frame["price"] = (10 * (city == "Rome") + age / 4 + rng.normal(size=n)).round(3)
     frame["note"] = [f"note {i}" for i in range(n)]
     for name, share in (("age", 0.1), ("city", 0.1), ("since", 0.05)):
         frame.loc[rng.random(n) < share, name] = None
@@ -79,45 +85,68 @@ def command(folder, *words, **streams):
     return subprocess.run(found, cwd=folder, capture_output=True, timeout=120, check=False, **streams)
 
 
-def test_a_csv_file_with_text_dates_and_holes_from_run_to_scores_of_new_rows(tmp_path):
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_a_csv_file_with_text_dates_and_holes_from_run_to_scores_of_new_rows(tmp_path, task, capsys):
+    """Without a word on text, dates and missing values in the config: what was assumed is said, new rows may have other
+    columns, another order and an unknown category, and every way gives the same numbers."""
+    label, columns, learned = TASKS[task]
     people(160, 1).to_csv(tmp_path / "train.csv", index=False)
     new_people().to_csv(tmp_path / "new.csv", index=False)
-    (tmp_path / "people.yaml").write_text(CONFIG)
-    assert command(tmp_path, "run", "people.yaml", "--quiet").returncode == 0
+    others = ", ".join({"kind", "price", "note"} - {label})
+    settings = f"data: {{source: train.csv, label: {label}, exclude: [{others}]}}\n"
+    (tmp_path / "people.yaml").write_text(settings + learned + "cluster: {kind: serial}\noutput: {folder: run}\n")
+    ran = command(tmp_path, "run", "people.yaml")
+    assert ran.returncode == 0, ran.stderr
+    [note] = [line for line in ran.stderr.decode().splitlines() if line.startswith("note: ")]
+    assert re.fullmatch(
+        r"note: \S*train.csv: missing values in 'city' \(\d+ rows\), 'age' \(\d+ rows\), 'since' \(\d+ rows\) are the "
+        r"mean or no category, and marked by a feature NAME:missing \(`missing` is indicator by default; .*\)",
+        note,
+    )
     predicted = command(tmp_path, "predict", "--model", "run", "--data", "new.csv", "--out", "scores.csv")
     assert predicted.returncode == 0, predicted.stderr
     said = predicted.stderr.decode()
     assert "ignored columns that the model does not use: 'who', 'kind'" in said
     assert "1 row of column 'city' (first: 'Berlin')" in said
     scores = pd.read_csv(tmp_path / "scores.csv")
-    assert scores.columns.tolist() == ["row", "label", *COLUMNS, "entropy"]
+    assert set(columns) <= set(scores.columns)
     streamed = command(tmp_path, "score", "--model", "run", input=(tmp_path / "new.csv").read_bytes())
     assert streamed.returncode == 0, streamed.stderr
-    np.testing.assert_allclose(pd.read_csv(io.BytesIO(streamed.stdout))[COLUMNS], scores[COLUMNS], atol=1e-6)
+    np.testing.assert_allclose(pd.read_csv(io.BytesIO(streamed.stdout))[columns], scores[columns], rtol=1e-6, atol=1e-6)
 
     model = kme.load(tmp_path / "run")
     frame = pd.read_csv(tmp_path / "new.csv", parse_dates=["since"])
     table = unwarned(kme.predict, model, frame)
-    np.testing.assert_allclose(table[COLUMNS], scores[COLUMNS], atol=1e-6)
-    assert table["label"].tolist() == scores["label"].tolist()
-    np.testing.assert_allclose(unwarned(model.predict_proba, frame), scores[COLUMNS], atol=1e-6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "new.csv",
-        "people.yaml",
-        "run",
-        "scores.csv",
-        "train.csv",
-    ]
+    np.testing.assert_allclose(table[columns], scores[columns], rtol=1e-6, atol=1e-6)
+    if task == "classification":
+        assert table["label"].tolist() == scores["label"].tolist()
+        np.testing.assert_allclose(unwarned(model.predict_proba, frame), scores[columns], atol=1e-6)
+    else:
+        mean, deviation = unwarned(model.predict, frame, return_std=True)
+        low, high = unwarned(model.predict_interval, frame)
+        np.testing.assert_allclose(scores[columns].to_numpy().T, [mean, deviation, low, high], rtol=1e-6)
+    known = sorted(path.name for path in tmp_path.iterdir())
+    assert known == ["new.csv", "people.yaml", "run", "scores.csv", "train.csv"]
 
-    frame.drop(columns=["age", "city"]).to_csv(tmp_path / "few.csv", index=False)
-    refused = command(tmp_path, "predict", "--model", "run", "--data", "few.csv", "--out", "none.csv")
-    assert (refused.returncode, b"'city', 'age' are missing" in refused.stderr) == (2, True)
     strict = command(
-        tmp_path, "predict", "--model", "run", "--data", "new.csv", "--out", "none.csv", "--unseen", "error"
+        tmp_path, "predict", *["--model", "run", "--data", "new.csv", "--out", "none.csv", "--unseen", "error"]
     )
     assert strict.returncode == 2
-    assert b"row 4, column 'city': the category 'Berlin' is unknown" in strict.stderr
-    assert not (tmp_path / "none.csv").exists()
+    assert b"row 3 (line 5), column 'city': the category 'Berlin' is unknown" in strict.stderr
+
+    def refused(rows):
+        rows.to_csv(tmp_path / "bad.csv", index=False)
+        paths = [str(tmp_path / name) for name in ("run", "bad.csv", "none.csv")]
+        assert execute(["predict", "--model", paths[0], "--data", paths[1], "--out", paths[2]]) == 2
+        assert not (tmp_path / "none.csv").exists()
+        return capsys.readouterr().err
+
+    assert "'city', 'age' are missing" in refused(frame.drop(columns=["age", "city"]))
+    worded = frame.assign(age=["old" if i == 7 else "30" for i in range(len(frame))])
+    assert "row 7 (line 9), column 'age': 'old' is not a number" in refused(worded)
+    assert "row 2 (line 4), column 'since': 'soon' is not a date" in refused(
+        new_people().assign(since=lambda rows: ["soon" if i == 2 else day for i, day in enumerate(rows["since"])])
+    )
 
 
 def test_what_features_mean(finished):
@@ -234,7 +263,7 @@ def test_a_hole_that_training_rows_did_not_have(tmp_path):
     model = kme.MCEClassifier(steps=0).fit(data)
     assert model.encoding_ is None
     (tmp_path / "new.csv").write_text("age\n30\n\nNA\n")
-    with pytest.raises(DataError, match=r"new.csv: row 2, column 'age': the value is missing"):
+    with pytest.raises(DataError, match=r"new.csv: row 1 \(line 4\), column 'age': the value is missing"):
         kme.predict(model, tmp_path / "new.csv", tmp_path / "scores.csv")
     assert not [path for path in tmp_path.iterdir() if "scores" in path.name and path.suffix != ".model"]
 

@@ -68,7 +68,7 @@ def test_flags_alone_are_enough(run_folder, capsys):
     options = ["--outputs", "label,entropy", "--expectation", "size=g.yaml", "--top-k", "2", "--format", "parquet"]
     code, seen = call(capsys, "predict", *flags, *options)
     assert code == 0, seen.err
-    assert "150 rows, 1 chunk computed" in seen.out
+    assert "150 rows (150 computed), 1 chunk computed" in seen.out
     found = kme.open_predictions("scores")
     assert found.names == ["row", "label", "entropy", "expectation/size", "top_label", "top_probability"]
     code, seen = call(capsys, "evaluate", "--predictions", "scores", "--data", "runs/iris/data.zarr")
@@ -93,7 +93,7 @@ def test_mistakes_are_one_line_and_code_two(run_folder, capsys):
         assert words in seen.err
 
 
-def test_a_chunk_set_aside_is_listed_and_ends_with_65(run_folder, capsys):
+def test_a_skipped_row_is_listed_and_ends_with_65(run_folder, capsys):
     X = load_iris().data.copy()
     X[7, 2] = np.inf
     import pyarrow as pa
@@ -103,8 +103,7 @@ def test_a_chunk_set_aside_is_listed_and_ends_with_65(run_folder, capsys):
     arguments = ["--model", "runs/iris/model.zarr", "--data", "bad.parquet", "--out", "scores.zarr"]
     code, seen = call(capsys, "predict", *arguments)
     assert code == 65
-    assert "skipped chunk 0 (quarantined; rows 0 to 149)" in seen.err
-    assert "row 8" in seen.err
+    assert "skipped row 7: feature 2: the value is inf, must be finite" in seen.err
     code, seen = call(capsys, "inspect", "scores.zarr", "--json")
     assert code == 0
     assert json.loads(seen.out)["status"] == "incomplete"
@@ -135,8 +134,43 @@ def test_labels_that_cannot_be_judged_are_refused(run_folder, capsys):
     code, seen = call(capsys, *found, "longer.zarr")
     assert code == 2
     assert "has 60 rows" in seen.err
-    ingest((X[:60], np.array(["setosa", "versicolor", "virginica"])[y[:60]]), "fine.zarr")
-    assert call(capsys, *found, "fine.zarr")[0] == 0
+
+
+def test_only_the_rows_that_were_predicted_are_evaluated(run_folder, capsys):
+    """Also those of another data set, in another precision: the rows are compared, not the path."""
+    call(capsys, "predict", "iris.yaml")
+    found = ("evaluate", "--predictions", "runs/iris/predictions.zarr", "--data")
+    data = kme.open_dataset("runs/iris/data.zarr")
+    X, codes = data.read("test")
+    y = np.array(data.classes)[codes]
+    for dtype in ("float64", "float32"):
+        ingest((X, y), f"same-{dtype}.zarr", dtype=dtype)
+        code, seen = call(capsys, *found, f"same-{dtype}.zarr", "--json")
+        assert (code, json.loads(seen.out)["rows"]) == (0, 60)
+    others = {"other": load_iris().data[:60], "moved": X[np.r_[1:60, 0]], "scaled": X * 2.54}
+    for name, rows in others.items():
+        ingest((rows, y), f"{name}.zarr")
+        code, seen = call(capsys, *found, f"{name}.zarr")
+        assert code == 2, name
+        assert "does not have the rows that were predicted (row 0 differs)" in seen.err
+        assert "runs/iris/data.zarr: evaluate them with it" in seen.err
+
+
+def test_predictions_of_files_are_evaluated_with_a_data_set_of_the_same_rows(run_folder, capsys):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    pq.write_table(pa.table({f"x{i}": X[:, i] for i in range(4)}), "new.parquet")
+    call(capsys, "predict", "--model", "runs/iris/model.zarr", "--data", "new.parquet", "--out", "scores.zarr")
+    found = ("evaluate", "--predictions", "scores.zarr", "--data")
+    ingest((X, names), "labelled.zarr")
+    assert call(capsys, *found, "labelled.zarr")[0] == 0
+    ingest((X[::-1], names), "reversed.zarr")
+    code, seen = call(capsys, *found, "reversed.zarr")
+    assert code == 2
+    assert "row 0 differs" in seen.err
 
 
 def test_progress_tells_rows_and_what_was_done_before():

@@ -45,6 +45,18 @@ def test_rows_and_workers_that_do_not_exist(machine):
     assert twice[2]["seconds"] == pytest.approx(2 * few[2]["seconds"], rel=0.01)
 
 
+def test_a_prediction_with_few_centres_costs_what_surrounds_its_kernel_values(tmp_path):
+    def seconds(centres, row_value_s):
+        path = tmp_path / "machine.json"
+        path.write_text(json.dumps({"row_value_s": row_value_s}))
+        given = config(fit={"solver": "nystrom", "centres": centres})
+        return planned(given, rows=10**8, workers=1, features=54, classes=7, machine=str(path))[2]["seconds"]
+
+    apart = seconds(1, 2e-8) - seconds(1, 1e-8)
+    assert apart == pytest.approx(10**8 * (54 + 7) * 1e-8, rel=0.01)
+    assert seconds(1, 2e-8) < 0.5 * seconds(1_000, 2e-8)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "learn"),
     [

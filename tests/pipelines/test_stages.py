@@ -248,6 +248,58 @@ def test_results_of_other_settings_are_replaced_by_a_run_and_kept_by_learn(tmp_p
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1, "those of other settings are gone"
 
 
+@pytest.mark.parametrize("again", [run.run, fit.run], ids=["run", "fit"])
+def test_a_model_of_other_settings_is_kept_when_it_is_replaced_and_the_command_says_so(tmp_path, again):
+    def config(**settings):
+        return parse_config(
+            config_of(tmp_path / "run", data, {"objective": "rcb"}, {"steps": 3})
+            | {"fit": {"solver": "cholesky"} | settings}
+        )
+
+    data, lines, folder = csv(tmp_path), [], tmp_path / "run"
+    run.run(config(), name="x")
+    first = json.loads((folder / "run.json").read_text())["id"]
+    kept = load_arrays(folder / "model.zarr")[0]
+    again(config(), name="x", listener=Listener(say=lines.append))
+    assert not (folder / "previous").exists(), "nothing is replaced"
+    again(config(solver="nystrom", centres=9), name="x", listener=Listener(say=lines.append))
+    said = [line for line in lines if "is replaced" in line]
+    assert len(said) == 1
+    assert first in said[0]
+    assert "fit.solver (was cholesky, is nystrom), fit.centres (was None, is 9)" in said[0]
+    assert said[0].endswith(f"kept in {folder / 'previous'}")
+    again = load_arrays(folder / "previous" / "model.zarr")[0]
+    assert all(np.array_equal(again[name], value) for name, value in kept.items())
+    assert "cholesky" in (folder / "previous" / "config.yaml").read_text()
+    assert "nystrom" in (folder / "config.yaml").read_text()
+
+
+def test_a_run_keeps_its_id_until_it_has_succeeded(tmp_path):
+    def config(rate=0.1):
+        tree = config_of(tmp_path / "run", data, {"objective": "rcb"}, {"steps": 9, "learning_rate": rate})
+        return parse_config(tree)
+
+    def stop(record):
+        raise KeyboardInterrupt
+
+    def facts():
+        return json.loads((tmp_path / "run" / "run.json").read_text())
+
+    data = csv(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        learn.run(config(), name="x", listener=Listener(step=stop))
+    interrupted = facts()["id"]
+    assert interrupted.startswith("x-")
+    learn.run(config(), name="x")
+    assert facts()["id"] == interrupted, "it was resumed"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert {(line["run"], line["pipeline"]) for line in lines} == {(interrupted, "x")}
+    run.run(config(0.2), name="x")
+    assert facts()["id"] != interrupted, "another run"
+    fit.run(config(0.2), name="x", fresh=True, listener=Listener(run_id="job-7"))
+    assert facts()["id"] == "job-7", "that of the job, if a job runs it"
+
+
 def test_new_parquet_rows_are_encoded_as_those_of_the_run(tmp_path):
     """Without a word on how: the run folder has the encoding."""
     import pandas as pd

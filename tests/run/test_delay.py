@@ -286,17 +286,26 @@ def test_an_error_is_raised_when_collected_and_a_cancelled_round_leaves_nothing(
     assert not two.futures
 
 
-def test_what_the_scheduler_notes_of_rounds_is_bounded(two, monkeypatch):
+def noted(dask_scheduler):
+    """Submissions of a span, and messages to a worker, that the scheduler keeps: at most."""
+    spans = dask_scheduler.extensions["spans"].spans.values()
+    comms = dask_scheduler.stream_comms.values()
+    return max(len(span._metadata["collections"]) for span in spans), max(len(c.recent_message_log) for c in comms)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_dask_notes_of_rounds_and_streams_is_bounded(two, monkeypatch, streamed):
     monkeypatch.setattr(running, "_TRIM_EVERY", 5)
     executor = DaskExecutor(two)
-    for i in range(23):
-        assert executor.map(napping, [(0.0, i)], name="nap") == [i]
-    noted = two.run_on_scheduler(
-        lambda dask_scheduler: [
-            len(span._metadata["collections"]) for span in dask_scheduler.extensions["spans"].spans.values()
-        ]
-    )
-    assert 0 < max(noted) <= 10
+    if streamed:
+        found = dict(executor.stream(napping, [(0.0, i) for i in range(40)], name="nap", ahead=1))
+        assert found == {i: i for i in range(40)}
+    else:
+        assert [executor.map(napping, [(0.0, i)], name="nap") for i in range(23)] == [[i] for i in range(23)]
+    submissions, messages = two.run_on_scheduler(noted)
+    assert 0 < submissions <= 10
+    assert 0 < messages <= 4
+    assert 0 < len(two.scheduler_comm.recent_message_log) <= 4
 
 
 def test_calls_that_were_not_answered_are_repeated_as_tasks(two, always_lanes):

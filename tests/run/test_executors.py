@@ -216,7 +216,7 @@ def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_
 @pytest.mark.parametrize("who", ["serial", "threads", "dask"])
 def test_a_stream_gives_every_result_with_its_place_and_errors_as_results(client, who):
     executor = {"serial": SerialExecutor(), "threads": SerialExecutor(threads=3)}.get(who) or DaskExecutor(client)
-    found = dict(executor.stream(refuse, ((i,) for i in range(30)), name="refuse"))
+    found = dict(executor.stream(refuse, [(i,) for i in range(30)], name="refuse"))
     assert isinstance(found.pop(3), DataError), "a failed call does not stop the others"
     assert found == {i: i for i in range(30) if i != 3}
     assert list(executor.stream(refuse, [], name="refuse")) == []
@@ -225,12 +225,14 @@ def test_a_stream_gives_every_result_with_its_place_and_errors_as_results(client
 def test_a_stream_takes_no_more_calls_than_it_may_have_out(client):
     taken = []
 
-    def calls():
-        for i in range(40):
-            taken.append(i)
-            yield (i,)
+    class Calls(list):
+        def __iter__(self):
+            for call in super().__iter__():
+                taken.append(call)
+                yield call
 
-    for count, (_, value) in enumerate(DaskExecutor(client).stream(square, calls(), name="square", ahead=3), 1):
+    calls = Calls((i,) for i in range(40))
+    for count, (_, value) in enumerate(DaskExecutor(client).stream(square, calls, name="square", ahead=3), 1):
         assert value == int(value**0.5) ** 2
         assert len(taken) <= count + 3
 

@@ -19,13 +19,12 @@ import kme_dist as kme
 from kme_dist.core import embedding as mce
 from kme_dist.core.kernels import Gaussian
 from kme_dist.data import lazy
-from kme_dist.data import predictions as stored
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
-from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
+from kme_dist.errors import ConfigError, CorruptError, DataError, NumericalError, RetryError
 from kme_dist.models import predict as inference
-from kme_dist.run import predict as predicting
+from kme_dist.models.outputs import OUTPUTS
 from kme_dist.run.executors import SerialExecutor
 
 N, D, M = 5_000, 3, 3
@@ -57,9 +56,9 @@ def counted(monkeypatch):
     chunks = []
     real = inference.predict_chunk
 
-    def compute(task, chunk, *rest):
-        chunks.append(chunk)
-        return real(task, chunk, *rest)
+    def compute(plan, task, *rest):
+        chunks.append(task.chunk)
+        return real(plan, task, *rest)
 
     monkeypatch.setattr(inference, "predict_chunk", compute)
     return chunks
@@ -82,9 +81,7 @@ def close(found, wanted):
 def test_every_output_is_what_the_estimator_says(model, data, tmp_path, format):
     g = {"ash": 1.0, "birch": 10.0, "cedar": -2.0}
     out = tmp_path / "scores"
-    outcome = kme.predict(
-        model.path, data, out, outputs=inference.OUTPUTS, expectations={"cost": g}, top_k=2, format=format
-    )
+    outcome = kme.predict(model.path, data, out, outputs=OUTPUTS, expectations={"cost": g}, top_k=2, format=format)
     assert (outcome.rows, outcome.chunks, outcome.computed, outcome.quarantined) == (N, 5, 5, [])
     found, X = kme.open_predictions(out), rows(N)
     assert found.status == "complete"
@@ -146,16 +143,16 @@ def test_batch_and_estimator_follow_one_rule(model, tmp_path, calibration):
 def test_rows_model_and_output_may_lie_in_an_object_store(model, data, bucket, tmp_path, counted, monkeypatch, format):
     model.save(f"{bucket}/model.zarr")
     far = ingest(rows(N), f"{bucket}/rows.zarr", chunk_bytes=CHUNK * D * 4)
-    real, calls = predicting.Place.write, []
+    real, calls = Place._put, []
 
-    def write(place, name, *rest, **more):
-        if len(calls) == 6:
+    def put(place, name, *rest):
+        if len(calls) == 10:
             raise KeyboardInterrupt  # as a driver that dies in the middle
         calls.append(name)
-        return real(place, name, *rest, **more)
+        return real(place, name, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(predicting.Place, "write", write)
+        patch.setattr(Place, "_put", put)
         with pytest.raises(KeyboardInterrupt):
             kme.predict(f"{bucket}/model.zarr", far, f"{bucket}/scores", format=format)
     begun = len(counted)
@@ -377,11 +374,11 @@ def test_a_second_run_does_nothing_and_from_scratch_does_everything(model, data,
 def interrupt_after(monkeypatch, count):
     real, done = inference.predict_chunk, []
 
-    def compute(task, chunk, *rest):
+    def compute(plan, task, *rest):
         if len(done) == count:
             raise KeyboardInterrupt
-        done.append(chunk)
-        return real(task, chunk, *rest)
+        done.append(task.chunk)
+        return real(plan, task, *rest)
 
     monkeypatch.setattr(inference, "predict_chunk", compute)
 
@@ -420,7 +417,7 @@ def test_a_changed_model_or_request_is_refused_until_told_otherwise(model, data,
 def test_a_model_that_changes_while_workers_load_it_is_refused(model, data, tmp_path):
     place = tmp_path / "model.zarr"
     model.save(place)
-    digest = inference._model_digest(Place.of(place))
+    digest = inference.model_digest(Place.of(place))
     kme.load(place).calibrate(rows(120, seed=5), model.predict(rows(120, seed=5))).save(place)
     with pytest.raises(ConfigError, match="has changed since this job started"):
         inference._scorer(str(place), digest, "float32")
@@ -494,41 +491,7 @@ def test_damage_is_found_by_verify(model, data, tmp_path):
         kme.open_predictions(out).verify()
 
 
-def test_a_replaced_job_writes_nothing_more(model, data, tmp_path):
-    out = tmp_path / "out.zarr"
-    kme.predict(model.path, data, out, outputs=["label"])
-    layout = kme.open_predictions(out).layout
-    with pytest.raises(RetryError, match="another job"):
-        predicting.store_chunk(layout, "an older job", 0, "", {"label": np.zeros(CHUNK)}, CHUNK)
-
-
 # --- poison ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("format", ["zarr", "parquet"])
-def test_a_poison_chunk_is_set_aside_and_the_rest_goes_on(model, tmp_path, counted, format):
-    X = rows(N)
-    X[2_500, 1] = np.nan
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(lazy, "OUTPUT_ROWS", CHUNK)
-    monkey.setattr(ArrayRows, "output_rows", CHUNK)
-    try:
-        outcome = kme.predict(model.path, X, tmp_path / "out", format=format)
-    finally:
-        monkey.undo()
-    assert sorted(counted) == [0, 1, 2, 2, 2, 3, 4], "tried three times"
-    (entry,) = outcome.quarantined
-    assert (entry["chunk"], entry["first_row"], entry["rows"]) == (2, 2048, CHUNK)
-    assert "row 2500, feature 1" in entry["error"]
-    found = kme.open_predictions(tmp_path / "out")
-    assert found.status == "incomplete"
-    assert found.quarantined == outcome.quarantined
-    p = found.read("probability")
-    assert np.isnan(p[2048:3072]).all()
-    assert found.labels()[2100] is None
-    clean = np.r_[0:2048, 3072:N]
-    close(p[clean], model.predict_proba(X[clean]))
-    found.verify()
 
 
 def test_a_corrupt_chunk_is_tried_again_once_it_is_mended(model, data, tmp_path, counted):
@@ -550,15 +513,62 @@ def test_a_corrupt_chunk_is_tried_again_once_it_is_mended(model, data, tmp_path,
     assert kme.open_predictions(tmp_path / "out.zarr").status == "complete"
 
 
-def test_infrastructure_failures_stop_the_job(model, data, tmp_path, monkeypatch):
-    def full(self, chunk, arrays):
-        raise RetryError("no space left")
+@pytest.mark.parametrize("error", [RetryError("no space left"), ConfigError("a changed model"), ValueError("a bug")])
+def test_only_damaged_data_quarantine_a_chunk_and_every_other_failure_stops_the_job(
+    model, data, tmp_path, monkeypatch, error
+):
+    real, out = inference.predict_chunk, tmp_path / "out.zarr"
+
+    def compute(plan, task, *rest):
+        if task.chunk == 2:
+            raise error
+        return real(plan, task, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored.OutputLayout, "write", full)
-        with pytest.raises(RetryError, match="no space"):
-            kme.predict(model.path, data, tmp_path / "out.zarr")
-    assert kme.predict(model.path, data, tmp_path / "out.zarr").computed == 5
+        patch.setattr(inference, "predict_chunk", compute)
+        with pytest.raises(type(error), match=str(error)):
+            kme.predict(model.path, data, out)
+    assert kme.open_predictions(out).status == "running"
+    assert kme.predict(model.path, data, out).computed == 3
+
+
+@pytest.mark.parametrize("error", [CorruptError("damaged"), DataError("not a number"), NumericalError("singular")])
+def test_a_chunk_that_cannot_be_read_is_tried_three_times_then_quarantined(
+    model, data, tmp_path, monkeypatch, counted, error
+):
+    real = inference.predict_chunk
+
+    def compute(plan, task, *rest):
+        result = real(plan, task, *rest)
+        if task.chunk == 2:
+            raise error
+        return result
+
+    monkeypatch.setattr(inference, "predict_chunk", compute)
+    outcome = kme.predict(model.path, data, tmp_path / "out.zarr")
+    assert sorted(counted) == [0, 1, 2, 2, 2, 3, 4]
+    (entry,) = outcome.quarantined
+    assert (entry["chunk"], entry["first_row"], entry["rows"]) == (2, 2048, CHUNK)
+    assert entry["error"] == f"{type(error).__name__}: {error}"
+    found = kme.open_predictions(tmp_path / "out.zarr")
+    assert (found.status, found.quarantined) == ("incomplete", outcome.quarantined)
+    assert np.isnan(found.read("probability", 2048, 3072)).all()
+    assert found.labels()[2100] is None
+    clean = np.r_[0:2048, 3072:N]
+    close(found.read("probability")[clean], model.predict_proba(rows(N)[clean]))
+    found.verify()
+
+
+def test_a_result_that_gets_lost_is_not_a_finished_chunk(model, data, tmp_path):
+    class Forgetful(SerialExecutor):
+        def stream(self, function, calls, *, name, ahead=None):
+            results = super().stream(function, calls, name=name, ahead=ahead)
+            yield from (result for result in results if result[0] != 3)
+
+    with pytest.raises(RetryError, match=r"1 chunk without a result \(the first is 3\); run the same command again"):
+        kme.predict(model.path, data, tmp_path / "out.zarr", executor=Forgetful())
+    assert kme.open_predictions(tmp_path / "out.zarr").status == "running"
+    assert kme.predict(model.path, data, tmp_path / "out.zarr").skipped == 5, "it was stored, only not told"
 
 
 # --- kills -----------------------------------------------------------------------------------------
@@ -567,7 +577,6 @@ DRIVER = """
 import os, signal, sys
 import kme_dist as kme
 from kme_dist.run import predict as predicting
-from kme_dist.data import predictions as stored
 
 model, data, out, point, count = sys.argv[1:]
 left = [int(count)]
@@ -631,8 +640,8 @@ def test_gpu_workers_compute_on_the_device(model, tmp_path, device, monkeypatch)
     monkeypatch.setattr(inference.mce, "DEVICE_TILE", (64, 32))  # several blocks of a chunk, moved one ahead
     inference._scorer.cache_clear()
     try:
-        kme.predict(model.path, rows(700), tmp_path / "out.zarr", outputs=inference.OUTPUTS)
-        scorer = inference._scorer(model.path, inference._model_digest(Place.of(model.path)), "float32")
+        kme.predict(model.path, rows(700), tmp_path / "out.zarr", outputs=OUTPUTS)
+        scorer = inference._scorer(model.path, inference.model_digest(Place.of(model.path)), "float32")
         assert scorer._device == "cupy"
     finally:
         inference._scorer.cache_clear()
@@ -670,11 +679,11 @@ def test_workers_give_the_same_bits_as_this_process(model, data, tmp_path, clien
         kme.predict(model.path, client.persist(lazy), tmp_path / "held.zarr", executor=client)
 
 
-def test_a_poison_chunk_does_not_stop_the_workers(model, tmp_path, client):
+def test_a_row_that_is_not_finite_does_not_stop_the_workers(model, tmp_path, client):
     import dask.array as da
 
     X = rows(N)
     X[1500] = np.nan
     outcome = kme.predict(model.path, da.from_array(X, chunks=(CHUNK, D)), tmp_path / "out.zarr", executor=client)
-    assert [entry["chunk"] for entry in outcome.quarantined] == [1]
-    assert outcome.computed == 4
+    assert (outcome.computed, outcome.quarantined, outcome.skipped_rows) == (5, [], 1)
+    assert outcome.first_skipped[0]["row"] == 1500

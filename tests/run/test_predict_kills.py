@@ -24,11 +24,11 @@ from kme_dist.models import predict as inference
 
 real, once = inference.compute_chunk, inference.predict_chunk
 
-def compute_chunk(task, chunk, *rest):
+def compute_chunk(plan, task, *rest):
     with open(os.environ["KILLS_LOG"], "a") as log:
-        log.write(f"{chunk}\\n")
+        log.write(f"{task.chunk}\\n")
     time.sleep(float(os.environ["KILLS_SLEEP"]))
-    return real(task, chunk, *rest)
+    return real(plan, task, *rest)
 
 def predict_chunk(*arguments):
     inference.compute_chunk = compute_chunk

@@ -11,7 +11,8 @@ from kme_dist.core.features import Identity, from_config
 from kme_dist.core.spectral import VARIANTS
 from kme_dist.core.sums import Centres
 from kme_dist.data.arrays import ArrayRows
-from kme_dist.data.ingest import Table, ingest
+from kme_dist.data.ingest import ingest
+from kme_dist.data.reading import Table
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.models.askl import SpectralLearner
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
@@ -74,6 +75,17 @@ def test_integer_weights_are_repeated_rows_for_every_solver(solver):
     np.testing.assert_allclose(decisions(one, new), decisions(two, new), atol=tolerance)
     assert one.weight == two.weight == counts.sum()
     assert one.residual < 1e-8
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "tiled", "pcg"])
+def test_regularization_is_retuned_alike_for_integer_weights_and_repeated_rows(solver):
+    """Equal rows are left out together: a copy that stayed in would tell the label, and λ would vanish."""
+    X, y, _, counts = table()
+    one = fitted(in_memory(X, y, counts), solver, retune=True)
+    two = fitted(in_memory(np.repeat(X, counts, axis=0), np.repeat(y, counts)), solver, retune=True)
+    assert two.regularization == pytest.approx(one.regularization, rel=1e-9)
+    assert two.loss == pytest.approx(one.loss, rel=1e-6)
+    assert len(one.tried) == len(two.tried) > 3
 
 
 @pytest.mark.parametrize("retune", [False, True])

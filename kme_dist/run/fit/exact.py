@@ -41,7 +41,10 @@ class Exact:
 
     @property
     def scale(self) -> float:
-        return self._variance / self.problem.rows.positive
+        """k(x, x) for each row, where repeated rows are one: the range of λ does not depend on weights."""
+        X, y, w = sampled(self.problem.rows, LOO_ROWS, self.problem.seed)
+        distinct = len(merge_equal_rows(X, y, w).y) / len(y)
+        return self._variance / (self.problem.rows.positive * distinct)
 
     @functools.cached_property
     def _variance(self) -> float:
@@ -79,8 +82,8 @@ class Exact:
 def leave_one_out_on_worker(
     rows: RowsRef, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
 ) -> float:
-    """Leave-one-out log loss of (a sample of) the rows at one λ."""
-    X, y, w = sampled(rows, LOO_ROWS, seed)
+    """Leave-one-out log loss of (a sample of) the rows at one λ; equal rows are left out together."""
+    X, y, w, _ = merge_equal_rows(*sampled(rows, LOO_ROWS, seed))
     X = to_device(X, backend)
     return leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.weight, variance, floor, weights=w)
 

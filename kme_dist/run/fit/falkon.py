@@ -40,7 +40,17 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
-from kme_dist.run.fit.problem import EXPONENTIAL, Cost, LeftOut, Problem, ProgressLine, Size, Solved, fingerprint
+from kme_dist.run.fit.problem import (
+    EXPONENTIAL,
+    Cost,
+    LeftOut,
+    Problem,
+    ProgressLine,
+    Size,
+    Solved,
+    Standardises,
+    fingerprint,
+)
 from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
 
@@ -202,10 +212,12 @@ def multiply_rows(rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | Non
     return normal_product(basis_of(ref), X, np.array(ref.scratch.load(name)), w)
 
 
-def begin_rows(rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None) -> tuple[np.ndarray, float]:
-    """Zᵀ diag(w) Y for rows of a span that are not held out, and their Σ w."""
+def begin_rows(
+    rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None, target: Standardises | None = None
+) -> tuple[np.ndarray, float]:
+    """Zᵀ diag(w) Y for rows of a span that are not held out, and their Σ w; Y are classes, or numbers of a `target`."""
     X, y, w = fitted_rows(rows, span, held)
-    Y = np.asarray(one_hot(y, rows.n_classes, np.zeros(0)))
+    Y = np.asarray(one_hot(y, rows.n_classes, np.zeros(0))) if target is None else target.standardised(y)
     return right_side(basis_of(ref), X, Y, w), float(len(y) if w is None else w.sum())
 
 
@@ -295,11 +307,12 @@ class Falkon:
         except NumericalError:
             work.scratch.clear()
             raise
-        which, m = work.chosen(found), self.problem.rows.n_classes
+        which, m = work.chosen(found), self.problem.columns
         own = slice(which * m, (which + 1) * m)
         V, lam = found.best[:, own], work.lams[which]
         y, w = work.held_labels
-        left_out = LeftOut(found.best_F[:, own], y, w) if len(y) else None
+        rows = None if self.problem.target is None else work.held_rows
+        left_out = LeftOut(found.best_F[:, own], y, w, rows) if len(y) else None
         facts = {
             "held_out_rows": len(y),
             "lambdas": dict(zip(map("{:.3g}".format, work.lams), work.least(found).tolist(), strict=True)),
@@ -333,10 +346,13 @@ class _Work:
         self.scratch = self.problem.scratch.child(f"falkon-{name}")
         self.ref = publish(Centres(self.problem.kernel, self.points), self.scratch, "numpy", token=name)
         rows, most = self.problem.rows, min(_HELD_OUT[0], int(_HELD_OUT[1] * self.problem.rows.count))
-        self.held = rows.draw(most, self.problem.seed) if most >= _FEWEST_HELD_OUT else None
+        fewest = _FEWEST_HELD_OUT
+        if self.problem.target is not None:  # intervals come from rows held out
+            fewest, most = 1, max(most, min(_FEWEST_HELD_OUT, rows.count // 5))
+        self.held = rows.draw(most, self.problem.seed) if most >= fewest else None
         if self.problem.sampled:
             self.held = BatchRef(0, self.problem.sampled)
-        self.columns = rows.n_classes * len(lams)
+        self.columns = self.problem.columns * len(lams)
         self.spans = rows.blocks(task_rows(len(self.points), rows.count))
 
     def _blocks(self, count: int) -> list[Span]:
@@ -354,14 +370,21 @@ class _Work:
         return X, y, rows.drawn_weights(self.held) if rows.weighted else None
 
     @property
+    def held_rows(self) -> np.ndarray:
+        return self._held[0]
+
+    @property
     def held_labels(self) -> tuple[np.ndarray, np.ndarray | None]:
         return self._held[1], self._held[2]
 
     def losses(self, F: np.ndarray) -> list[float]:
-        """Log losses of the rows held out, calibrated to them, by λ."""
+        """Log losses of the rows held out, calibrated to them, or squared errors, by λ."""
         y, w = self.held_labels
-        m, floor = self.problem.rows.n_classes, self.problem.floor
+        m, floor, target = self.problem.columns, self.problem.floor, self.problem.target
         parts = (F[:, i * m : (i + 1) * m] for i in range(len(self.lams)))
+        if target is not None:
+            Y = target.standardised(y)
+            return [float(np.average(np.mean((part - Y) ** 2, axis=1), weights=w)) for part in parts]
         return [float(np.average(calibrated_losses(part, y, floor, w), weights=w)) if len(y) else 0.0 for part in parts]
 
     def least(self, found: Progress) -> np.ndarray:
@@ -382,7 +405,7 @@ class _Work:
             weight = float(self.scratch.load("weight")[0])
             self.problem.report(f"fit: resumes after step {found.steps}")
         else:
-            calls = [(self.problem.rows, self.ref, span, self.held) for span in self.spans]
+            calls = [(self.problem.rows, self.ref, span, self.held, self.problem.target) for span in self.spans]
             B, weight = self.problem.executor.map_reduce(begin_rows, calls, add_sides, name="right-side")
             self.scratch.save("weight", np.array([weight]))
             state = begin(np.tile(B / weight, (1, len(self.lams))), precondition)
@@ -392,7 +415,8 @@ class _Work:
             found = self._step(found, precondition, weight)
             found.save(self.scratch)
             told = "; ".join(f"λ {lam:.1e}: {loss:.4f}" for lam, loss in zip(self.lams, found.losses[-1], strict=True))
-            line = f"fit: step {found.steps}, residual {found.state.residuals.max():.1e}, held-out log loss {told}"
+            what = "log loss" if self.problem.target is None else "squared error"
+            line = f"fit: step {found.steps}, residual {found.state.residuals.max():.1e}, held-out {what} {told}"
             self.problem.report(ProgressLine(line, found.steps, MOST_STEPS))
         return found
 
@@ -405,7 +429,7 @@ class _Work:
         return bool(least[-_PATIENCE:].min() < (1 - _GAIN) * least[:-_PATIENCE].min())
 
     def _step(self, found: Progress, precondition: Precondition, weight: float) -> Progress:
-        state, name, m = found.state, f"P-{found.steps}", self.problem.rows.n_classes
+        state, name, m = found.state, f"P-{found.steps}", self.problem.columns
         self.scratch.save(name, state.P)
         calls = [(self.problem.rows, self.ref, span, self.held, name) for span in self.spans]
         product = self.problem.executor.map_reduce(multiply_rows, calls, np.add, name="normal-product") / weight
@@ -440,7 +464,7 @@ class _Work:
             self._columns(factor_square, [(R, square, lam) for R, lam in zip(Rs, self.lams, strict=True)], blocks)
         for i, j in below:
             self.scratch.delete(f"square-{i}-{j}")
-        m = self.problem.rows.n_classes
+        m = self.problem.columns
 
         def apply(B: np.ndarray) -> np.ndarray:
             columns = [(number * m, (number + 1) * m) for number in range(len(Rs))]

@@ -42,6 +42,14 @@ class ProgressLine(str):
         return made
 
 
+class Standardises(Protocol):
+    """Numeric targets in units of their deviation."""
+
+    @property
+    def mean(self) -> np.ndarray: ...  # of every output
+    def standardised(self, y: Any) -> np.ndarray: ...  # (rows, outputs)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What to fit, and on what."""
@@ -61,12 +69,18 @@ class Problem:
     features: FeatureMap | None = None
     sampled: tuple[Span, ...] = ()  # of the source: rows to leave out one at a time, or to hold out; empty: any
     retune: bool = False  # λ may be changed by a solver that compares values of it at little cost
+    target: Standardises | None = None  # of numbers instead of classes; only for solver "falkon"
     report: Callable[[str], None] = silent
 
     @property
     def weight(self) -> float:
         """Σ w, what stands for n in nλ: the number of rows without weights, or without classes."""
         return self.rows.weight if self.rows.n_classes else self.rows.count
+
+    @property
+    def columns(self) -> int:
+        """Columns of Y: classes, or outputs."""
+        return self.rows.n_classes if self.target is None else len(self.target.mean)
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class Size:
     columns: int = 1  # classes
     basis: int = CENTRES  # centres or features
     width: int = 50  # features of a row
-    labelled: bool = True  # targets are classes
+    labelled: bool = True  # every row has its class or its numbers, which many centres require
     dtype: str = "float32"
     tile_rows: int | None = None
 
@@ -100,8 +114,9 @@ class LeftOut:
     """Decisions of some rows under the fits without them, for calibration."""
 
     decisions: np.ndarray
-    codes: np.ndarray  # labels, as class numbers
+    codes: np.ndarray  # labels, as class numbers; numeric targets as they were read
     weights: np.ndarray | None = None
+    rows: Any = None  # the rows themselves, scaled, if their targets are numbers
 
 
 @dataclass(frozen=True)
@@ -174,7 +189,7 @@ def fingerprint(problem: Problem, **more: Any) -> str:
     known = {
         "path": rows.path,
         "ranges": rows.ranges,
-        "scaling": None if rows.scale is None else [rows.scale.shift.tolist(), rows.scale.factor.tolist()],
+        "scaling": None if rows.scale is None else rows.scale.to_plain(),
         "dtype": rows.dtype,
         "kernel": problem.kernel.to_config(),
         "data": rows.digest(),

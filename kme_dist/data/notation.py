@@ -1,0 +1,115 @@
+"""Numbers as people write them: a decimal comma, separators between thousands, percent signs.
+
+    Notation(decimal=",", thousands=".").numbers(pa.array(["1.234,5", "7"]))     # 1234.5, 7, and where there is none
+    in_other_notation(["1,5", "2,25"])                                          # "1,5": not 1.5 unless asked for
+    suggestion(["1,5", "2,25"])                                                 # "set `decimal` to ','"
+
+A text such as 1,234 may be 1.234 or 1234, so no notation is guessed: one is given, by the names of these options, and
+kept with the data set and the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kme_dist.errors import ConfigError
+
+DECIMALS = (".", ",")
+THOUSANDS = ("", ",", ".", "_", "'", " ")
+
+# Numbers with a decimal comma, separators between thousands, a percent sign or a currency.
+_OTHER = re.compile(r"[$€£]?\s*[+-]?\d[\d.,_' ]*\s*[%$€£]?")
+_MARKS = re.compile(r"[,_'%$€£ ]")
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How numbers are written in a table. A percent sign divides by 100."""
+
+    decimal: str = "."
+    thousands: str = ""
+    percent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.decimal not in DECIMALS:
+            raise ConfigError(f"decimal is {self.decimal!r}; it must be '.' or ','.")
+        if self.thousands not in THOUSANDS:
+            known = ", ".join(map(repr, THOUSANDS[1:]))
+            raise ConfigError(f"thousands is {self.thousands!r}; it must be one of {known}, or empty.")
+        if self.decimal == self.thousands:
+            raise ConfigError(f"decimal and thousands are both {self.decimal!r}; they must differ.")
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Notation()
+
+    @property
+    def _pattern(self) -> str:
+        group = re.escape(self.thousands)
+        whole = rf"(\d{{1,3}}({group}\d{{3}})+|\d+)" if self.thousands else r"\d+"
+        point = re.escape(self.decimal)
+        number = rf"({whole}({point}\d*)?|{point}\d+)([eE][+-]?\d+)?"
+        return rf"^[+-]?{number}{'( ?%)?' if self.percent else ''}$"
+
+    def accepts(self, text: str) -> bool:
+        return re.match(self._pattern, text.strip(), re.ASCII) is not None
+
+    def numbers(self, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers, NaN where the text is missing or not one; and where it is not one."""
+        trimmed = pc.utf8_trim_whitespace(texts)
+        good = pc.match_substring_regex(trimmed, self._pattern)
+        plain = pc.if_else(good, trimmed, pa.scalar(None, trimmed.type))
+        plain = pc.replace_substring(plain, self.thousands, "") if self.thousands else plain
+        plain = pc.replace_substring(plain, self.decimal, ".") if self.decimal != "." else plain
+        percent = pc.fill_null(pc.ends_with(plain, "%"), False)
+        plain = pc.utf8_rtrim(plain, " %")
+        found = plain.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        found = np.where(percent.to_numpy(zero_copy_only=False), found / 100, found)
+        return found, pc.fill_null(pc.invert(good), False).to_numpy(zero_copy_only=False)
+
+    @property
+    def given(self) -> list[str]:
+        """The options that differ from the default, in words."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return [f"`{name}` to {'true' if value is True else repr(value)}" for name, value in changed]
+
+    def __str__(self) -> str:
+        return "set " + " and ".join(self.given)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"decimal": self.decimal, "thousands": self.thousands, "percent": self.percent}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Notation:
+        return cls(str(stored["decimal"]), str(stored["thousands"]), bool(stored["percent"]))
+
+
+_OTHERS = tuple(
+    Notation(decimal, thousands, percent)
+    for percent in (False, True)
+    for decimal in DECIMALS
+    for thousands in THOUSANDS
+    if decimal != thousands and (decimal, thousands, percent) != (".", "", False)
+)
+
+
+def in_other_notation(values: Collection[str]) -> str | None:
+    """One of the texts that marks them all as numbers in another notation (1,5, 10%, 1_000); None if they are not."""
+    marked = next((value for value in values if _MARKS.search(value.strip())), None)
+    whole = marked is not None and all(_OTHER.fullmatch(value.strip()) for value in values)
+    return marked if whole else None
+
+
+def suggestion(values: Collection[str]) -> str:
+    """The options with which all of these texts are numbers, the simplest ones."""
+    fitting = [notation for notation in _OTHERS if all(map(notation.accepts, values))]
+    simple = min((len(notation.given) for notation in fitting), default=0)
+    found = " or ".join(str(notation) for notation in fitting if len(notation.given) == simple)
+    return found or "write them as 1234.5"

@@ -1,0 +1,221 @@
+"""A driver host: as many jobs at a time as it has slots, none on a worker, and none lost when something dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from distributed import Client, LocalCluster
+
+from kme_dist.cli import app as cli
+from kme_dist.config import ClusterConfig, parse_config
+from kme_dist.errors import ConfigError, RetryError
+from kme_dist.ops import drivers, jobs, queue, submit
+from kme_dist.ops.drivers import Drivers
+
+# A driver whose pipeline lasts until a file `go` is in the root, and fails if there is a text in it.
+DRIVER = """
+import sys, time
+from pathlib import Path
+from kme_dist.errors import NumericalError
+from kme_dist.config import ClusterConfig
+from kme_dist.data.leases import LeaseLost
+from kme_dist.ops import driver, jobs, submit
+
+root, name, address = sys.argv[1:]
+driver.CHECK_EVERY_S = 0.0
+
+def run(pipeline, config, *, name, command, listener):
+    while not (Path(root) / "go").exists():
+        listener.progress("waiting", 0, 1)
+        time.sleep(0.02)
+    if text := (Path(root) / "go").read_text():
+        raise NumericalError(text)
+    return {}
+
+job = jobs.job_at(Path(root), name)
+try:
+    submit.drive_for_host(job, ClusterConfig(kind="address", address=address), run)
+except LeaseLost:
+    sys.exit(75)
+except NumericalError:
+    sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def scheduler():
+    """The address of a scheduler with one worker, and the scheduler itself."""
+    with LocalCluster(
+        n_workers=1, processes=False, threads_per_worker=1, dashboard_address="127.0.0.1:0", protocol="tcp://"
+    ) as cluster:
+        yield cluster.scheduler
+
+
+@pytest.fixture
+def at(scheduler):
+    yield ClusterConfig(kind="address", address=scheduler.address)
+    scheduler.extensions.pop(queue.NAME, None)
+    scheduler.plugins.pop(queue.NAME, None)
+
+
+def serving(at, **settings):
+    """A driver host in a thread of this process, and how to stop it."""
+    stop, lines = threading.Event(), []
+
+    def command(job):
+        return [sys.executable, "-c", DRIVER, str(job.root), job.id, at.address]
+
+    host = Drivers(at, command, say=lines.append, **settings)
+    thread = threading.Thread(target=host.serve, args=(stop,))
+    thread.start()
+
+    def end():
+        stop.set()
+        thread.join()
+
+    return host, lines, end
+
+
+@pytest.fixture
+def host(at):
+    host, lines, end = serving(at, slots=2, max_per_user=None)
+    host.lines = lines
+    yield host
+    end()
+
+
+def submitted(root, at, name, **settings):
+    config = parse_config({"data": {"source": "table.zarr"}})
+    job = jobs.create_job(root, pipeline="evaluate", config=config, name=name, job_id=name, **settings)
+    submit.submit(job, at)
+    return job
+
+
+def until(true, seconds=40):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def states(*found):
+    return [job.status()["state"] for job in found]
+
+
+def test_jobs_run_side_by_side_in_the_slots_of_a_host_and_leave_the_workers_alone(tmp_path, at, host, scheduler):
+    found = [submitted(tmp_path, at, f"j{number}") for number in range(3)]
+    until(lambda: states(*found[:2]) == ["running", "running"])
+    assert states(found[2]) == ["waiting"]
+    places = [there.get("place") for there in submit.on_scheduler(found, at)]
+    assert places == [None, None, 1]
+    assert not any(worker.processing for worker in scheduler.workers.values())
+    with Client(scheduler.address, set_as_default=False) as client:
+        assert client.submit(sum, [1, 2]).result(timeout=60) == 3, "the only worker is free"
+    urgent = submitted(tmp_path, at, "urgent", priority=9)
+    assert [there.get("place") for there in submit.on_scheduler([urgent, found[2]], at)] == [1, 2]
+    (tmp_path / "go").touch()
+    until(lambda: states(*found, urgent) == ["succeeded"] * 4)
+    until(lambda: not scheduler.extensions[queue.NAME].entries)
+    begun = sorted((job.events()[1]["time"], job.id) for job in [*found, urgent])
+    assert [name for _, name in begun][2:] == ["urgent", "j2"]
+
+
+def test_a_killed_driver_is_started_again_and_a_failure_is_not(tmp_path, at, host):
+    job = submitted(tmp_path, at, "killed")
+    until(lambda: states(job) == ["running"])
+    os.kill(jobs.latest_epoch(job.place)[1]["process"], signal.SIGKILL)
+    until(lambda: job.status()["drivers"] == 2)
+    assert [event["state"] for event in job.events()][:3] == ["waiting", "running", "waiting"]
+    (tmp_path / "go").write_text("not positive definite")
+    until(lambda: states(job) == ["failed"])
+    assert job.status()["exit_code"] == 3
+    time.sleep(2 * drivers.POLL_S)
+    assert job.status()["drivers"] == 2
+
+
+def test_a_host_that_is_stopped_gives_its_jobs_to_another(tmp_path, at):
+    _, _, end_first = serving(at, slots=1)
+    job = submitted(tmp_path, at, "moved")
+    until(lambda: states(job) == ["running"])
+    _, _, end_second = serving(at, slots=1)
+    end_first()
+    try:
+        assert states(job) in (["waiting"], ["running"])
+        until(lambda: job.status()["drivers"] == 2)
+        (tmp_path / "go").touch()
+        until(lambda: states(job) == ["succeeded"])
+    finally:
+        end_second()
+
+
+def test_a_cancelled_job_ends_at_once_also_where_it_waits(tmp_path, at, host):
+    found = [submitted(tmp_path, at, f"c{number}") for number in range(3)]
+    until(lambda: states(*found[:2]) == ["running", "running"])
+    process = jobs.latest_epoch(found[0].place)[1]["process"]
+    assert submit.cancel(found[2], at, grace_s=0.0)["state"] == "cancelled"
+    assert submit.cancel(found[0], at, grace_s=0.0)["state"] == "cancelled"
+    until(lambda: not Path(f"/proc/{process}").exists())
+    assert submit.cancel(found[1], at, grace_s=60.0)["state"] == "cancelled", "its driver stops by itself"
+    until(lambda: not submit.on_scheduler([found[1]], at)[0]["state"])
+    assert states(*found) == ["cancelled"] * 3
+
+
+def test_a_scheduler_that_lost_its_queue_gets_it_back(tmp_path, at, host, scheduler):
+    found = [submitted(tmp_path, at, f"r{number}") for number in range(3)]
+    until(lambda: states(*found[:2]) == ["running", "running"])
+    until(lambda: len(host._known) == 3)
+    del scheduler.extensions[queue.NAME]  # as a scheduler that was restarted
+    scheduler.plugins.pop(queue.NAME)
+    until(lambda: [there["state"] for there in submit.on_scheduler(found, at)] == ["running", "running", "waiting"])
+    (tmp_path / "go").touch()
+    until(lambda: states(*found) == ["succeeded"] * 3)
+    assert [job.status()["drivers"] for job in found] == [1, 1, 1], "those that ran went on"
+
+
+def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "ACCEPT_S", 0.2)
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    arguments = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path)]
+    assert cli.execute(arguments) == 75
+    assert f"start one with `kme-dist drivers --scheduler {at.address}`" in capsys.readouterr().err
+    assert jobs.list_jobs(tmp_path) == []
+
+
+def test_a_root_that_no_host_can_read_is_refused(tmp_path, at, host, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("KME_ROOT", str(tmp_path / "elsewhere"))  # that of the host
+    with pytest.raises(ConfigError, match=r"no driver host can read the job's folder .* set KME_ROOT"):
+        submitted(tmp_path, at, "unreadable")
+
+
+def test_a_host_without_a_scheduler_waits_for_one_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(drivers, "POLL_S", 0.01)
+    calls = []
+
+    def away(cluster, timeout_s):
+        calls.append(timeout_s)
+        raise RetryError("no scheduler answers")
+
+    monkeypatch.setattr(drivers, "open_unchecked", away)
+    _, lines, end = serving(ClusterConfig(kind="address", address="tcp://127.0.0.1:1"))
+    until(lambda: len(calls) > 3)
+    end()
+    assert lines == ["no scheduler answers; waiting for it"]
+
+
+def test_drivers_that_cannot_start_do_not_stand_in_the_way_of_others(tmp_path, at, scheduler):
+    stop = threading.Event()
+    host = Drivers(at, lambda job: [sys.executable, "-c", "import sys; sys.exit(1)"], slots=2)
+    thread = threading.Thread(target=host.serve, args=(stop,))
+    thread.start()
+    found = [submitted(tmp_path, at, f"x{number}") for number in range(3)]
+    until(lambda: not scheduler.extensions[queue.NAME].entries)
+    stop.set()
+    thread.join()
+    assert states(*found) == ["waiting"] * 3, "a supervisor resubmits them, with pauses and a limit"
