@@ -2,17 +2,18 @@
 
     python -m benchmarks.soak --minutes 60 [--seed 0] [--every 12] [--folder FOLDER]
 
-A scheduler, workers with nannies and `kme-dist jobs keep` run as separate processes with the settings of
+A scheduler, workers with nannies and a driver host (`kme-dist drivers`) run as separate processes with the settings of
 `deploy/dask.yaml`, each restarted five seconds after it ends, as the systemd units of `deploy/` do. Jobs are submitted
 one after the other: a short round of batches (over lanes), long rounds (as tasks), predictions. At the times of a
 Poisson process somebody is killed with SIGKILL:
 
-    worker      the process of a worker that does not run the driver
-    driver      the worker process that runs the driver of the job
-    scheduler   the scheduler, in the first part of the time only
+    worker      the process of a worker; its nanny starts another
+    driver      the driver of the job; its host starts another
+    host        the driver host, which takes its drivers along; in the first part of the time only, like
+    scheduler   the scheduler, which takes its workers along
 
 The first part, three fifths of the time, kills all of them. In the second part one job learns without end and only one
-worker is killed, again and again: the memory of scheduler, driver, supervisor and the other workers is measured there,
+worker is killed, again and again: the memory of scheduler, driver, driver host and the other workers is measured there,
 over one life of each. That job is cancelled when the time is over; its first steps are compared.
 
 Recovery is the longest pause in the progress of the job from the kill to the next kill; a kill before the job has
@@ -65,7 +66,7 @@ WORKERS = 3
 RESTART_S = 5.0  # RestartSec of the systemd units
 TICK_S, SAMPLE_S = 0.1, 2.0
 FIRST_PART = 0.6
-KINDS = {"worker": 0.65, "driver": 0.25, "scheduler": 0.10}  # in the first part; the last is the most severe
+KINDS = {"worker": 0.6, "driver": 0.25, "host": 0.07, "scheduler": 0.08}  # in the first part, by severity
 CALM_S = 2.0  # progress within this time of the next kill: recovered
 MEDIAN_S, WORST_S, SCHEDULER_S, FEWEST = 5.0, 20.0, 60.0, 100
 WARM_UP_S = 120.0  # of a process, not part of its memory slope
@@ -116,7 +117,7 @@ class Service:
 
 
 class Cluster:
-    """Scheduler, workers and supervisor, under one root folder."""
+    """Scheduler, workers and driver host, under one root folder."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -136,13 +137,11 @@ class Cluster:
         )
         self.workers = []
         for number in range(1, WORKERS + 1):
-            # The last one runs no drivers, so that it can be killed alone.
-            resources = ["--resources", "kme_driver=1"] if number < WORKERS else []
             options = ["--nworkers", "1", "--nthreads", "1", "--memory-limit", "2GiB", "--host", "127.0.0.1"]
-            options += ["--local-directory", str(folder / "scratch"), *nobody, *preload, *resources]
+            options += ["--local-directory", str(folder / "scratch"), *nobody, *preload]
             self.workers.append(service(f"worker {number}", *dask, "worker", self.address, *options))
-        self.supervisor = service("supervisor", *KME_DIST, "jobs", "keep", "--scheduler", self.address)
-        self.services = [self.scheduler, *self.workers, self.supervisor]
+        self.host = service("driver host", *KME_DIST, "drivers", "--scheduler", self.address)
+        self.services = [self.scheduler, *self.workers, self.host]
 
     def tend(self) -> None:
         for service in self.services:
@@ -154,7 +153,7 @@ class Cluster:
 
     def processes(self) -> dict[str, int]:
         """All processes by what they are."""
-        found = {"scheduler": self.scheduler.process, "supervisor": self.supervisor.process}
+        found = {"scheduler": self.scheduler.process, "driver host": self.host.process}
         for worker in self.workers:
             found |= {worker.name: worker.worker, f"nanny of {worker.name}": worker.process}
         return {name: process for name, process in found.items() if process is not None}
@@ -394,7 +393,7 @@ class Soak:
             self.memory.sample(self.cluster.processes() | ({} if driver is None else {"driver": driver}))
 
     def _may_be_resumed(self, work: Work, state: str) -> bool:
-        """Whether the supervisor will resubmit a job that failed."""
+        """Whether the host will resubmit a job that failed."""
         last = work.job.events()[-1]
         return state == "failed" and last.get("exit_code") == RetryError.exit_code and not last.get("given_up")
 
@@ -422,12 +421,12 @@ class Soak:
     def _kill(self, work: Work, now: float, *, gentle: bool) -> None:
         kind = "worker" if gentle else self.random.choices(list(KINDS), list(KINDS.values()))[0]
         driver = work.driver()
-        others = [service.worker for service in self.cluster.workers if service.worker not in (None, driver)]
-        if gentle:
-            others = [self.cluster.workers[-1].worker]
+        workers = self.cluster.workers[-1:] if gentle else self.cluster.workers
+        others = [process for process in (service.worker for service in workers) if process is not None]
         victim = {
             "worker": self.random.choice(others or [None]),
             "driver": driver,
+            "host": self.cluster.host.process,
             "scheduler": self.cluster.scheduler.process,
         }[kind]
         if victim is None:  # it is being restarted
@@ -459,16 +458,16 @@ class Soak:
         """Print what was found; whether all bars hold."""
         problems = []
         by_kind = {kind: [e.recovery_s for e in self.episodes if e.kind == kind] for kind in KINDS}
+        usual = [time for kind in ("worker", "driver", "host") for time in by_kind[kind]]
         print(f"\n{'killed':12}{'kills':>6}{'recoveries':>12}{'median':>10}{'90 %':>10}{'worst':>10}   seconds")
         killed = [kind for episode in self.episodes for _, kind in episode.kills]
-        for kind, times in [*by_kind.items(), ("no scheduler", by_kind["worker"] + by_kind["driver"])]:
+        for kind, times in [*by_kind.items(), ("no scheduler", usual)]:
             count = killed.count(kind) if kind in KINDS else len(killed) - killed.count("scheduler")
             if times:
                 high = float(np.quantile(times, 0.9))
                 print(
                     f"{kind:12}{count:6}{len(times):12}{statistics.median(times):10.1f}{high:10.1f}{max(times):10.1f}"
                 )
-        usual = by_kind["worker"] + by_kind["driver"]
         if usual and statistics.median(usual) > MEDIAN_S:
             problems.append(f"median recovery {statistics.median(usual):.1f} s, at most {MEDIAN_S:.0f} promised")
         if usual and max(usual) > WORST_S:
@@ -513,7 +512,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=600, help="of a prediction job")
     parser.add_argument("--folder", type=Path, help="for data, jobs and logs; kept if given")
     wanted = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     with contextlib.ExitStack() as stack:
         folder = wanted.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kme-soak-")))
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import dask
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from dask.utils import parse_timedelta
-from distributed import Client, LocalCluster
+from distributed.core import Status
 
 from kme_dist.ops.cluster import DASK_SETTINGS
 from kme_dist.run import gathering
@@ -36,14 +37,22 @@ def cube(x):
     return x**3
 
 
-@pytest.fixture(scope="module")
-def client():
-    with (
-        dask.config.set(PATIENT),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+@pytest.fixture(scope="module", autouse=True)
+def patience():
+    with dask.config.set(PATIENT):
+        yield
+
+
+@pytest.fixture
+def client(patience, killable):
+    return killable()
+
+
+def both_are_well(client):
+    """A worker that is killed while it starts is not replaced by its nanny."""
+    nannies = client.cluster.workers.values()
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    return len(workers) == 2 and all(nanny.status == Status.running for nanny in nannies)
 
 
 def until(condition, seconds=120):
@@ -51,6 +60,11 @@ def until(condition, seconds=120):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def is_finished(client, count):
+    states = [state.status for state in client.futures.values()]
+    return states == ["finished"] * count
 
 
 def process_of_a_holder(client):
@@ -70,28 +84,27 @@ def die_during_the_fetch(process, delay=0.3):
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_round_survives_the_death_of_a_worker_that_holds_a_result(client, direct, kills):
-    executor = DaskExecutor(client, patience_s=NEVER_S, direct=direct)
+def test_a_round_survives_the_death_of_a_worker_that_holds_a_result(killable, direct, kills):
     for _ in range(kills):
-        client.wait_for_workers(2, timeout=120)
+        client = killable()
+        executor = DaskExecutor(client, patience_s=NEVER_S, direct=direct)
         executor.map(cube, [(i,) for i in range(4)], name="warm-up")  # opens the connections
         started = executor.start(cube, [(i,) for i in range(6)], name="cube")
-        until(lambda: len(client.futures) == 6 and all(s.status == "finished" for s in client.futures.values()))
+        until(partial(is_finished, client, 6))
         die_during_the_fetch(process_of_a_holder(client))
         assert started.results() == [i**3 for i in range(6)]
-    assert executor.retried == 0, "Dask recomputes what was lost; the driver asks for it in the right place"
+        assert executor.retried == 0, "Dask recomputes what was lost; the driver asks for it in the right place"
 
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_stream_survives_it_and_gives_every_result_once(client, direct, kills):
     executor = DaskExecutor(client, patience_s=NEVER_S, direct=direct, attempts=100)
-    client.wait_for_workers(2, timeout=120)
     victims = []
     fetch = executor.fetch
 
     def fetch_and_die(futures):
-        if len(victims) < kills and len(client.scheduler_info(n_workers=-1)["workers"]) == 2:
+        if len(victims) < kills and both_are_well(client):
             victims.append(process_of_a_holder(client))
             die_during_the_fetch(victims[-1])
         return fetch(futures)
@@ -112,7 +125,6 @@ def slow_cube(x):
 def test_a_reduction_has_the_same_bits_when_its_result_dies_with_its_worker(client, sticky):
     numbers = np.random.default_rng(1).normal(size=11) * 10.0 ** np.arange(-5, 6)
     executor = DaskExecutor(client, patience_s=NEVER_S)
-    client.wait_for_workers(2, timeout=120)
     calm = executor.map_reduce(cube, [(x,) for x in numbers], np.add, name="sum", sticky=sticky)
     wait = executor.client.sync
     killed = []
@@ -134,7 +146,6 @@ def test_a_reduction_has_the_same_bits_when_its_result_dies_with_its_worker(clie
 def test_a_result_that_dask_has_recomputed_in_the_meantime_is_not_waited_for(client, monkeypatch):
     """Lost and there again between two looks of the driver: nobody watches the future any more."""
     executor = DaskExecutor(client, patience_s=NEVER_S)
-    client.wait_for_workers(2, timeout=120)
     real, lost = executor.outcome, []
 
     def outcome(future, otherwise):
@@ -152,9 +163,8 @@ def test_a_result_that_dask_has_recomputed_in_the_meantime_is_not_waited_for(cli
 
 def test_a_task_that_the_scheduler_has_forgotten_is_sent_again(client):
     executor = DaskExecutor(client, patience_s=NEVER_S)
-    client.wait_for_workers(2, timeout=120)
     started = executor.start(cube, [(2,), (3,)], name="cube")
-    until(lambda: len(client.futures) == 2 and all(s.status == "finished" for s in client.futures.values()))
+    until(partial(is_finished, client, 2))
     key = next(iter(client.futures))
     client._send_to_scheduler({"op": "client-releases-keys", "keys": [key], "client": client.id})
     assert started.results() == [8, 27]
