@@ -97,7 +97,7 @@ def submitted(root, at, name, **settings):
     return job
 
 
-def until(true, seconds=40):
+def until(true, seconds=240):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
