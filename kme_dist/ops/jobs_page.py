@@ -236,7 +236,7 @@ def _list(listing: Listing, wanted: Wanted) -> str:
     head = f"{notes}<div class=chips>{''.join(chips)}</div>"
     if not shown:
         return head + _empty(bool(listing.rows))
-    names = ("Job", "State", "Owner", "Progress", "Submitted", "Time", "Last line of the log")
+    names = ("Job", "State", "Owner", "Progress", "Submitted (UTC)", "Time", "Last line of the log")
     rows = "".join(_row(row, wanted) for row in shown)
     table = (
         f"<table><thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead><tbody>{rows}</tbody></table>"
