@@ -47,6 +47,12 @@ Root = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Folder of jobs and data; default: KME_ROOT, else the current folder."),
 ]
+OnModelChange = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHAT", help="Predictions of an earlier model: recompute them, refuse (default), or start a new-folder."
+    ),
+]
 Pipeline = Annotated[str, typer.Option(help="run, learn, fit, predict or evaluate.")]
 
 

@@ -17,7 +17,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kme_dist.cli.options import ConfigOptions, Output, StageOptions, expand_options, load, split_names, split_pairs
+from kme_dist.cli.options import (
+    ConfigOptions,
+    OnModelChange,
+    Output,
+    StageOptions,
+    expand_options,
+    load,
+    split_names,
+    split_pairs,
+)
 from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.errors import ConfigError, counted
 
@@ -54,13 +63,7 @@ class PredictOptions:
     like: Annotated[str | None, typer.Option(help="Data set whose encoding is used instead of the model's.")] = None
     id_column: Annotated[str | None, typer.Option(help="CSV or Parquet column to copy to the output.")] = None
     unseen: Unseen = None
-    on_model_change: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Predictions of an earlier model: recompute them, refuse (default), or start a new-folder.",
-        ),
-    ] = None
+    on_model_change: OnModelChange = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by the keys of the section."""

@@ -24,6 +24,7 @@ from kme_dist.cli.jobs import drive_here, exit_like, submit_job
 from kme_dist.cli.options import (
     Connection,
     JobConfig,
+    OnModelChange,
     Output,
     Overrides,
     Pipeline,
@@ -64,13 +65,7 @@ class ScheduleOptions:
         typer.Option(metavar="FROM..TO", help="Run for each time of --cron in this range, in order, then exit."),
     ] = None
     pipeline: Pipeline = "predict"
-    on_model_change: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Predictions of an earlier model: recompute them, refuse (default), or start a new-folder.",
-        ),
-    ] = None
+    on_model_change: OnModelChange = None
     timezone: Annotated[str, typer.Option(help="Time zone of --cron and of {date}, e.g. Europe/Berlin.")] = "UTC"
     patience: Annotated[
         float, typer.Option(help="Seconds that a second start of the same run waits for the result of the first.")

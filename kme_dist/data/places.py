@@ -298,6 +298,9 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network disks have no such thing
+            raise
     finally:
         os.close(descriptor)
 

@@ -67,12 +67,13 @@ def next_time(trigger: Any, after: datetime.datetime) -> datetime.datetime | Non
     asked from before; asked from later hours as well, it finds all.
     """
     start = after.astimezone(datetime.UTC)
-    first: datetime.datetime | None = trigger.get_next_fire_time(None, start)
-    if first is None:
-        return None
-    others = (trigger.get_next_fire_time(None, start + datetime.timedelta(hours=hours)) for hours in (6, 12, 18, 24))
-    found: datetime.datetime = min([first, *(when for when in others if when is not None)])
-    return found
+    found: list[datetime.datetime] = []
+    for hours in (0, 6, 12, 18, 24):
+        when = trigger.get_next_fire_time(None, start + datetime.timedelta(hours=hours))
+        if when is None:  # nor from later on
+            break
+        found.append(when)
+    return min(found, default=None)
 
 
 def _following(trigger: Any, when: datetime.datetime) -> datetime.datetime | None:

@@ -174,6 +174,8 @@ def _kept(
         if overwrite or (on_model_change == "recompute" and "model" in differing and differing <= _OF_THE_MODEL):
             return None
         shown = ", ".join(key for key in state["computed_from"] if key in differing) or "version"
+        if finished and "model" in differing and differing <= _OF_THE_MODEL:
+            way_out += " (in a schedule: --on-model-change recompute)"
         raise ConfigError(f"{place} holds {held} with other settings ({shown} changed); {way_out}")
     before = dataclasses.replace(layout, epoch=str(earlier.get("epoch", "")))
     kept = finished_receipts(before, state["job"], since=False) if finished else _published(before, state["job"])

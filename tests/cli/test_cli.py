@@ -356,12 +356,14 @@ def test_every_command_takes_json_and_quiet_and_shared_options_are_the_same(name
 
 
 def test_lines_agree_with_their_counts(config, capsys, monkeypatch):
-    numbers = dict.fromkeys(("steps", "steps_now", "rows", "iterations", "computed", "skipped", "test_rows"), 1)
+    counts = ("steps", "steps_now", "rows", "iterations", "computed", "computed_rows", "skipped", "test_rows")
+    numbers = dict.fromkeys(counts, 1)
     measures = dict.fromkeys(
         ("seconds", "regularization", "residual", "accuracy", "log_loss", "calibration_error"), 1.0
     )
     texts = dict.fromkeys(("learned", "solver", "reason", "model", "predictions", "report"), "x")
     other = {"loss": None, "rows_per_second": 50.0, "quarantined": [], "reused": False, "starts": []}
+    other |= {"status": "succeeded", "skipped_rows": 0, "first_skipped": []}
     one = {**numbers, **measures, **texts, **other}
     for stage in ("run", "learn", "fit"):
         monkeypatch.setattr(f"kme_dist.pipelines.{stage}.run", lambda *_, **__: one)
@@ -375,7 +377,7 @@ def test_lines_agree_with_their_counts(config, capsys, monkeypatch):
         "1 step, 1 of them",
         "on 1 row in",
         "1 iteration\n",
-        "1 row, 1 chunk computed",
+        "1 row (1 computed), 1 chunk computed",
     ):
         assert words in out
     assert not re.search(r"\b1 (\w+ )?(rows|steps|iterations|chunks)\b", out)
