@@ -184,7 +184,8 @@ def predict(
     ----------
     model : path of a saved model or of a run folder, or a fitted model (which is saved beside `out`, for the workers)
     data : a data set or its path, a Parquet file or folder, a CSV or npy file (and others that `ingest` reads), a data
-        frame or an Arrow table, a NumPy or Dask array
+        frame or an Arrow table, a NumPy or Dask array; sparse rows, or texts, sequences and bags, where the model takes
+        them
     out : path of the predictions; None returns them, as a data frame for a data frame, else as an Arrow table
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"; of a regressor "mean",
@@ -223,6 +224,7 @@ def predict(
         if needs_staging(data):
             rows = staged(data, parts, columns, unseen=unseen, id_column=id_column)
             data, ignored = stack.enter_context(rows)
+        _check_rows(fitted, data)
         source = open_rows(data, columns, split=split, id_column=id_column, unseen=unseen)
         if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
             raise ConfigError(
@@ -386,8 +388,9 @@ def _as_table(
         if tables.unseen:
             warnings.warn(unseen_words(tables.unseen), stacklevel=3)
         return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
+    _check_rows(fitted, data)
     rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
-    X = rows.read()[0].reshape(rows.count, -1)
+    X = _flat(rows.read()[0])
     _check_finite(X, 0)
     ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
     return _Scorer(fitted, dtype).table(X, wanted, *ids)
@@ -404,7 +407,7 @@ def compute_chunk(plan: PredictionPlan, chunk: int, identity: str, rows: RowsRef
     scorer = _scorer(plan.model, plan.digest, plan.dtype)
     X, _ = rows.read()
     ids = None if rows.id_field is None else rows.read_ids(0, rows.count)
-    X = X.reshape(len(X), -1)
+    X = _flat(X)
     if len(X) != rows.count:
         raise DataError(f"chunk {chunk} has {len(X)} rows, expected {rows.count}")
     _check_finite(X, chunk * plan.layout.chunk_rows)
@@ -543,8 +546,25 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     return PROCESS_BYTES + held + chunk + tile
 
 
-def _check_finite(X: np.ndarray, first_row: int) -> None:
-    if X.dtype.kind != "f":
+def _check_rows(model: Any, data: Any) -> None:
+    """Refuse sparse rows for models that do not take them; texts are refused where rows are opened."""
+    if hasattr(data, "tocsr") and not model._SPARSE:
+        raise DataError(f"{type(model).__name__} does not take sparse rows; pass dense ones: X.toarray()")
+
+
+def _flat(X: Any) -> Any:
+    """Rows that are arrays (images) as vectors; sparse rows, texts and bags as they are."""
+    return X.reshape(len(X), -1) if isinstance(X, np.ndarray) else X
+
+
+def _check_finite(X: Any, first_row: int) -> None:
+    if devices.is_sparse(X):
+        if not np.isfinite(X.data).all():
+            at = int(np.flatnonzero(~np.isfinite(X.data))[0])
+            row = first_row + int(np.searchsorted(X.indptr, at, side="right")) - 1
+            raise DataError(f"row {row}, feature {X.indices[at]}: the value is {X.data[at]}, must be finite")
+        return
+    if not hasattr(X, "dtype") or X.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(X.sum(dtype=np.float64)):
