@@ -219,10 +219,10 @@ def in_order(X: Any, Y: np.ndarray) -> np.ndarray:
 def _ranks_of_sparse(X: Any) -> np.ndarray:
     """The rank of every row in the order of dense rows, equal ones alike, without making any of them dense."""
 
-    def compare(i: int, j: int) -> float:
+    def compare(i: int, j: int) -> int:
         a, b = (dict(zip(X.indices[s].tolist(), X.data[s].tolist(), strict=True)) for s in (spans[i], spans[j]))
         first = min((c for c in a.keys() | b.keys() if a.get(c, 0.0) != b.get(c, 0.0)), default=None)
-        return 0.0 if first is None else a.get(first, 0.0) - b.get(first, 0.0)
+        return 0 if first is None else 1 if a.get(first, 0.0) > b.get(first, 0.0) else -1
 
     spans = [slice(int(a), int(b)) for a, b in itertools.pairwise(X.indptr)]
     order = sorted(range(len(spans)), key=functools.cmp_to_key(compare))
