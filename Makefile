@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test shuffled portable lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
+.PHONY: run test shuffled portable fuzz lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
 
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
@@ -21,6 +21,10 @@ shuffled: $(VENV)/.test
 # The tests of numbers as other processors compute them, with 1, 2 and 4 threads (FULL=1: every combination).
 portable: $(VENV)/.test
 	$(BIN)/python tests/portable.py $(if $(FULL),--full)
+
+# Damaged files of every format, for MINUTES (10): only errors of ours, nothing run, bounded memory.
+fuzz: $(VENV)/.test
+	KME_FUZZ_MINUTES=$(or $(MINUTES),10) $(BIN)/python -m pytest -m slow --timeout=0 tests/data/test_fuzzed_readers.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -12,6 +12,8 @@ Only the last `evaluated` rows of a batch are left out, one at a time; all rows 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from kme_dist.backend import Factor, cholesky, like, namespace_of, precision, set_diagonal, to_host
+from kme_dist.backend import Factor, cholesky, is_sparse, like, namespace_of, precision, set_diagonal, to_host
 from kme_dist.core.embedding import REFINED_ROWS, refined_solution
 from kme_dist.core.kernels.base import Kernel, length_scale_names, row_count, select
 from kme_dist.core.objective import (
@@ -204,7 +206,25 @@ def in_order(X: Any, Y: np.ndarray) -> np.ndarray:
     """Positions of rows sorted by their values, so that results do not depend on the order they come in."""
     if getattr(X, "ndim", 0) != 2:
         return np.arange(len(Y))
+    if is_sparse(X):
+        return np.lexsort((*Y.T[::-1], _ranks_of_sparse(X)))
     return np.lexsort((*Y.T[::-1], *to_host(X).T[::-1]))
+
+
+def _ranks_of_sparse(X: Any) -> np.ndarray:
+    """The rank of every row in the order of dense rows, equal ones alike, without making any of them dense."""
+
+    def compare(i: int, j: int) -> int:
+        a, b = (dict(zip(X.indices[s].tolist(), X.data[s].tolist(), strict=True)) for s in (spans[i], spans[j]))
+        first = min((c for c in a.keys() | b.keys() if a.get(c, 0.0) != b.get(c, 0.0)), default=None)
+        return 0 if first is None else 1 if a.get(first, 0.0) > b.get(first, 0.0) else -1
+
+    spans = [slice(int(a), int(b)) for a, b in itertools.pairwise(X.indptr)]
+    order = sorted(range(len(spans)), key=functools.cmp_to_key(compare))
+    ranks = np.zeros(len(order), np.int64)
+    for before, after in itertools.pairwise(order):
+        ranks[after] = ranks[before] + (compare(before, after) != 0)
+    return ranks
 
 
 # --- the exact fit ---------------------------------------------------------------------------------------------------

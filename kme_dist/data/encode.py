@@ -410,7 +410,7 @@ class Encoder:
 
 
 def check_single(source: Source, schema: Schema, found: Statistics) -> None:
-    """Refuse rows that single precision, which was asked for, has merged."""
+    """Refuse rows that single precision, as requested, has merged."""
     if schema.dtype != "float32" or (isinstance(source, MatrixSource) and source.dtype == np.float32):
         return
     largest = np.maximum(np.abs(found.minimum), np.abs(found.maximum))

@@ -23,6 +23,8 @@ from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.readers import FileOptions, TableSource, open_source
 from kme_dist.data.rows import RowsRef
+from kme_dist.data.sparse import as_sparse_rows, is_sparse
+from kme_dist.data.validation import object_rows
 from kme_dist.errors import ConfigError, DataError
 
 # The same columns in another order: the way out for a data set; other columns are found by name.
@@ -159,6 +161,8 @@ def open_rows(
         raise ConfigError(f"split={split!r}: only data sets have splits; {source.path} is not a data set")
     if id_column is not None and (source.id_field is None or isinstance(source, Dataset)):
         raise ConfigError(f"id_column={id_column!r}: only supported for Parquet and CSV; data sets use row numbers")
+    if source.features and not columns.features:
+        raise DataError(f"{source.path}: numbers, but the model was fitted to texts, sequences or bags; pass such rows")
     if source.features != columns.features:
         found = f"{source.features} feature{'' if source.features == 1 else 's'}"
         raise DataError(
@@ -194,6 +198,10 @@ def _source_of(data: Any, columns: ModelColumns, id_column: str | None, unseen: 
         return DaskRows(data)
     if is_table(data):
         return TableRows(data, columns, unseen)
+    if is_sparse(data) or hasattr(data, "tocsr"):
+        return ArrayRows(as_sparse_rows(data.tocsr()), None)
+    if not columns.features and (objects := object_rows(data)) is not None:  # of a model of texts, sequences or bags
+        return ArrayRows(objects, None)
     X = np.asarray(data)
     _check_numbers(X)
     return ArrayRows(X, None)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import io
 import math
 import shutil
+import struct
 import tempfile
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,8 +25,14 @@ from numpy.lib import format as npy
 
 from kme_dist.data.places import Place
 from kme_dist.data.readers import COMPRESSIONS, Block, FileOptions, MatrixSource, open_bytes
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 
+# What the parsers of npy and zip files raise for damaged ones.
+_DAMAGED = (
+    *(ValueError, OSError, EOFError, SyntaxError, KeyError, TypeError, OverflowError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
+)
+MOST_FEATURES = 1_000_000  # of dense rows; every feature has a name and statistics
 _IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 RowReader = Callable[[int, int], np.ndarray]  # rows [start, stop), called in order
 RowOpener = Callable[[ExitStack], RowReader]  # files it opens are closed with the stack
@@ -55,7 +64,7 @@ def _matrix_source(
     if not 1 <= len(shape) <= 8:
         raise DataError(f"{name}: an array of {len(shape)} dimensions; expected 1 to 8, rows first.")
     rows, sample = shape[0], shape[1:]
-    width = math.prod(sample)
+    width = _checked_width(name, math.prod(sample))
     if target is not None:
         if target[0] not in ((rows,), (rows, 1)):
             raise DataError(f"{name}: got {rows} rows but labels of shape {target[0]}; give one label per row.")
@@ -78,6 +87,13 @@ def _matrix_source(
     return MatrixSource(name, names, dtype, target_dtype, rows, sample, blocks)
 
 
+def _checked_width(name: str, width: int) -> int:
+    """The number of features; rows of none, and of more than anything real has, are damaged headers."""
+    if not 1 <= width <= MOST_FEATURES:
+        raise DataError(f"{name}: rows of {width:,} values; they must have 1 to {MOST_FEATURES:,}.")
+    return width
+
+
 # ------------------------------------------------------------------------------------------- npy and npz
 
 
@@ -95,16 +111,20 @@ def open_npy(path: Path, options: FileOptions) -> MatrixSource:
 def _map_npy(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path}: not a readable npy file of numbers ({error}).") from error
+    except _DAMAGED as error:
+        raise DataError(f"{path}: not a readable npy file of numbers ({_one_line(error)}).") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def open_npz(path: Path, options: FileOptions) -> MatrixSource:
     try:
         with zipfile.ZipFile(path) as archive:
             members = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-    except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"{path}: not a readable npz file ({error}).") from error
+    except _DAMAGED as error:
+        raise DataError(f"{path}: not a readable npz file ({_one_line(error)}).") from error
     features = _pick(str(path), members, options.array, ("X", "x", "data", "features"))
     label = options.target
     if label is None:
@@ -135,8 +155,16 @@ def _pick(name: str, members: list[str], wanted: str | None, usual: tuple[str, .
 
 
 def _member_header(path: Path, member: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    with zipfile.ZipFile(path) as archive, archive.open(member + ".npy") as stream:
-        shape, _, dtype = _read_header(path, stream)
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(member + ".npy") as stream:
+            shape, _, dtype = _read_header(path, stream)
+            held = archive.getinfo(member + ".npy").file_size
+    except _DAMAGED as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: array {member!r} is damaged ({_one_line(error)}).") from error
+    if math.prod(shape) * dtype.itemsize > held:
+        raise DataError(f"{path}: array {member!r} declares the shape {shape}, but holds {held:,} bytes.")
     return shape, dtype
 
 
@@ -145,8 +173,10 @@ def _read_header(path: Path, stream: Any) -> tuple[tuple[int, ...], bool, np.dty
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read(stream)
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: damaged npy data ({error}).") from error
+    except _DAMAGED as error:
+        raise DataError(f"{path}: damaged npy data ({_one_line(error)}).") from error
+    if any(size < 0 for size in shape):
+        raise DataError(f"{path}: damaged npy data (shape {shape}).")
     if dtype.hasobject:
         raise DataError(f"{path} contains Python objects, which are never loaded. Save plain numbers.")
     return shape, fortran, dtype
@@ -159,17 +189,20 @@ def _member_reader(stack: ExitStack, path: Path, member: str) -> RowReader:
     if fortran and len(shape) > 1:
         # In Fortran order rows can only be read from a memory-mapped file.
         spool = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-        shutil.copyfileobj(stream, spool)
-        spool.flush()
-        mapped = np.memmap(spool, dtype, "r", shape=shape, order="F")
+        try:
+            shutil.copyfileobj(stream, spool)
+            spool.flush()
+            mapped = np.memmap(spool, dtype, "r", shape=shape, order="F")
+        except _DAMAGED as error:
+            raise DataError(f"{path}: array {member!r} is damaged ({_one_line(error)}).") from error
         return lambda a, b: np.ascontiguousarray(mapped[a:b])
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
 
     def read(start: int, stop: int) -> np.ndarray:
         try:
             raw = stream.read((stop - start) * row_bytes)
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
-            raise DataError(f"{path}: array {member!r} is damaged after row {start} ({error}).") from error
+        except _DAMAGED as error:
+            raise DataError(f"{path}: array {member!r} is damaged after row {start} ({_one_line(error)}).") from error
         if len(raw) != (stop - start) * row_bytes:
             raise DataError(f"{path}: array {member!r} ends within rows {start} to {stop}; the file is truncated.")
         return np.frombuffer(raw, dtype).reshape(stop - start, *shape[1:])
@@ -206,14 +239,15 @@ def _idx_header(path: Path) -> tuple[tuple[int, ...], np.dtype[Any], int]:
             )
         sizes = bytes(stream.read(4 * head[3]))
     shape = tuple(int.from_bytes(sizes[4 * i : 4 * i + 4], "big") for i in range(head[3]))
-    return shape, np.dtype(_IDX_TYPES[head[2]]), 4 + 4 * head[3]
+    dtype, offset = np.dtype(_IDX_TYPES[head[2]]), 4 + 4 * head[3]
+    if path.suffix.lower() not in COMPRESSIONS and path.stat().st_size < offset + math.prod(shape) * dtype.itemsize:
+        raise DataError(f"{path}: the header declares an array of shape {shape}, but the file is shorter.")
+    return shape, dtype, offset
 
 
 def _idx_reader(stack: ExitStack, path: Path) -> RowReader:
     shape, dtype, offset = _idx_header(path)
     if path.suffix.lower() not in COMPRESSIONS:
-        if path.stat().st_size < offset + math.prod(shape) * dtype.itemsize:
-            raise DataError(f"{path}: the header declares an array of shape {shape}, but the file is shorter.")
         mapped = np.memmap(path, dtype, "r", offset=offset, shape=shape)
         return lambda a, b: np.asarray(mapped[a:b])
     stream = stack.enter_context(open_bytes(path))
@@ -247,6 +281,7 @@ def open_libsvm(path: Path, options: FileOptions) -> MatrixSource:
     width = highest + 1 - lowest
     if rows == 0 or width < 1:
         raise DataError(f"{path}: no rows with features in this LIBSVM file.")
+    _checked_width(str(path), width)
     dtype = np.dtype(np.float32 if exact else np.float64)
     row_bytes = dtype.itemsize * width
     # A text line is rarely longer than its dense row; if it is shorter, the dense block must still fit.
@@ -330,7 +365,8 @@ def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
         metadata = read_metadata(place)
     except FileNotFoundError:
         raise DataError(f"{place} is not a Zarr v3 array or group (looked for zarr.json).") from None
-    if (metadata.get("attributes") or {}).get("format") == "kme-dist/dataset":
+    attributes = metadata.get("attributes")
+    if isinstance(attributes, dict) and attributes.get("format") == "kme-dist/dataset":
         return _open_dataset(place, options)
     if metadata.get("node_type") == "array":
         X, y = foreign_array(place), None
@@ -344,7 +380,15 @@ def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
         y = foreign_array(place, label) if label is not None else None
 
     def reader(array: Any) -> RowOpener:
-        return lambda _: lambda a, b: np.asarray(array[a:b])
+        def read(start: int, stop: int) -> np.ndarray:
+            try:
+                return np.asarray(array[start:stop])
+            except _DAMAGED as error:
+                if isinstance(error, KMEError):
+                    raise
+                raise CorruptError(f"{place}: rows {start} to {stop} are damaged ({_one_line(error)}).") from error
+
+        return lambda _: read
 
     target = None if y is None else (y.shape, np.dtype(y.dtype), reader(y))
     step = max(1, X.chunks[0] * X.dtype.itemsize * math.prod(X.shape[1:]))

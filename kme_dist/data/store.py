@@ -90,7 +90,11 @@ def foreign_array(place: Place, name: str = "") -> Any:
     stored = sum(size for key, size in place.sizes(name).items() if not key.endswith(METADATA_KEY))
     check_size(place, name, layout, stored)
     with store_errors(place):
-        return zarr.open_array(zarr_store(place, read_only=True), path=name, mode="r", zarr_format=3)
+        try:
+            return zarr.open_array(zarr_store(place, read_only=True), path=name, mode="r", zarr_format=3)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # what zarr raises for damaged metadata
+            seen = " ".join(str(error).split())[:200]
+            raise CorruptError(f"{place}/{name}: its {METADATA_KEY} is not valid ({seen}); write it again.") from error
 
 
 def publish(staging: Path, target: Path) -> None:

@@ -235,9 +235,14 @@ def _check_one_output(model: Any) -> None:
         )
 
 
-def not_finite(X: np.ndarray) -> dict[int, str]:
-    """Rows with a feature that is not finite, with the first of them."""
-    if X.dtype.kind != "f":
+def not_finite(X: Any) -> dict[int, str]:
+    """Rows with a feature that is not finite, with the first of them; texts and bags have none."""
+    if devices.is_sparse(X):
+        at = np.flatnonzero(~np.isfinite(X.data))[::-1]
+        rows = np.searchsorted(X.indptr, at, side="right") - 1
+        found = {int(row): f"feature {X.indices[i]}: the value is {X.data[i]}" for row, i in zip(rows, at, strict=True)}
+        return {row: f"{found[row]}, must be finite" for row in sorted(found)}
+    if not isinstance(X, np.ndarray) or X.dtype.kind != "f":
         return {}
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(X.sum(dtype=np.float64)):

@@ -100,7 +100,8 @@ def predict(
     ----------
     model : path of a saved model or of a run folder, or a fitted model (which is saved beside `out`, for the workers)
     data : a data set or its path, a Parquet file or folder, a CSV or npy file (and others that `ingest` reads), a data
-        frame or an Arrow table, a NumPy or Dask array
+        frame or an Arrow table, a NumPy or Dask array; sparse rows, or texts, sequences and bags, where the model takes
+        them
     out : path of the predictions; None returns them, as a data frame for a data frame, else as an Arrow table
     executor : None (this process), a `distributed.Client`, or an executor of `kme_dist.run.executors`
     outputs : any of "label", "probability", "decision" (raw f), "entropy", "rkhs_entropy"; of a regressor "mean",
@@ -143,6 +144,7 @@ def predict(
         if needs_staging(data):
             rows = staged(data, parts, columns, unseen=unseen, id_column=id_column)
             data, ignored = stack.enter_context(rows)
+        _check_rows(fitted, data)
         source = open_rows(data, columns, split=split, id_column=id_column, unseen=unseen)
         if source.id_field is not None and source.id_field[1] == "text" and format == "zarr":
             raise ConfigError(
@@ -314,8 +316,9 @@ def _as_table(
             if words:
                 warnings.warn(words, stacklevel=3)
         return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
+    _check_rows(fitted, data)
     rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
-    X = rows.read()[0].reshape(rows.count, -1)
+    X = _flat(rows.read()[0])
     for row, why in not_finite(X).items():
         raise DataError(f"row {row}, {why}")
     ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
@@ -337,7 +340,7 @@ def compute_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Recei
     scorer = _scorer(plan.model, plan.digest, plan.dtype)
     X, _ = rows.read()
     ids = None if rows.id_field is None else rows.read_ids(0, rows.count)
-    X = X.reshape(len(X), -1)
+    X = _flat(X)
     if len(X) != rows.count:
         raise DataError(f"chunk {task.chunk} has {len(X)} rows, expected {rows.count}")
     arrays, skipped = scorer.checked_outputs(X, plan.wanted)
@@ -412,3 +415,14 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
     chunk = source.source.output_rows * (3 * 4 * d + 2 * 8 * d + wide * d + 8 * 4 * m)
     tile = mce.HOST_TILE[0] * (mce.HOST_TILE[1] + 4 * (d + 2)) * wide
     return PROCESS_BYTES + held + chunk + tile
+
+
+def _check_rows(model: Any, data: Any) -> None:
+    """Refuse sparse rows for models that do not take them; texts are refused where rows are opened."""
+    if hasattr(data, "tocsr") and not model._SPARSE:
+        raise DataError(f"{type(model).__name__} does not take sparse rows; pass dense ones: X.toarray()")
+
+
+def _flat(X: Any) -> Any:
+    """Rows that are arrays (images) as vectors; sparse rows, texts and bags as they are."""
+    return X.reshape(len(X), -1) if isinstance(X, np.ndarray) else X

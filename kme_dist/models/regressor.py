@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from sklearn.base import RegressorMixin
 
-from kme_dist.backend import blas_threads
+from kme_dist.backend import astype, blas_threads
 from kme_dist.core import kernels
 from kme_dist.core.embedding import HOST_TILE, Decision, Embedding
 from kme_dist.core.intervals import LeftOut, Near, Predictive
@@ -36,7 +36,9 @@ from kme_dist.models.base import (
     Estimator,
     Facts,
     Own,
+    get_rows,
     on_workers,
+    put_rows,
     scaling_arrays,
     stored_scaling,
 )
@@ -80,6 +82,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """
 
     _BATCHED: ClassVar[bool] = True
+    _SPARSE: ClassVar[bool] = True
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "regularization": positive(),
         "batch_size": integer(2, optional=True),
@@ -158,9 +161,10 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     ) -> Self:
         """Learn the kernel and λ, then solve on all rows.
 
-        X is a table of numbers with y its targets, (n,) or (n, outputs), or an open `Dataset` with numeric labels (its
-        "train" split if it has one). A row of weight 2 counts as the row twice, of weight 0 as no row. `callback`
-        receives the record of every learning step. The same bits in this process and with a `client`.
+        X is a table of numbers (also a sparse matrix) with y its targets, (n,) or (n, outputs), or an open `Dataset`
+        with numeric labels (its "train" split if it has one). A row of weight 2 counts as the row twice, of weight 0 as
+        no row. `callback` receives the record of every learning step. The same bits in this process and with a
+        `client`.
         """
         self._begin_fit()
         records: list[Record] = []
@@ -356,7 +360,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         """In blocks of rows: k(x, centres), or rows held out, in the precision of the residuals' weights."""
         kernel, left = self.kernel_, self.left_out_
         own = str(left.columns.dtype)
-        centres = np.asarray(self.embedding_.centres if left.held_out is None else left.held_out, own)
+        centres = astype(self.embedding_.centres if left.held_out is None else left.held_out, own)
         for part in row_blocks(len(rows), _QUERY_ROWS):
             yield part, np.asarray(kernel.gram(rows[part].astype(own), centres))
 
@@ -373,8 +377,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def _pack(self) -> tuple[Arrays, Facts]:
         left = self.left_out_
-        arrays = {
-            "centres": self.embedding_.centres, "weights": self.embedding_.weights, **scaling_arrays(self.scaling_),
+        arrays: Arrays = {
+            "weights": self.embedding_.weights, **scaling_arrays(self.scaling_),
             "target/mean": self.target_.mean, "target/width": self.target_.width, "left_out/columns": left.columns,
             "left_out/residuals": left.residuals, "left_out/sizes": left.sizes,
         }  # fmt: skip
@@ -382,7 +386,10 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             arrays["left_out/rows"] = left.held_out
         if left.near is not None:
             arrays |= {"left_out/ones": left.near.ones, "left_out/typical": left.near.typical}
+        facts: Facts = {}
+        put_rows(arrays, facts, "centres", self.embedding_.centres)
         return arrays, {
+            **facts,
             "kernel": self.kernel_.to_config(),
             "regularization": self.regularization_,
             "kernel_name": self.kernel_name_,
@@ -396,7 +403,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         self.kernel_ = kernels.from_config(facts["kernel"], own=own)
         self.regularization_ = float(facts["regularization"])
-        self.embedding_ = Embedding(self.kernel_, arrays["centres"], arrays["weights"], self.regularization_)
+        centres = get_rows(arrays, facts, "centres")
+        self.embedding_ = Embedding(self.kernel_, centres, arrays["weights"], self.regularization_)
         columns, residuals, sizes = (arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes"))
         near = Near(arrays["left_out/ones"], arrays["left_out/typical"]) if "left_out/ones" in arrays else None
         self.left_out_ = LeftOut(columns, residuals, sizes, arrays.get("left_out/rows"), near)
@@ -404,4 +412,4 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.scaling_, self._single = stored_scaling(arrays), bool(facts["single"])
         self.kernel_name_, self.loo_errors_ = facts["kernel_name"], dict(facts["loo_errors"])
         self.solver_, self.solver_reason_ = facts["solver"], facts["solver_reason"]
-        self.history_, self.n_features_in_ = facts["history"], int(arrays["centres"].shape[1])
+        self.history_, self.n_features_in_ = facts["history"], int(centres.shape[1])

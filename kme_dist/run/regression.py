@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import blas_threads, free_bytes
+from kme_dist.backend import blas_threads, free_bytes, to_host
 from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.intervals import LeftOut, Near
@@ -471,9 +471,9 @@ def solve_on_worker(
     return solved.weights, left, X, solved.dtype
 
 
-def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, seed: int) -> np.ndarray:
+def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, seed: int) -> Any:
     X, _, _ = _drawn(rows, max(_CENTRE_SAMPLE, 3 * count), seed)
-    return np.asarray(select(X, choose_centres(kernel, X, min(count, len(X)), "rpcholesky", seed)))
+    return to_host(select(X, choose_centres(kernel, X, min(count, len(X)), "rpcholesky", seed)))
 
 
 def sum_part(basis: Centres, rows: RowsRef, target: Target) -> Sums:

@@ -740,3 +740,40 @@ def test_advice_works_on_the_command_line_in_a_config_and_in_python(tmp_path, ta
     assert set(named) <= set(DataConfig.model_fields)
     assert set(named) <= {field.name for field in dataclasses.fields(IngestOptions)}
     assert not re.search(r"\w+=['\[]|one_hot|max_categories", str(error.value)), "the spelling of Python alone"
+
+
+NESTED = {
+    "list": pa.array([[1.0], [2.0]]),
+    "struct": pa.array([{"z": 1}, {"z": 2}]),
+    "bytes": pa.array([b"\xff", b"\xfe"]),
+    "interval": pa.array([(1, 2, 3), (4, 5, 6)], pa.month_day_nano_interval()),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("wanted", ["number", "text", "date"])
+def test_columns_of_other_types_are_refused_by_name(kind, wanted):
+    """As features, as categories, as keys of a split, and where numbers, texts or dates are expected of new rows."""
+    values = {"number": [1.0, 2.0], "text": ["u", "v"], "date": pd.to_datetime(["2024-01-01", "2024-05-01"])}
+    schema = read_table(pd.DataFrame({"a": values[wanted]})).schema
+    table = pa.table({"a": NESTED[kind], "b": [1, 2]})
+    with pytest.raises(DataError, match=r"column 'a'"):
+        read_table(table, schema=schema)
+    with pytest.raises(DataError, match=r"column 'a' holds"):
+        read_table(table)
+    with pytest.raises(DataError, match=r"column 'a' holds values of type"):
+        read_table(table, features=["b"], id="a")
+
+
+def test_a_header_that_declares_more_than_the_file_holds_is_refused(tmp_path):
+    """Before anything of that size is built."""
+    huge = b"\0\0\x08\x02" + (3).to_bytes(4, "big") + (2**31).to_bytes(4, "big")
+    (tmp_path / "t.idx2").write_bytes(huge)
+    with pytest.raises(DataError, match="the file is shorter"):
+        read_table(tmp_path / "t.idx2", format="idx")
+    (tmp_path / "t.libsvm").write_text("1 1:1 9999999:2\n")
+    with pytest.raises(DataError, match="rows of 9,999,999 values; they must have 1 to 1,000,000"):
+        read_table(tmp_path / "t.libsvm")
+    np.save(tmp_path / "t.npy", np.zeros((5, 0)))
+    with pytest.raises(DataError, match="rows of 0 values"):
+        read_table(tmp_path / "t.npy")

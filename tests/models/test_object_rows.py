@@ -111,6 +111,17 @@ def test_mistakes_are_told_the_way_out():
     assert refitted.n_features_in_ == 3
 
 
+def test_batch_inference_takes_texts(tmp_path):
+    texts, labels = ["abab", "abba", "xyxy", "yxxy"] * 6, ["p", "p", "q", "q"] * 6
+    model = kme.MCEClassifier(kernel=kme.kernels.Spectrum(p=2), objective="rcb", steps=2).fit(texts, labels)
+    wanted = model.predict_proba(texts)
+    np.testing.assert_allclose(kme.predict(model, texts)["probability_p"].to_numpy(), wanted[:, 0], atol=1e-6)
+    kme.predict(model, texts, tmp_path / "scores.zarr")
+    np.testing.assert_allclose(kme.open_predictions(tmp_path / "scores.zarr").read("probability"), wanted, atol=1e-6)
+    with pytest.raises(DataError, match="fitted to texts, sequences or bags; pass such rows"):
+        kme.predict(model, np.ones((3, 2)))
+
+
 def test_workers_give_the_same_bits():
     settings = {"kernel": Spectrum(p=2), "objective": "rcb", "steps": 2}
     alone = kme.MCEClassifier(**settings).fit(TEXTS, Y).predict_proba(TEXTS)

@@ -128,6 +128,62 @@ def test_workers_give_the_same_bits(client, solver):
     np.testing.assert_array_equal(kme.MCEClassifier(**settings, client=client).fit(X, Y).predict_proba(X), alone)
 
 
-def test_other_estimators_refuse_sparse_rows_by_scikit_learns_rule():
-    with pytest.raises(TypeError, match=r"[Ss]parse"):
-        kme.ParzenClassifier().fit(X, Y)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kernel": "gaussian", "steps": 3},
+        {"steps": 2},
+        {"kernel": "linear", "steps": 2},
+        {"kernel": "matern", "solver": "nystrom", "centres": 30, "steps": 2},
+    ],
+    ids=["gaussian", "auto", "linear", "nystrom"],
+)
+def test_a_regressor_of_sparse_rows_is_that_of_dense_ones_and_makes_none(settings, tmp_path, monkeypatch):
+    y = X @ np.linspace(-1, 1, D)
+    dense = kme.CMERegressor(scaling=None, **settings).fit(X.toarray(), y)
+    wanted = [dense.predict(X.toarray()), *dense.predict_interval(X.toarray())]
+
+    def refuse(self, dtype=None, copy=None):
+        raise AssertionError("dense rows")
+
+    monkeypatch.setattr(SparseRows, "__array__", refuse)
+    model = kme.CMERegressor(scaling=None, **settings).fit(X, y)
+    found = [model.predict(X), *model.predict_interval(X)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.std(y))
+    model.save(tmp_path / "m.zarr")
+    np.testing.assert_array_equal(kme.load(tmp_path / "m.zarr").predict(X), found[0])
+
+
+@pytest.mark.parametrize("scaling", ["unit", "standard"])
+def test_a_regressor_scales_sparse_rows_without_a_shift(scaling):
+    y = X @ np.linspace(-1, 1, D)
+    model = kme.CMERegressor(scaling=scaling, steps=2).fit(X, y)
+    assert not model.scaling_.shift.any()
+    assert model.score(X, y) > 0.3
+
+
+@pytest.mark.parametrize("name", ["scores.zarr", "scores.parquet", None])
+def test_batch_inference_takes_sparse_rows(name, tmp_path, client):
+    model = kme.MCEClassifier(kernel="gaussian", objective="rcb", steps=2).fit(X, Y)
+    if name is None:
+        table = kme.predict(model, X.tocoo())
+        found = np.stack([table["probability_a"].to_numpy(), table["probability_b"].to_numpy()], axis=1)
+    else:
+        assert kme.predict(model, X, tmp_path / name, executor=client).rows == N
+        found = kme.open_predictions(tmp_path / name).read("probability")
+    np.testing.assert_allclose(found, model.predict_proba(X), atol=1e-6)
+    bad = X.copy()
+    bad.data[bad.indptr[7]] = np.nan
+    with pytest.raises(DataError, match="row 7, feature"):
+        kme.predict(model, bad)
+    with pytest.raises(DataError, match="5 features, the model was fitted with 300"):
+        kme.predict(model, X[:, :5])
+    network = kme.CENClassifier(hidden=(3,), steps=1).fit(X.toarray(), Y)
+    with pytest.raises(DataError, match=r"CENClassifier does not take sparse rows; pass dense ones: X.toarray\(\)"):
+        kme.predict(network, X)
+
+
+@pytest.mark.parametrize("kind", [kme.ParzenClassifier, kme.CENClassifier, kme.ASKLClassifier, kme.ASKLRegressor])
+def test_other_estimators_refuse_sparse_rows_by_scikit_learns_rule(kind):
+    with pytest.raises(TypeError, match=r"Sparse data was passed for X, but dense data is required"):
+        kind().fit(X, np.arange(N) % 2)
