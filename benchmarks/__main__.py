@@ -10,8 +10,8 @@ BENCHMARKS = {
 }
 
 # The others need a cluster and minutes to hours:
-# python -m benchmarks.{rounds,scale,fit,predict,telemetry,soak,mnist,calibration,defaults,regression,independence,large};
-# on a GPU also benchmarks.gpu
+# python -m benchmarks.{rounds,scale,fit,predict,telemetry,soak,mnist,calibration,defaults,regression,independence};
+# also benchmarks.large, and on a GPU benchmarks.gpu
 for title, benchmark in BENCHMARKS.items():
     print(f"\n== {title} ==", flush=True)
     benchmark.main([])
