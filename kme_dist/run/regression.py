@@ -71,6 +71,7 @@ _FIRST_SHARE = 0.6  # of the steps, under the first profile
 _PROFILES = (("matern-5/2", 2.5, 0.8), ("gaussian", None, 0.5), ("matern-1/2", 0.5, 5.0))
 _CENTRE_SAMPLE = 20_000  # rows to choose centres from
 _LEVERAGE_ROWS = 2_000  # evaluated for λ, with centres
+_LEAST_HELD_FROM = 20  # rows, of which some can be held out
 _SLAB_ROWS = 2_048
 _LEARNED_ROWS = 25  # with fewer different rows, a common factor of the length scales is all they can tell
 _local = threading.local()  # memory for a Gram matrix, kept between batches by each thread
@@ -346,7 +347,7 @@ def fit_regression(
     centres = min(chosen.centres or recipe.centres or CENTRES, n)
     if chosen.solver == "nystrom" and centres < n:
         fit = common.on_centres(centres)
-    elif chosen.solver == "falkon" and centres < n:
+    elif chosen.solver == "falkon" and centres < n >= _LEAST_HELD_FROM:
         fit = common.on_many_centres(centres, room, Scratch.at(scratch), report)
     elif chosen.solver in ("tiled", "pcg"):
         fit = common.out_of_core(chosen.solver)
@@ -437,8 +438,7 @@ class _Fit:
         )  # fmt: skip
         solved = falkon.prepare(problem).solve(lam)
         held, lam = solved.left_out, solved.regularization or lam
-        if held is None:
-            raise DataError(f"solver='falkon' holds rows out, and {self.rows.count} rows are too few; use 'cholesky'")
+        assert held is not None
         Y = self.target.standardised(held.codes)
         typical = np.average(np.abs(Y), axis=0, weights=held.weights)
         X, E, w = positive_rows(held.rows, Y - held.decisions, held.weights)

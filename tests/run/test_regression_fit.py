@@ -86,8 +86,9 @@ def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
     np.testing.assert_array_equal(again.left_out.residuals, whole.left_out.residuals)
 
 
-def test_with_every_row_a_centre_the_fit_is_exact():
+def test_with_every_row_a_centre_and_with_few_rows_the_fit_is_exact():
     assert fit(source(60), centres=100).left_out.held_out is None
+    assert fit(source(8), centres=4).left_out.held_out is None
 
 
 def test_auto_takes_many_centres_where_a_factorisation_costs_too_much():
