@@ -47,6 +47,7 @@ def test_nothing_that_up_starts_ends_by_itself(compose):
     assert all(service["restart"] in ("always", "unless-stopped") for service in started.values())
     for service in started.values():
         assert set(service.get("depends_on", ())) <= set(started), "a dependency starts whatever its profile"
+        assert "healthcheck" in service, "the image has HEALTHCHECK NONE, which `up --wait` takes for an error"
 
 
 def ours(compose):

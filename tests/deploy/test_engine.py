@@ -27,7 +27,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv
 STORE = """
 FROM kme-dist:local
 USER 0:0
-RUN /opt/kme-dist/bin/python -m pip install --quiet 'moto[server]'
+COPY constraints.txt /
+RUN /opt/kme-dist/bin/python -m pip install --quiet --constraint /constraints.txt 'moto[server]'
 COPY server mc /usr/local/bin/
 WORKDIR /
 ENTRYPOINT []
@@ -123,6 +124,7 @@ def make_images(one, archive):
     store = one.home / "store"
     store.mkdir()
     (store / "Dockerfile").write_text(STORE)
+    shutil.copy(ROOT / "constraints.txt", store)
     for name, text in (("server", SERVER), ("mc", CLIENT)):
         (store / name).write_text(text)
         (store / name).chmod(0o755)
