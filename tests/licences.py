@@ -39,7 +39,8 @@ def refusal(licence: str) -> str | None:
 
 def _accepted(licence: str) -> bool:
     plain = licence.strip(" ()")
-    exempt = "GCC-exception" in plain or "LGPL" in plain  # linked libraries with an exception, e.g. of Fortran
+    # Libraries that are linked, not copied: the runtime of Fortran inside SciPy, for example.
+    exempt = "GCC-exception" in plain or "LGPL" in plain
     if any(word in plain for word in REFUSED) and not exempt:
         return False
     return exempt or any(word.lower() in plain.lower() for word in ALLOWED)

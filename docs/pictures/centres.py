@@ -12,14 +12,19 @@ from kme_dist.report.axes import ACCENT, PALETTE
 
 def draw():
     X, X_new, y, y_new = train_test_split(*load_digits(return_X_y=True), test_size=0.4, random_state=0)
-    exact = kme.MCEClassifier(kernel="gaussian", steps=40).fit(X, y)
+    exact = kme.MCEClassifier(kernel="gaussian", steps=40, scaling="unit").fit(X, y)
     kernel = exact.kernel_
     scaled = exact.scaling_.apply(X, "float64")
     counts = (10, 20, 40, 80, 160, 320, 640)
     errors, left = [], []
     for count in counts:
         model = kme.MCEClassifier(
-            kernel=kernel, steps=0, regularization=exact.regularization_, solver="nystrom", centres=count
+            kernel=kernel,
+            steps=0,
+            regularization=exact.regularization_,
+            scaling="unit",
+            solver="nystrom",
+            centres=count,
         )
         errors.append(100 * (1 - model.fit(X, y).score(X_new, y_new)))
         chosen, _ = rpcholesky(kernel, scaled, count, seed=0)

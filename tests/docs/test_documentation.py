@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import kme_dist as kme
-from docs.scripts import blocks, notebooks, pictures, reference
+from docs.scripts import blocks, links, notebooks, pictures, reference
 from kme_dist.config.files import _known_keys
 
 ROOT = blocks.ROOT
@@ -177,3 +177,20 @@ def test_links_of_the_readme_lead_somewhere():
     for page in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / page).read_text(encoding="utf-8")):
             assert (ROOT / target).exists() or target.removeprefix("docs/") in GENERATED, f"{page}: {target}"
+
+
+def test_a_broken_link_of_the_built_site_is_found(tmp_path):
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text('<h1 id="top">Page</h1><img src="missing.svg">')
+    (tmp_path / "index.html").write_text(
+        '<a href="page/">right</a><a href="page/#top">right</a><a href="page/#nowhere">wrong</a>'
+        '<a href="gone/">wrong</a><a href="https://example.org/">elsewhere</a><script src="https://example.org/a.js"></script>'
+    )
+    wrong, followed, elsewhere = links.problems(tmp_path)
+    assert sorted(wrong) == [
+        "index.html: gone/ does not exist",
+        "index.html: loads https://example.org/a.js from another server",
+        "index.html: page/#nowhere has no such anchor",
+        "page/index.html: missing.svg does not exist",
+    ]
+    assert (followed, elsewhere) == (5, {"https://example.org/"})
