@@ -103,16 +103,16 @@ def test_json_is_one_object_on_stdout_and_reuse_is_told(config, capsys):
         (["run", "quick.yaml", "--set", "data.source=absent.csv"], ["absent.csv"]),
         (["run", "quick.yaml", "--set", "data.image_shape=[2, 2]"], ["data.image_shape"]),
         (["run", "quick.yaml", "--set", "output.folder=quick.yaml"], ["output.folder"]),
-        (["run", "nan.yaml"], ["nan.csv", "row 21", "'height'"]),
+        (["run", "inf.yaml"], ["inf.csv", "row 20 (line 22)", "'height'"]),
         (["run", "text.yaml"], ["text.csv", "'height'", "'tall'"]),
-        (["run", "ragged.yaml"], ["ragged.csv", "row 21"]),
+        (["run", "ragged.yaml"], ["ragged.csv", "row 20 (line 22)"]),
         (["run", "oneclass.yaml"], ["oneclass.csv", "one class"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_mistake_of_the_user_is_one_line_and_exit_code_2(config, tmp_path, capsys, arguments, words):
     tables = {
-        "nan": [*GOOD, "nan,3,a"],
+        "inf": [*GOOD, "inf,3,a"],
         "text": [*GOOD, "tall,3,a"],
         "ragged": [*GOOD, "1,3"],
         "oneclass": ["1,2,a", "2,3,a", "3,4,a"],

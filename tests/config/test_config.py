@@ -63,7 +63,7 @@ def test_null_switches_scaling_off(tmp_path):
     assert config.estimator_arguments() == {"scaling": None}
     defaults = MCEClassifier().get_params()
     assert config.resolved(defaults)["model"]["scaling"] is None
-    assert load(tmp_path, MINIMAL).resolved(defaults)["model"]["scaling"] == "unit"
+    assert load(tmp_path, MINIMAL).resolved(defaults)["model"]["scaling"] == "auto"
 
 
 def test_every_estimator_key_of_the_config_is_a_parameter_of_the_estimator():

@@ -168,7 +168,7 @@ def test_a_failing_old_data_set_is_not_lost_to_a_failed_overwrite(tmp_path):
     ingest((X, y), tmp_path / "d.zarr")
     bad = X.copy()
     bad[-1, 0] = np.nan
-    with pytest.raises(DataError, match=f"row {OLD}"):
+    with pytest.raises(DataError, match=f"row {OLD - 1}"):
         ingest((bad, y), tmp_path / "d.zarr", overwrite=True)
     assert check_whole(tmp_path / "d.zarr", {OLD}) == OLD
 

@@ -22,7 +22,7 @@ from kme_dist.config import DataConfig, load_config, parse_config
 from kme_dist.data.ingest import ingest
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
-from kme_dist.errors import ConfigError, DataError, NumericalError, RetryError
+from kme_dist.errors import AssumptionWarning, ConfigError, DataError, NumericalError, RetryError
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.evaluate import measure
 from kme_dist.pipelines.folder import Listener
@@ -144,20 +144,28 @@ def test_a_table_of_ones_own_is_read_by_its_label(tmp_path):
     assert set(rows.y_train) == {"a", "b"}
 
 
+@pytest.mark.parametrize("cell", ["", "nan"], ids=["empty cell", "nan"])
+def test_missing_values_are_marked_and_said_or_refused_where_asked(tmp_path, cell):
+    path = write_csv(tmp_path / "holes.csv", [*GOOD, f"{cell},3,a"])
+    with pytest.warns(AssumptionWarning, match=r"holes.csv: missing values in 'height' \(1 row\)"):
+        rows = tables.load(DataConfig(source=path, label="kind"))
+    assert rows.feature_names == ["height", "height:missing", "width"]
+    with pytest.raises(DataError, match=r"holes.csv: row 20 \(line 22\), column 'height': the value is missing"):
+        tables.load(DataConfig(source=path, label="kind", missing="error"))
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([*GOOD, ",3,a"], ["row 21", "'height'", "missing"]),
-        ([*GOOD, "nan,3,a"], ["row 21", "'height'", "missing"]),
-        ([*GOOD, "inf,3,a"], ["row 21", "'height'", "infinite"]),
+        ([*GOOD, "inf,3,a"], ["row 20 (line 22)", "'height'", "infinite"]),
         ([*GOOD, "tall,3,a"], ["'height'", "'tall'", "text among numbers"]),
-        ([*GOOD, "1,3"], ["row 21", "fields"]),
+        ([*GOOD, "1,3"], ["row 20 (line 22)", "fields"]),
         ([line[:-1] + "a" for line in GOOD], ["only one class (a)", "data.label"]),
         ([*GOOD, "1,2,c"], ["class c has one row", "data.stratify"]),
         ([f"1,2,{i}.5" for i in range(20)], ["'kind'", "20 different values in 20 rows"]),
         ([], ["no rows"]),
     ],
-    ids=["empty cell", "nan", "inf", "text", "ragged", "one class", "lonely class", "continuous", "no rows"],
+    ids=["inf", "text", "ragged", "one class", "lonely class", "continuous", "no rows"],
 )
 def test_bad_tables_are_refused_with_the_place_of_the_fault(tmp_path, lines, words):
     path = write_csv(tmp_path / "bad.csv", lines)
