@@ -777,3 +777,11 @@ def test_a_header_that_declares_more_than_the_file_holds_is_refused(tmp_path):
     np.save(tmp_path / "t.npy", np.zeros((5, 0)))
     with pytest.raises(DataError, match="rows of 0 values"):
         read_table(tmp_path / "t.npy")
+
+
+def test_values_whose_squares_overflow_are_refused_by_the_name_of_their_column(tmp_path):
+    X = np.random.default_rng(0).normal(size=(50, 2))
+    X[7, 1] = 1e200
+    with pytest.raises(DataError, match=r"column 'x1' has values up to 1e\+200"), np.errstate(over="ignore"):
+        ingest((X, np.arange(50) % 2), tmp_path / "d.zarr")
+    assert not (tmp_path / "d.zarr").exists()
