@@ -139,7 +139,7 @@ def _is_input(receipt: Receipt, source: RowsRef, predictions: Predictions) -> bo
 
 
 def _features_at(source: RowsRef, row: int) -> str:
-    return features_digest(source.read(row, row + 1)[0].reshape(-1))
+    return features_digest(source.read(row, row + 1)[0], 0)
 
 
 @functools.lru_cache(maxsize=1)

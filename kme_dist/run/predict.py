@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kme_dist.backend import is_sparse
 from kme_dist.data.dataset import Span
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import Place, store_errors
@@ -417,7 +418,7 @@ def store_chunk(
     task: ChunkTask,
     arrays: Mapping[str, Any],
     *,
-    features: np.ndarray,
+    features: Any,
     skipped: Mapping[int, str] | None = None,
     unseen: Mapping[str, Any] | None = None,
 ) -> Receipt:
@@ -453,17 +454,22 @@ def _added(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def sampled_digests(X: np.ndarray, start: int) -> Iterator[tuple[int, str]]:
+def sampled_digests(X: Any, start: int) -> Iterator[tuple[int, str]]:
     """Some rows by their numbers, with digests of their features in single precision: the same whatever the source."""
     count = min(SAMPLED_ROWS, len(X))
     for row in np.unique(np.linspace(0, len(X) - 1, count).astype(np.int64)).tolist() if count else []:
-        yield start + row, features_digest(X[row])
+        yield start + row, features_digest(X, row)
 
 
-def features_digest(row: np.ndarray) -> str:
-    with np.errstate(over="ignore"):
-        rounded = np.asarray(row, np.float32) + np.float32(0)  # -0 and 0 are the same number
-    return hashlib.sha256(rounded.tobytes()).hexdigest()[:16]
+def features_digest(X: Any, row: int) -> str:
+    """Of one row of numbers, dense or sparse, of a text, or of whatever else a kernel takes."""
+    one = X[[row]].toarray() if is_sparse(X) else X[row]
+    try:
+        with np.errstate(over="ignore"):
+            numbers = np.asarray(one, np.float32).ravel() + np.float32(0)  # -0 and 0 are the same number
+    except (TypeError, ValueError):
+        return hashlib.sha256(repr(one).encode()).hexdigest()[:16]
+    return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
 
 def _now() -> str:
