@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ def stored(
         weights = np.concatenate([found.w_train, _weights_of(found.w_test, found.X_test)])
     names = (found.feature_names, None if classes is None else classes.tolist())
     return ingest(
-        Table(X, codes, *names, schema=found.schema, weights=weights, weight=found.weight),
+        Table(X, codes, *names, rows=found.rows, schema=found.schema, weights=weights, weight=found.weight),
         dest,
         label=found.label,
         split=f"train=0:{train},test={train}:{total}",
@@ -201,6 +201,8 @@ class Tables:
     w_test: np.ndarray | None = None
     weight: str = "weight"  # their column
     numeric: bool = False  # y are numbers to predict, not classes
+    # Positions in the source, of training and then of test rows.
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def digest(self) -> str:
@@ -226,6 +228,11 @@ class _Source:
     weights: np.ndarray | None = None
     weight: str = "weight"
     numeric: bool = False
+    rows: np.ndarray | None = None  # positions in the source; None: all of them
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.arange(len(self.X)) if self.rows is None else self.rows
 
 
 def load(settings: DataConfig) -> Tables:
@@ -250,13 +257,17 @@ def load(settings: DataConfig) -> Tables:
                 f"{_first_difference(test.feature_names, rows.feature_names)}"
             )
         X_train, X_test, y_train, y_test, *weights = X, test.X, y, test.y, rows.weights, test.weights
+        own = rows.positions, test.positions
     elif part is not None:
         test = _read(settings, settings.source, "test")
         X_train, X_test, y_train, y_test, *weights = X, test.X, y, test.y, rows.weights, test.weights
+        own = rows.positions, test.positions
     else:
-        X_train, X_test, y_train, y_test, *weights = _split(settings, X, y, rows.weights, rows.numeric)
+        X_train, X_test, y_train, y_test, *others = _split(settings, rows)
+        own, weights = tuple(others[:2]), others[2:]
     names = (rows.feature_names, rows.label, rows.schema)
-    tables = Tables(X_train, y_train, X_test, y_test, *names, *(weights or (None, None)), rows.weight, rows.numeric)
+    facts = (*(weights or (None, None)), rows.weight, rows.numeric, np.concatenate(own))
+    tables = Tables(X_train, y_train, X_test, y_test, *names, *facts)
     if not rows.numeric:
         _check_classes(settings, y_train, y_test)
     return tables
@@ -349,7 +360,8 @@ def _from_dataset(data: Dataset, part: str | None) -> _Source:
     names = (data.feature_names, data.label or "target")
     weights = data.weights(part)
     weighted = (weights, data.schema.weight or "weight")
-    return _Source(X.reshape(len(X), -1), labels, *names, data.schema, *weighted, data.classes is None)
+    positions = np.concatenate([np.arange(*span) for span in data.ranges(part)])
+    return _Source(X.reshape(len(X), -1), labels, *names, data.schema, *weighted, data.classes is None, positions)
 
 
 def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Source:
@@ -370,13 +382,13 @@ def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Sourc
     names = (list(table.feature_names), table.label or "target")
     known = (table.schema, table.weights, table.weight)
     if table.class_names is None:
-        return _Source(table.X, np.asarray(table.y, np.float64), *names, *known, True)
+        return _Source(table.X, np.asarray(table.y, np.float64), *names, *known, True, table.rows)
     if len(table.y) > 10 and 2 * len(table.class_names) > len(table.y):
         raise DataError(
             f"{source}: the label column {table.label!r} holds {len(table.class_names)} different values in "
             f"{len(table.y)} rows; it must hold classes with several rows each, check data.label"
         )
-    return _Source(table.X, np.asarray(table.class_names)[table.y], *names, *known)
+    return _Source(table.X, np.asarray(table.class_names)[table.y], *names, *known, rows=table.rows)
 
 
 def _task_of(table: Table) -> str | None:
@@ -406,11 +418,11 @@ def _reading(settings: DataConfig) -> dict[str, Any]:
     return options
 
 
-def _split(
-    settings: DataConfig, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None, numeric: bool
-) -> list[np.ndarray]:
+def _split(settings: DataConfig, rows: _Source) -> list[np.ndarray]:
+    """Features, labels, positions and, if there are any, weights: each of the training and of the test rows."""
+    X, y, weights = rows.X, rows.y, rows.weights
     classes, counts = np.unique(y, return_counts=True)
-    stratify = settings.stratify and not numeric
+    stratify = settings.stratify and not rows.numeric
     if stratify and len(classes) > 1 and counts.min() < 2:
         raise DataError(
             f"{settings.source}: class {classes[counts.argmin()]!s} has one row, so it cannot be in "
@@ -420,6 +432,7 @@ def _split(
         parts: list[np.ndarray] = train_test_split(
             X,
             y,
+            rows.positions,
             *(() if weights is None else (weights,)),
             test_size=settings.test_fraction,
             random_state=settings.split_seed,

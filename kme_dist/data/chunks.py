@@ -228,7 +228,8 @@ class StoredArray:
         shard = chunk * rows // self.layout.shard_rows
         return CorruptError(
             f"{self.place}: chunk {chunk} of {self.name} (rows {chunk * rows} to {(chunk + 1) * rows - 1}, "
-            f"in {self.key(shard)}) {what}. Restore that object from a copy, or write the array again."
+            f"in {self.key(shard)}) {what}. Restore that object from a copy, or write the array again "
+            "(a data set: `kme-dist ingest --overwrite`; predictions: `kme-dist predict --from-scratch`)."
         )
 
     def chunk(self, number: int) -> np.ndarray:

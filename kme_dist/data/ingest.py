@@ -177,6 +177,7 @@ def ingest(
                 (str(source), files) if isinstance(source, (str, Path)) else None,
                 encoding=source.schema if isinstance(source, Table) else None,
                 asked_for_classes=table.task == "classification" or isinstance(source, Table),
+                positions=source.rows if isinstance(source, Table) and len(source.rows) == len(source.X) else None,
             )
             with _staging(place, scratch) as (target, scratch_folder):
                 writer = job.new_writer(target, job.layout(*sizes))
@@ -259,6 +260,7 @@ class IngestPlan:
     part: str = "all"  # the split of all rows, without a rule
     encoding: Schema | None = None  # of rows that are already encoded: their encoding
     asked_for_classes: bool = True  # the user said that labels are classes
+    positions: np.ndarray | None = None  # of rows that came in another order: those in their own source
     seen: int = 0  # rows of the source
     kept: int = 0
 
@@ -290,10 +292,14 @@ class IngestPlan:
                 self._through_spool(writer, scratch)
             else:
                 for block in self.blocks("rows"):
-                    writer.add(block.X, block.y, block.rows if writer.with_rows else None, block.weights)
+                    rows = self._in_source(block.rows) if writer.with_rows else None
+                    writer.add(block.X, block.y, rows, block.weights)
             writer.finish()
         finally:
             writer.abandon()
+
+    def _in_source(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self.positions is None else self.positions[rows]
 
     def blocks(self, stage: str) -> Iterator[Encoded]:
         with Prefetched(self.encoder.encoded) as ahead:
@@ -315,7 +321,8 @@ class IngestPlan:
                 if name != writer.segments[-1][0]:
                     writer.begin(name)
                 y = records["y"] if writer.target_dtype is not None else None
-                writer.add(records["X"], y, records["row"], records["weight"] if writer.with_weights else None)
+                rows = self._in_source(records["row"])
+                writer.add(records["X"], y, rows, records["weight"] if writer.with_weights else None)
                 self.progress("storing", writer.total, self.kept)
 
     def _deal(self, spool: Spool, bits: int) -> tuple[list[str], np.ndarray]:

@@ -53,7 +53,8 @@ class Notation:
     @property
     def _pattern(self) -> str:
         group = re.escape(self.thousands)
-        whole = rf"(\d{{1,3}}({group}\d{{3}})+|\d+)" if self.thousands else r"\d+"
+        # A first group of 0 rules separators out: 0,126 is a fraction.
+        whole = rf"([1-9]\d{{0,2}}({group}\d{{3}})+|\d+)" if self.thousands else r"\d+"
         point = re.escape(self.decimal)
         number = rf"({whole}({point}\d*)?|{point}\d+)([eE][+-]?\d+)?"
         return rf"^[+-]?{number}{'( ?%)?' if self.percent else ''}$"

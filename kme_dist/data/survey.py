@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kme_dist.data.encode import Encoder, as_text, is_number, refuse_spaces, texts_of
-from kme_dist.data.notation import in_other_notation, suggestion
+from kme_dist.data.notation import Notation, in_other_notation, suggestion
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import PERIODS, Column, Schema, TableOptions, draft_schema
 from kme_dist.errors import DataError
@@ -65,7 +65,7 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
         found, holes = _find_categories(source, schema, categorical, options)
         for name, categories in found.items():
             if name in _guessed(schema, options):
-                _refuse_notation(source, name, categories)
+                _refuse_notation(source, name, categories, schema.notation)
                 _refuse_mixed(source, schema, name, categories)
             if schema.strip is None:
                 refuse_spaces(source.name, name, categories)
@@ -113,7 +113,7 @@ def _find_categories(
                 holes[name] = holes.get(name, 0) + array.null_count
             if len(found[name]) > options.max_categories:
                 if name in guessed:
-                    _refuse_notation(source, name, found[name])
+                    _refuse_notation(source, name, found[name], schema.notation)
                     _refuse_mixed(source, schema, name, found[name])
                 raise DataError(
                     f"{source.name}: the text column {name!r} has more than {options.max_categories} different "
@@ -162,8 +162,15 @@ def _refuse_mixed(source: Source, schema: Schema, column: str, values: Collectio
                 )
 
 
-def _refuse_notation(source: Source, column: str, values: Collection[str]) -> None:
-    """Reject texts such as 1,5 or 10% or 1_000, which may be numbers or categories."""
+def _refuse_notation(source: Source, column: str, values: Collection[str], given: Notation | None) -> None:
+    """Reject texts such as 1,5 or 10% or 1_000, which may be numbers or categories, and plain numbers where another
+    notation was given."""
+    if given is not None and values and all(map(Notation().accepts, values)):
+        raise DataError(
+            f"{source.name}: the column {column!r} holds numbers such as {next(iter(values))!r}, which are none in the "
+            f"given notation ({given}); write all columns in one notation, list the column in `categories`, or "
+            f"{LEAVE_OUT}."
+        )
     if (marked := in_other_notation(values)) is None:
         return
     raise DataError(

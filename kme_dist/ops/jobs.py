@@ -308,7 +308,10 @@ def create_job(
     if not job.place.write("config.yaml", text.encode(), only_if_absent=True):
         there = parse_yaml((job.folder / "config.yaml").read_text(encoding="utf-8"), str(job.folder / "config.yaml"))
         if there != kept:
-            raise ConfigError(f"the job {job.id} already exists with another configuration; choose another id")
+            raise ConfigError(
+                f"the job {job.id} already exists with another configuration; choose another id, or, if it has ended "
+                f"and is to be run again with this one, remove {job.folder} first"
+            )
     job.place.write("job.json", json.dumps(request, indent=2).encode(), only_if_absent=True)
     if job.request()["pipeline"] != pipeline:
         raise ConfigError(f"the job {job.id} already exists with another pipeline; choose another id")

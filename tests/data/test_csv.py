@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kme_dist.data.ingest import ingest
+from kme_dist.data.notation import Notation, suggestion
 from kme_dist.data.readers import MISSING_TEXTS
 from kme_dist.data.reading import read_table
 from kme_dist.errors import DataError
@@ -163,3 +165,16 @@ def test_quoted_newlines_across_blocks_are_kept(tmp_path):
     table = read_table(path, label="b", block_bytes=500)
     assert table.class_names == [verse, "three"]
     np.testing.assert_array_equal(table.X[:, 0], [1, 2] * 2000)
+
+
+def test_a_first_group_of_0_is_no_group_of_thousands():
+    assert Notation(thousands=",").accepts("1,126")
+    assert not Notation(thousands=",").accepts("0,126")
+    assert suggestion(["-0,472", "1,126"]) == "set `decimal` to ','"
+
+
+def test_plain_numbers_beside_a_given_notation_are_no_categories(tmp_path):
+    rows = "".join(f'"{i},5";{i}.25;{"ab"[i % 2]}\n' for i in range(40))
+    (tmp_path / "t.csv").write_text("x;z;y\n" + rows)
+    with pytest.raises(DataError, match=r"the column 'z' holds numbers such as .* none in the given notation"):
+        ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="y", decimal=",", delimiter=";")

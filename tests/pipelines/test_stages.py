@@ -399,3 +399,29 @@ def test_predictions_are_not_compared_with_rows_that_have_changed_since(tmp_path
     ingest((X[::-1].copy(), y[::-1].copy()), data.path, **options)
     with pytest.raises(DataError, match="has changed since"):
         evaluate.evaluate(tmp_path / "p.zarr", data.path, split="test")
+
+
+def test_rows_of_predictions_are_those_of_the_table_before_it_was_split(tmp_path):
+    rng = np.random.default_rng(0)
+    x, z = rng.normal(size=(2, 200))
+    y = np.where(x + z > 0, "a", "b")
+    (tmp_path / "t.csv").write_text(
+        "x,z,y\n" + "".join(f"{a},{b},{c}\n" for a, b, c in zip(x.tolist(), z.tolist(), y, strict=True))
+    )
+    config = parse_config(
+        {
+            "data": {"source": str(tmp_path / "t.csv"), "label": "y"},
+            "learn": {"steps": 3},
+            "cluster": {"kind": "serial"},
+            "output": {"folder": str(tmp_path / "run")},
+        }
+    )
+    run.run(config, name="rows")
+    found = kme_dist.open_predictions(tmp_path / "run" / "predictions.zarr")
+    rows = found.read("row")
+    model = kme_dist.load(tmp_path / "run")
+    assert len(np.unique(rows)) == len(rows) == 40
+    assert rows.max() < 200
+    np.testing.assert_allclose(
+        found.read("probability"), model.predict_proba(np.stack([x, z], axis=1)[rows]), atol=1e-4
+    )
