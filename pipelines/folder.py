@@ -214,13 +214,13 @@ class MetricsFile:
         self.written += 1
 
     def read(self) -> list[dict[str, Any]]:
-        """All complete lines; a kill may leave an incomplete last line."""
+        """All complete lines; a kill may leave an incomplete last line, a disk a damaged one."""
         if not self._path.exists():
             return []
         found = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        for line in self._path.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
+                record = json.loads(line.decode())
                 found.append({**record, "step": int(record["step"])})
         return found
 

@@ -87,6 +87,9 @@ class Job:
             raise CorruptError(
                 f"{self.folder / 'job.json'} was written by another version of kme-dist; submit the job again"
             )
+        for key in ("pipeline", "name", "submitted"):
+            if not isinstance(found.get(key), str):
+                raise CorruptError(f"{self.folder / 'job.json'} has no valid {key!r}; delete the folder, submit again")
         return found
 
     def config(self) -> Config:
@@ -128,7 +131,11 @@ class Job:
             os.close(descriptor)
 
     def events(self) -> list[dict[str, Any]]:
-        return list(_json_lines(self.folder / "events.jsonl"))
+        """Changes of state, in order; lines that are damaged are left out."""
+        kinds = {"time": str, "state": str}
+        lines = _json_lines(self.folder / "events.jsonl")
+        whole = (line for line in lines if all(isinstance(line.get(key), kind) for key, kind in kinds.items()))
+        return [line for line in whole if isinstance(line.get("epoch", 0), int)]
 
     def logs(self) -> list[dict[str, Any]]:
         return list(_json_lines(self.folder / "log.jsonl"))
@@ -363,11 +370,11 @@ def _json_file(path: Path) -> dict[str, Any] | None:
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return
     for line in lines:
-        with contextlib.suppress(ValueError):  # a partial line, left by a kill
-            found = json.loads(line)
+        with contextlib.suppress(ValueError):  # a partial line, left by a kill, or a damaged one
+            found = json.loads(line.decode())
             if isinstance(found, dict):
                 yield found

@@ -23,7 +23,7 @@ from kme_dist.config import ClusterConfig, Config, parse_config
 from kme_dist.data import leases
 from kme_dist.data.leases import EpochLease, LeaseLost, begin_epoch, latest_epoch
 from kme_dist.data.places import Place
-from kme_dist.errors import ConfigError, DataError, KMEError, RetryError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 from kme_dist.ops import cluster as clusters
 from kme_dist.ops import driver, jobs
 from kme_dist.ops.certs import tls_files
@@ -687,3 +687,30 @@ def test_what_a_pipeline_reports_reaches_the_log_of_the_job(job, pipeline):
     drive(job, run_pipeline)
     messages = [line["message"] for line in job.logs()]
     assert messages[1:4] == ["starting from the median", "nightly: kme-dist jobs resume nightly-1", "chunks: 2 of 2"]
+
+
+# --- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe", b'{"state": 7}\n', b'{"time": "x"}\n', b'{"time": "x", "state": "y", "epoch": "z"}\n']
+)
+def test_a_damaged_line_of_events_hides_no_job(tmp_path, job, capsys, damage):
+    job.event("running", epoch=1)
+    with (job.folder / "events.jsonl").open("ab") as file:
+        file.write(damage)
+    assert job.status()["state"] == "running"
+    assert cli.execute(["jobs", "list", "--root", str(tmp_path)]) == 0
+    assert job.id in capsys.readouterr().out
+
+
+def test_a_damaged_key_of_a_request_is_said_and_other_jobs_are_listed(tmp_path, job, capsys):
+    other = jobs.create_job(
+        tmp_path, pipeline="evaluate", config=parse_config({"data": {"source": "table.zarr"}}), name="other"
+    )
+    text = (job.folder / "job.json").read_text()
+    (job.folder / "job.json").write_text(text.replace('"pipeline"', '"pipelinf"'))
+    with pytest.raises(CorruptError, match="'pipeline'"):
+        job.status()
+    assert cli.execute(["jobs", "list", "--root", str(tmp_path)]) in (0, 65)
+    assert other.id in capsys.readouterr().out
