@@ -70,9 +70,14 @@ def is_finished(client, count):
 def process_of_a_holder(client):
     """The process of a worker that holds a finished result which nobody has fetched."""
     until(lambda: client.futures and any(state.status == "finished" for state in client.futures.values()))
-    until(lambda: any(client.who_has().values()))
-    holder = next(worker for workers in client.who_has().values() for worker in workers)
-    return client.run(os.getpid, workers=[holder])[holder]
+    holders = []
+
+    def found():  # by one question: results of a reduction are released as soon as they are added up
+        holders[:] = [worker for workers in client.who_has().values() for worker in workers]
+        return holders
+
+    until(found)
+    return client.run(os.getpid, workers=holders[:1])[holders[0]]
 
 
 def die_during_the_fetch(process, delay=0.3):
