@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from kme_dist.data.predictions import open_predictions
 from kme_dist.data.receipts import PARQUET_STATE, PREDICTIONS_FORMAT
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import DataError, KMEError
+from kme_dist.pipelines.folder import recorded_run
 from kme_dist.run.checkpoints import FORMAT as CHECKPOINT_FORMAT
 
 MAX_COLUMNS = 40
@@ -113,10 +113,7 @@ def model_card(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_figures(folder: Path) -> dict[str, Any]:
     """What the run that a model belongs to measured on its test rows."""
-    try:
-        summary = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("summary") or {}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    summary = (recorded_run(folder) or {}).get("summary") or {}
     names = ("accuracy", "log_loss", "calibration_error", "rmse", "mae", "r2", "test_rows")
     return {f"test {name.removeprefix('test_').replace('_', ' ')}": summary[name] for name in names if name in summary}
 

@@ -33,6 +33,7 @@ import yaml
 from kme_dist.config import Config
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
+from kme_dist.data.seals import read_sealed, seal, unseal
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 
 RUN_FORMAT = "kme-dist run 1"
@@ -83,7 +84,7 @@ class RunFolder:
         path = folder_of(config, name)
         place = Place.of(_made(path))
         with writer_lease(place):
-            known = _known(path)
+            known = _known(path, fresh)
             stages = known.get("stages", {}) if known.get("versions", {}).get("kme-dist") == _version() else {}
             facts = {
                 "format": RUN_FORMAT,
@@ -126,7 +127,8 @@ class RunFolder:
         # Stages that this call has not reached stay on record, so that a kill does not lose finished work.
         stages = {**self.earlier, **self.stages}
         seconds = {name: stage["seconds"] for name, stage in self.stages.items()}
-        self.place.write("run.json", to_json({**self.facts, "stages_seconds": seconds, "stages": stages}))
+        record = json.loads(to_json({**self.facts, "stages_seconds": seconds, "stages": stages}))
+        self.place.write("run.json", to_json(seal(record)))
 
     def is_current(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
         """Whether an earlier call has done this stage with the same inputs, and its outputs still exist."""
@@ -210,7 +212,7 @@ class MetricsFile:
             self._drop_repeated(record)
         if self._file is None:
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        self._file.write(json.dumps(record, default=_plain) + "\n")
+        self._file.write(_line(record))
         self.written += 1
 
     def read(self) -> list[dict[str, Any]]:
@@ -220,8 +222,9 @@ class MetricsFile:
         found = []
         for line in self._path.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line.decode())
-                found.append({**record, "step": int(record["step"])})
+                record = unseal(json.loads(line.decode()))
+                if record is not None:
+                    found.append({**record, "step": int(record["step"])})
         return found
 
     @property
@@ -236,13 +239,17 @@ class MetricsFile:
         self._close()
         kept = [line for line in self.read() if _curve(line) != _curve(record) or line["step"] < record["step"]]
         aside = self._path.with_suffix(".partial")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        aside.write_text("".join(map(_line, kept)), encoding="utf-8")
         os.replace(aside, self._path)
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(seal(json.loads(json.dumps(record, default=_plain)))) + "\n"
 
 
 def _curve(record: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -257,22 +264,22 @@ def folder_of(config: Config, name: str) -> Path:
 
 
 def recorded_stages(folder: Path) -> dict[str, Any]:
-    """The finished stages of a run folder; empty where there is no run."""
+    """The finished stages of a run folder; empty where there is no run, or a record that is damaged."""
+    return dict((recorded_run(folder) or {}).get("stages", {}))
+
+
+def recorded_run(folder: Path) -> dict[str, Any] | None:
+    """run.json; None where there is none that is whole."""
     try:
-        known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
-    found: dict[str, Any] = known.get("stages", {}) if isinstance(known, dict) else {}
-    return found
+        return read_sealed(folder / "run.json", "run it again")
+    except CorruptError:
+        return None
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
     """The description of a run folder for `kme-dist inspect`."""
-    try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptError(f"{folder / 'run.json'} is not valid JSON ({error}); run it again") from None
-    if not isinstance(facts, dict) or facts.get("format") != RUN_FORMAT:
+    facts = read_sealed(folder / "run.json", "compute the results again with --fresh")
+    if facts is None or facts.get("format") != RUN_FORMAT:
         raise DataError(f"{folder / 'run.json'} was not written by kme-dist")
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {"path": str(folder), "bytes": sum(path.stat().st_size for path in files), **facts}
@@ -288,8 +295,9 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _known(folder: Path) -> dict[str, Any]:
-    """run.json of an earlier call, empty if there is none; an error for a folder with other content."""
+def _known(folder: Path, fresh: bool) -> dict[str, Any]:
+    """run.json of an earlier call, empty if there is none, or if it is damaged and everything is computed again; an
+    error for a folder with other content."""
     try:
         known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -301,9 +309,17 @@ def _known(folder: Path) -> dict[str, Any]:
         return {}
     except ValueError:
         known = None
-    if not isinstance(known, dict) or known.get("format") != RUN_FORMAT:
+    whole = unseal(known)
+    if whole is None and isinstance(known, dict) and "stages" in known:
+        if fresh:
+            return {}
+        raise CorruptError(
+            f"{folder / 'run.json'} does not match its digest, so it was damaged or edited; compute the results again "
+            "with --fresh, or choose another output.folder"
+        )
+    if whole is None or whole.get("format") != RUN_FORMAT:
         raise ConfigError(f"{folder / 'run.json'} was not written by this kind of run; choose another output.folder")
-    return known
+    return whole
 
 
 def to_json(value: Any) -> bytes:

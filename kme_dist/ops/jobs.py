@@ -4,7 +4,7 @@
     drive(job, run_pipeline)        # see kme_dist.ops.driver; on a cluster see kme_dist.ops.submit
     job.status()["state"]           # waiting, running, retrying, lost, succeeded, failed or cancelled
 
-    ROOT/runs/<id>/job.json         the request; never changes
+    ROOT/runs/<id>/job.json         the request, with a digest of config.yaml; never changes
                    config.yaml      the configuration, with paths relative to ROOT
                    lease/<epoch>    who drives the job: whoever creates the next epoch does, all earlier ones stop
                    events.jsonl     changes of state
@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import getpass
+import hashlib
 import json
 import os
 import re
@@ -39,6 +40,7 @@ import yaml
 from kme_dist.config import Config, parse_config, parse_yaml
 from kme_dist.data.leases import beat_age, latest_epoch
 from kme_dist.data.places import Place
+from kme_dist.data.seals import read_sealed, seal, unseal
 from kme_dist.errors import ConfigError, CorruptError, DataError
 
 JOB_FORMAT = "kme-dist job 1"
@@ -78,7 +80,7 @@ class Job:
 
     def request(self) -> dict[str, Any]:
         """job.json: the pipeline and the name that were submitted."""
-        found = _json_file(self.folder / "job.json")
+        found = read_sealed(self.folder / "job.json", "delete the job's folder and submit it again")
         if found is None:
             raise DataError(
                 f"there is no job {self.id} in {self.root / 'runs'}; list the jobs with `kme-dist jobs list`"
@@ -96,18 +98,23 @@ class Job:
         """The configuration, validated again: a file is not trusted because we once wrote it."""
         where = self.folder / "config.yaml"
         try:
-            tree = parse_yaml(where.read_text(encoding="utf-8"), str(where))
+            content = where.read_bytes()
         except FileNotFoundError:
             raise CorruptError(f"{where} is missing; submit the job again") from None
-        return confined(parse_config(tree, str(where)), self.root)
+        if self.request().get("config", _digest(content)) != _digest(content):
+            raise CorruptError(f"{where} was damaged or edited since the job was submitted; submit it again")
+        return confined(parse_config(parse_yaml(content.decode(), str(where)), str(where)), self.root)
 
     def result(self) -> dict[str, Any] | None:
         """done.json: the result of a job that succeeded; None before that."""
-        return _json_file(self.folder / "done.json")
+        return read_sealed(
+            self.folder / "done.json", f"delete that file and resume the job with `kme-dist jobs resume {self.id}`"
+        )
 
     def commit(self, result: Mapping[str, Any]) -> bool:
         """Store the result of the job. False when there is one already, which is kept."""
-        return self.place.write("done.json", redact(json.dumps(result, default=str)).encode(), only_if_absent=True)
+        kept = seal(json.loads(redact(json.dumps(result, default=str))))
+        return self.place.write("done.json", json.dumps(kept).encode(), only_if_absent=True)
 
     def request_stop(self, reason: str) -> None:
         self.place.write("cancel", redact(json.dumps({"time": now(), "reason": reason})).encode())
@@ -117,7 +124,8 @@ class Job:
         return (self.folder / "cancel").exists()
 
     def event(self, state: str, **facts: Any) -> None:
-        self._append("events.jsonl", {"time": now(), "state": state, **facts})
+        line = json.loads(redact(json.dumps({"time": now(), "state": state, **facts}, default=str)))
+        self._append("events.jsonl", seal(line))
 
     def log(self, message: str, level: str = "info", **facts: Any) -> None:
         self._append("log.jsonl", {"time": now(), "level": level, "job": self.id, "message": message, **facts})
@@ -133,7 +141,7 @@ class Job:
     def events(self) -> list[dict[str, Any]]:
         """Changes of state, in order; lines that are damaged are left out."""
         kinds = {"time": str, "state": str}
-        lines = _json_lines(self.folder / "events.jsonl")
+        lines = filter(None, map(unseal, _json_lines(self.folder / "events.jsonl")))
         whole = (line for line in lines if all(isinstance(line.get(key), kind) for key, kind in kinds.items()))
         return [line for line in whole if isinstance(line.get("epoch", 0), int)]
 
@@ -217,8 +225,8 @@ def list_jobs(root: Path) -> list[Job]:
 def submitted_at(job: Job) -> datetime.datetime:
     """When the job was submitted; the beginning of time if its request is damaged."""
     try:
-        return datetime.datetime.fromisoformat(str((_json_file(job.folder / "job.json") or {}).get("submitted")))
-    except (CorruptError, ValueError):
+        return datetime.datetime.fromisoformat(str(job.request()["submitted"]))
+    except (CorruptError, DataError, ValueError):
         return datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
@@ -319,7 +327,8 @@ def create_job(
                 f"the job {job.id} already exists with another configuration; choose another id, or, if it has ended "
                 f"and is to be run again with this one, remove {job.folder} first"
             )
-    job.place.write("job.json", json.dumps(request, indent=2).encode(), only_if_absent=True)
+    request["config"] = _digest(job.place.read("config.yaml"))
+    job.place.write("job.json", json.dumps(seal(request), indent=2).encode(), only_if_absent=True)
     if job.request()["pipeline"] != pipeline:
         raise ConfigError(f"the job {job.id} already exists with another pipeline; choose another id")
     return job
@@ -356,16 +365,8 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _json_file(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise CorruptError(f"{path} is not valid JSON ({error}); delete the job's folder and submit it again") from None
-    if not isinstance(found, dict):
-        raise CorruptError(f"{path} is not a JSON object; delete the job's folder and submit it again")
-    return found
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

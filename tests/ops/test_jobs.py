@@ -710,7 +710,69 @@ def test_a_damaged_key_of_a_request_is_said_and_other_jobs_are_listed(tmp_path, 
     )
     text = (job.folder / "job.json").read_text()
     (job.folder / "job.json").write_text(text.replace('"pipeline"', '"pipelinf"'))
-    with pytest.raises(CorruptError, match="'pipeline'"):
+    with pytest.raises(CorruptError, match="does not match its digest"):
         job.status()
     assert cli.execute(["jobs", "list", "--root", str(tmp_path)]) in (0, 65)
     assert other.id in capsys.readouterr().out
+
+
+def read_all(job):
+    """All that a job's files say."""
+    return job.request(), job.config().model_dump(mode="json"), job.result(), job.events()
+
+
+def test_no_single_bit_of_a_job_changes_what_is_read(job):
+    job.commit({"id": job.id, "state": "succeeded", "result": {"accuracy": 0.91, "rows": 1200}})
+    job.event("running", epoch=1, driver="host a")
+    job.event("succeeded", epoch=1)
+    request, config, done, events = whole = read_all(job)
+    for name in ("job.json", "config.yaml", "done.json", "events.jsonl"):
+        path, noticed = job.folder / name, 0
+        content = path.read_bytes()
+        bits = np.random.default_rng(0).choice(8 * len(content), min(300, 8 * len(content)), replace=False)
+        for bit in bits.tolist():
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            try:
+                now = read_all(job)
+            except CorruptError:
+                noticed += 1
+                continue
+            if name == "events.jsonl":  # a damaged line counts as none; the others are read
+                assert all(event in events or set(event) - {"time", "state", "epoch", "driver"} for event in now[3])
+                noticed += len(now[3]) < len(events)
+                now = (*now[:3], events)
+            assert [{k: v for k, v in kept.items() if k in old} for kept, old in zip(now[:3], whole, strict=False)] == [
+                request,
+                config,
+                done,
+            ], f"{name}, bit {bit}"
+        path.write_bytes(content)
+        assert noticed > 0.8 * len(bits), name
+    assert read_all(job) == whole
+
+
+def test_damaged_files_of_a_job_are_named_with_a_way_out(job, capsys):
+    job.commit({"id": job.id, "result": {"rows": 12}})
+    for name, way_out in (("done.json", f"kme-dist jobs resume {job.id}"), ("job.json", "submit it again")):
+        path = job.folder / name
+        content = path.read_text()
+        path.write_text(content.replace('"id"', '"ie"'))
+        assert cli.execute(["jobs", "status", job.id, "--root", str(job.root)]) == 65
+        said = capsys.readouterr().err
+        assert name in said
+        assert way_out in said
+        path.write_text(content)
+    (job.folder / "done.json").unlink()
+    (job.folder / "config.yaml").write_text("data: {source: other.zarr}\n")
+    with pytest.raises(CorruptError, match=r"config\.yaml was damaged or edited"):
+        drive(job, run_pipeline)
+
+
+def test_jobs_of_versions_without_digests_are_read(job):
+    request = json.loads((job.folder / "job.json").read_text())
+    del request["digest"], request["config"]
+    (job.folder / "job.json").write_text(json.dumps(request))
+    assert job.status()["state"] == "waiting"
+    assert job.config().data.source == str(job.root / "table.zarr")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kme_dist.config import parse_config
-from kme_dist.errors import ConfigError, RetryError
-from kme_dist.pipelines.folder import RunFolder, describe_run
+from kme_dist.errors import ConfigError, CorruptError, RetryError
+from kme_dist.pipelines.folder import MetricsFile, RunFolder, describe_run, recorded_stages
 
 
 @pytest.fixture
@@ -110,3 +110,34 @@ def test_a_folder_of_somebody_else_is_left_alone(config, name, text):
     with pytest.raises(ConfigError, match=r"choose another output\.folder"), RunFolder.open(config, name="test"):
         pass
     assert [file.name for file in path.iterdir()] == [name]
+
+
+def test_a_damaged_record_is_noticed_and_can_be_replaced(config):
+    work = Work()
+    do(config, work)
+    path = path_of(config) / "run.json"
+    content = path.read_bytes()
+    record = json.loads(content)["stages"]
+    noticed = 0
+    for bit in range(0, 8 * len(content), 7):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        found = recorded_stages(path_of(config))
+        noticed += found == {}
+        assert found in ({}, record)
+    assert noticed > 0.9 * len(range(0, 8 * len(content), 7))
+    path.write_bytes(content.replace(b'"seconds"', b'"sekonds"'))
+    with pytest.raises(CorruptError, match="with --fresh"):
+        do(config, work)
+    assert do(config, work, fresh=True)[1] == ["learn"]
+    assert do(config, work)[1] == []
+
+
+def test_a_damaged_line_of_metrics_counts_as_none(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as lines:
+        for step in (1, 2, 3):
+            lines.write({"step": step, "objective": 0.5 / step})
+    path.write_bytes(path.read_bytes().replace(b"0.25", b"0.75"))
+    assert [(line["step"], line["objective"]) for line in MetricsFile(path).read()] == [(1, 0.5), (3, 0.5 / 3)]
