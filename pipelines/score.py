@@ -21,7 +21,7 @@ import pyarrow.json as pj
 from kme_dist import load
 from kme_dist.data.predictions import write_csv
 from kme_dist.data.readers import FileOptions, open_source
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, KMEError
 from kme_dist.models.outputs import Asked
 from kme_dist.models.predict import TableScorer, columns_of
 
@@ -47,17 +47,21 @@ def run(
         file = Path(folder) / "stdin.csv"
         with open(file, "wb") as copy:  # the reader looks at the first rows before it reads all of them
             shutil.copyfileobj(rows, copy)
-        source = _opened(file, columns_of(fitted).file_options)
-        scorer = TableScorer(fitted, source, wanted, id_column=id_column, unseen=unseen)
-        header = True
-        for table in scorer.tables():
-            if format == "csv":
-                write_csv(table, sink, header=header)
-            else:
-                sink.writelines(json.dumps(row).encode() + b"\n" for row in table.to_pylist())
-            header = False
-        sink.flush()
-        return scorer.notes
+        try:
+            source = _opened(file, columns_of(fitted).file_options)
+            scorer = TableScorer(fitted, source, wanted, id_column=id_column, unseen=unseen)
+            header = True
+            for table in scorer.tables():
+                if format == "csv":
+                    write_csv(table, sink, header=header)
+                else:
+                    sink.writelines(json.dumps(row).encode() + b"\n" for row in table.to_pylist())
+                header = False
+            sink.flush()
+            return tuple(note.replace(str(file), "stdin") for note in scorer.notes)
+        except KMEError as error:  # the copy is gone when its name is read
+            error.args = (str(error).replace(str(file), "stdin"), *error.args[1:])
+            raise
 
 
 def _opened(file: Path, options: FileOptions) -> Any:

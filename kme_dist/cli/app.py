@@ -440,7 +440,7 @@ def execute(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     command: Any = typer.main.get_command(app)
     try:
-        with _sigterm_raises(), _notes_on_stderr():
+        with _sigterm_raises(), _notes_on_stderr("--quiet" in arguments):
             code = command.main(args=arguments, prog_name="kme-dist", standalone_mode=False)
         if code == 130:  # how newer typer reports Ctrl-C
             return _interrupted(arguments, 130)
@@ -482,7 +482,7 @@ def _interrupted(arguments: list[str], code: int) -> int:
 
 
 @contextlib.contextmanager
-def _notes_on_stderr() -> Iterator[None]:
+def _notes_on_stderr(quiet: bool) -> Iterator[None]:
     """Show how a table was read as one line each, once, without the place in our code."""
     said: set[str] = set()
     with warnings.catch_warnings():
@@ -492,7 +492,7 @@ def _notes_on_stderr() -> Iterator[None]:
         def show(message: Any, category: Any, *place: Any, **further: Any) -> None:
             if not issubclass(category, AssumptionWarning):
                 plain(message, category, *place, **further)
-            elif str(message) not in said:
+            elif not quiet and str(message) not in said:
                 said.add(str(message))
                 print(f"note: {message}", file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from kme_dist.data.notation import Notation, in_other_notation, suggestion
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import PERIODS, Column, Schema, TableOptions, draft_schema
 from kme_dist.errors import DataError
+
+_DAY_OR_MONTH_FIRST = re.compile(r"\d{1,2}([/.-])\d{1,2}\1(\d{4}|\d{2})( \d{1,2}:\d{2}(:\d{2})?)?", re.ASCII)
 
 
 def plan_schema(source: Source, options: TableOptions, reserved: Sequence[str | int] = ()) -> Schema:
@@ -66,6 +69,7 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
         for name, categories in found.items():
             if name in _guessed(schema, options):
                 _refuse_notation(source, name, categories, schema.notation)
+                _refuse_dates(source, name, categories)
                 _refuse_mixed(source, schema, name, categories)
             if schema.strip is None:
                 refuse_spaces(source.name, name, categories)
@@ -114,6 +118,7 @@ def _find_categories(
             if len(found[name]) > options.max_categories:
                 if name in guessed:
                     _refuse_notation(source, name, found[name], schema.notation)
+                    _refuse_dates(source, name, found[name])
                     _refuse_mixed(source, schema, name, found[name])
                 raise DataError(
                     f"{source.name}: the text column {name!r} has more than {options.max_categories} different "
@@ -176,6 +181,16 @@ def _refuse_notation(source: Source, column: str, values: Collection[str], given
     raise DataError(
         f"{source.name}: the column {column!r} holds texts such as {marked!r}, which may be numbers in another "
         f"notation: {suggestion(values)}; or list the column in `categories`; or {LEAVE_OUT}."
+    )
+
+
+def _refuse_dates(source: Source, column: str, values: Collection[str]) -> None:
+    """Reject dates such as 03/04/2024, which one reader takes for March and another for April."""
+    if not values or not all(_DAY_OR_MONTH_FIRST.fullmatch(value.strip()) for value in values):
+        return
+    raise DataError(
+        f"{source.name}: the column {column!r} holds dates such as {min(values)!r}, which do not say whether the day "
+        f"or the month comes first; write them as 2024-04-03, or list the column in `categories`, or {LEAVE_OUT}."
     )
 
 

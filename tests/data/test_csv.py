@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import re
 
@@ -178,3 +179,19 @@ def test_plain_numbers_beside_a_given_notation_are_no_categories(tmp_path):
     (tmp_path / "t.csv").write_text("x;z;y\n" + rows)
     with pytest.raises(DataError, match=r"the column 'z' holds numbers such as .* none in the given notation"):
         ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="y", decimal=",", delimiter=";")
+
+
+@pytest.mark.parametrize("form", ["%d/%m/%Y", "%m/%d/%y", "%d.%m.%Y", "%d/%m/%Y %H:%M"])
+def test_dates_whose_day_and_month_may_be_mixed_up_are_refused(tmp_path, form):
+    days = [datetime.datetime(2024, 1, 1) + datetime.timedelta(days=9 * i) for i in range(40)]
+    rows = "".join(f"{day.strftime(form)},{i},{'ab'[i % 2]}\n" for i, day in enumerate(days))
+    (tmp_path / "t.csv").write_text("when,x,y\n" + rows)
+    with pytest.raises(DataError, match=r"column 'when' holds dates such as .* day or the month .* 2024-04-03"):
+        ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="y")
+    ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="y", categories=["when"])
+
+
+def test_texts_that_only_look_like_dates_are_categories(tmp_path):
+    rows = "".join(f"{'1/2/3' if i % 3 else 'a/b/c'},{i},{'ab'[i % 2]}\n" for i in range(40))
+    (tmp_path / "t.csv").write_text("part,x,y\n" + rows)
+    assert read_table(tmp_path / "t.csv", label="y").X.shape == (40, 3)

@@ -287,6 +287,10 @@ def test_rows_from_stdin_as_csv_or_json_lines(finished):
     assert sink.getvalue() == b'"label","probability_no","probability_yes"\n'
     with pytest.raises(DataError, match="stdin is empty"):
         score.run(str(finished / "run"), io.BytesIO(b" \n"), io.BytesIO())
+    lines = text.splitlines(keepends=True)
+    with pytest.raises(DataError, match=r"^stdin") as refused:
+        score.run(str(finished / "run"), io.BytesIO(lines[0] + b"1,2,3,4,5,6,7,8,9,10,11,12\n"), io.BytesIO())
+    assert "kme-score-" not in str(refused.value)
 
 
 def test_the_run_of_a_config_predicts_new_rows_too(finished, capsys):
