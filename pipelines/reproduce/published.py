@@ -57,6 +57,7 @@ class Table(_Strict):
     source: str
     measure: str
     better: Literal["higher", "lower", "same"]
+    lower_is_better: list[str] = Field(default_factory=list, description="rows of another measure")
     digits: Annotated[int, Field(ge=0, le=6)]
     protocol: str
     chosen: str = Field(description="on which rows settings were chosen")
@@ -73,6 +74,9 @@ class Table(_Strict):
 
     def data_set(self, row: str) -> str | None:
         return row if self.data == "rows" else self.data
+
+    def better_in(self, row: str) -> str:
+        return "lower" if row in self.lower_is_better else self.better
 
     def notes_of(self, row: str, method: str) -> list[Note]:
         return [note for note in self.notes if note.has(row, method)]

@@ -61,21 +61,22 @@ class Cell:
     notes: tuple[str, ...] = ()
 
 
-def status(table: Table, published: list[float], mean: float, spread: float) -> str:
+def status(table: Table, row: str, published: list[float], mean: float, spread: float) -> str:
     """How a mean compares with a published figure."""
+    better = table.better_in(row)
     if not published:
         return "unpublished"
     if not table.comparable:
         return "other data"
     gain = mean - published[0]
     if table.claim is not None:
-        return "agrees" if (gain if table.better == "higher" else -gain) > 0 else "differs"
+        return "agrees" if (gain if better == "higher" else -gain) > 0 else "differs"
     width = (published[1] if len(published) > 1 else spread) + 0.5 * 10.0**-table.digits + 1e-9
     if abs(gain) <= width:
         return "agrees"
-    if table.better == "same":
+    if better == "same":
         return "differs"
-    return "better" if (gain > 0) == (table.better == "higher") else "differs"
+    return "better" if (gain > 0) == (better == "higher") else "differs"
 
 
 def cells(
@@ -99,7 +100,7 @@ def cells(
                 what, reason = problems[row, method]
                 yield Cell(row, method, *printed, what, reason=reason, **facts)
                 continue
-            what = status(table, published, facts["mean"], facts["spread"])
+            what = status(table, row, published, facts["mean"], facts["spread"])
             yield Cell(row, method, *printed, what, notes=tuple(_notes(table, row, method, what)), **facts)
 
 

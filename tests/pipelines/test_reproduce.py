@@ -167,6 +167,7 @@ def test_after_kill_9_only_what_is_missing_is_computed(made):
         ({"better": "lower"}, [90.0, 1.0], 88.0, "better"),
         ({"better": "same"}, [56.67, 0.0], 56.67, "agrees"),
         ({"better": "same"}, [56.67, 0.0], 60.0, "differs"),
+        ({"lower_is_better": ["a"]}, [90.0, 1.0], 91.1, "differs"),
         ({}, [90.0], 89.6, "agrees"),  # by the deviation of our own folds, 0.5
         ({}, [90.0], 89.3, "differs"),
         ({}, [], 89.3, "unpublished"),
@@ -177,7 +178,7 @@ def test_after_kill_9_only_what_is_missing_is_computed(made):
 )
 def test_agreement_is_one_published_deviation_or_better(change, figure, mean, expected):
     table = published.Table.model_validate({**MADE, **change})
-    assert status(table, figure, mean, 0.5) == expected
+    assert status(table, "a", figure, mean, 0.5) == expected
 
 
 def test_unknown_names_end_with_the_known_ones(made, capsys):
