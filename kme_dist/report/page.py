@@ -439,7 +439,8 @@ th {{ color: var(--soft); font-weight: 500; font-size: 13px; }}
 th:first-child, td:first-child {{ text-align: left; }}
 tbody tr:last-child td {{ border-bottom: 0; }}
 td.good {{ background: var(--good); }} td.warn {{ background: var(--warn); }} td.bad {{ background: var(--bad); }}
-td.off {{ color: var(--soft); }} td.text {{ text-align: left; }} td small {{ opacity: 0.75; white-space: nowrap; }}
+td.off {{ color: var(--soft); }} td.text {{ text-align: left; }} td small, td.good, td.warn {{ white-space: nowrap; }}
+td small {{ opacity: 0.75; }}
 pre {{ margin: 0; overflow-x: auto; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, monospace; }}
 footer {{ color: var(--soft); font-size: 13px; }}
 @media (max-width: 760px) {{ .pictures {{ grid-template-columns: minmax(0, 1fr); }}

@@ -22,7 +22,7 @@ import numpy as np
 from kme_dist import backend
 from kme_dist.data.places import Place
 from kme_dist.errors import DataError
-from kme_dist.pipelines.reproduce import askl, hnr, kmse
+from kme_dist.pipelines.reproduce import askl, cme, hnr, kmse, mnist
 
 Protocol = Callable[["Fold", Any, Any], dict[str, Any]]
 
@@ -50,9 +50,13 @@ class Fold:
 PROTOCOLS: dict[str, Protocol] = {
     "hnr-table-1": hnr.table_1,
     "hnr-figure-1": hnr.figure_1,
+    "hnr-figure-2": mnist.figure_2,
     "askl-table-2": askl.table_2,
     "kmse-table-1": kmse.table_1,
     "kmse-table-2": kmse.table_2,
+    "kmse-table-3": kmse.table_3,
+    "kmse-figures": kmse.figures,
+    "cme-pendulum": cme.pendulum_trial,
 }
 
 

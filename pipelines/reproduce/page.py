@@ -34,8 +34,8 @@ def render(
     tables: list[tuple[str, Sequence[str], Sequence[Sequence[str | draw.Tinted]]]] = [
         (f"{table.measure}: own figure, below it the published one", ["", *table.methods], rows)
     ]
-    if said := [line for cell in found for line in _sentences(table, cell)]:
-        tables.append(("Where they differ, and what else is to be known", ["cell", "published", "own", ""], said))
+    if said := _sentences(table, found):
+        tables.append(("Where they differ, and what else is to be known", ["cells", "published", "own", ""], said))
     tables.append(("How", ["", ""], [[label, draw.Tinted(text, "text")] for label, text in _how(table, facts)]))
     work = sum(cell.seconds for cell in found)
     return draw.render_html(
@@ -54,7 +54,7 @@ def render(
 
 
 def _cell(table: Table, cell: Cell) -> draw.Tinted:
-    published = f"published {printed(table, cell)}"
+    published = printed(table, cell)
     if cell.status == "skipped":
         return draw.Tinted("skipped", "off", published)
     if cell.mean is None:
@@ -80,12 +80,26 @@ def own_figure(table: Table, cell: Cell) -> str:
     return f"{cell.mean:.{table.digits}f}{spread}"
 
 
-def _sentences(table: Table, cell: Cell) -> list[list[str | draw.Tinted]]:
-    said = [cell.reason] if cell.reason else list(cell.notes)
-    name = f"{cell.row}, {cell.method}"
-    tone = TONES.get(cell.status, "off")
-    own = draw.Tinted(own_figure(table, cell) if cell.status != "failed" else "failed", tone)
-    return [[name, printed(table, cell), own, draw.Tinted(text, "text")] for text in said]
+def _sentences(table: Table, found: Sequence[Cell]) -> list[list[str | draw.Tinted]]:
+    """A line for every sentence: those of cells that were computed first, then the reasons of skipped ones."""
+    lines: list[list[str | draw.Tinted]] = []
+    skipped: dict[str, dict[str, list[str]]] = {}
+    for cell in found:
+        if cell.status == "skipped":
+            skipped.setdefault(cell.reason, {}).setdefault(cell.row, []).append(cell.method)
+            continue
+        own = draw.Tinted(
+            own_figure(table, cell) if cell.status != "failed" else "failed", TONES.get(cell.status, "off")
+        )
+        texts = [cell.reason] if cell.reason else cell.notes
+        lines += [[f"{cell.row}, {cell.method}", printed(table, cell), own, draw.Tinted(t, "text")] for t in texts]
+    for reason, rows in skipped.items():
+        every = {row: sum(method in figures for method in table.methods) for row, figures in table.rows.items()}
+        names = "; ".join(
+            row if len(methods) == every[row] else f"{row}, {', '.join(methods)}" for row, methods in rows.items()
+        )
+        lines.append([names, "", draw.Tinted("skipped", "off"), draw.Tinted(reason, "text")])
+    return lines
 
 
 def _how(table: Table, facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -76,8 +76,8 @@ def test_cells_are_compared_and_the_page_has_both_figures_and_the_colours(made):
     assert cell(result, "a", "M")["mean"] == 91.5
     assert cell(result, "a", "M")["spread"] == pytest.approx(np.std([0, 1, 2, 3]))
     page = (made / "out" / "report.html").read_text()
-    assert '<td class="good">91.5 ± 1.1<br><small>published 90.0 ± 2.0' in page
-    assert '<td class="warn">91.5 ± 1.1<br><small>published 99.0 ± 1.0' in page
+    assert '<td class="good">91.5 ± 1.1<br><small>90.0 ± 2.0' in page
+    assert '<td class="warn">91.5 ± 1.1<br><small>99.0 ± 1.0' in page
     assert "The paper has other rows." in page
     assert "Chosen on test rows." in page, "a cell whose settings were not chosen on training rows says so"
     assert "This is not shown." not in page
