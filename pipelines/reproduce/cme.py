@@ -1,7 +1,7 @@
 """Section 5.1 of Grünewälder, Lever, Baldassarre, Patterson, Gretton and Pontil: sparse embeddings and the pendulum.
 
-200 transitions from uniform states and torques; reward exp(-θ² - 0.2 ω²). The paper shows curves and no numbers: a sparse
-embedding by FISTA is nearer to the dense one than incomplete Cholesky of as many entries.
+200 transitions from uniform states and torques; reward exp(-θ² - 0.2 ω²). The paper shows curves and no numbers: sparse
+embeddings by FISTA are nearer to the dense one than incomplete Cholesky of as many entries.
 """
 
 from __future__ import annotations

@@ -167,13 +167,14 @@ def data_folder(given: str | None) -> str:
 
 def lines(name: str, result: dict[str, Any]) -> list[str]:
     """The result for a person: a line for every cell that was computed, and where the page is."""
-    table, shown = read_table(name), []
+    table, shown = read_table(name), list[str]()
+    width, wide = (max(map(len, names)) for names in (table.rows, table.methods))
     for fields in result["cells"]:
         cell = Cell(**{**fields, "notes": tuple(fields["notes"])})
         if cell.status == "skipped":
             continue
         shown.append(
-            f"{cell.row:18} {cell.method:16} {page.own_figure(table, cell):>16}  published "
+            f"{cell.row:{width}} {cell.method:{wide}} {page.own_figure(table, cell):>16}  published "
             f"{page.printed(table, cell):>16}  {cell.status}"
         )
         shown += [f"    {text}" for text in ([cell.reason] if cell.reason else cell.notes)]
