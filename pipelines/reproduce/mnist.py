@@ -28,18 +28,23 @@ BATCH, RATE = 6000, 0.003  # of the networks
 
 def figure_2(fold: Fold, X: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     """Accuracy on test images, in per cent; of pixels, on the test images of their digits."""
-    pixels = X.astype(np.float32) / 255
-    known, new = (pixels[:TRAINING_IMAGES], y[:TRAINING_IMAGES]), (pixels[TRAINING_IMAGES:], y[TRAINING_IMAGES:])
+    known, new = images(X, y)
     what, _, which = fold.row.partition(" ")
     if what == "pixels":
         return _pixels([int(digit) for digit in which.split(", ")], known, new, fold.settings)
     if what == "network":
         return _network(fold.method, known, new, fold.settings)
     model = _classifier(fold.method, int(what), fold.settings)
-    return {"value": _accuracy(model.fit(known[0][: int(what)], known[1][: int(what)]), *new)}
+    return {"value": accuracy(model.fit(known[0][: int(what)], known[1][: int(what)]), *new)}
 
 
-def _accuracy(model: Any, X: np.ndarray, y: np.ndarray) -> float:
+def images(X: np.ndarray, y: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Training and test images, pixels between 0 and 1, each with its labels."""
+    pixels = X.astype(np.float32) / 255
+    return (pixels[:TRAINING_IMAGES], y[:TRAINING_IMAGES]), (pixels[TRAINING_IMAGES:], y[TRAINING_IMAGES:])
+
+
+def accuracy(model: Any, X: np.ndarray, y: np.ndarray) -> float:
     return 100 * float(np.mean(np.concatenate([model.predict(part) for part in np.array_split(X, 20)]) == y))
 
 
@@ -74,7 +79,7 @@ def _pixels(digits: list[int], known: Any, new: Any, settings: dict[str, Any]) -
     model.fit(X, y)
     scales = np.where(X.max(axis=0) > 0, model.kernel_.length_scale, np.nan)  # nothing is learned of the others
     shown = [None if np.isnan(scale) else round(float(scale), 4) for scale in scales]
-    return {"value": _accuracy(model, Xq, yq), "length_scales": shown}
+    return {"value": accuracy(model, Xq, yq), "length_scales": shown}
 
 
 def _network(method: str, known: Any, new: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def _network(method: str, known: Any, new: Any, settings: dict[str, Any]) -> dic
         schedule="cosine",
         scaling=None,
     )
-    return {"value": _accuracy(model.fit(*known), *new)}
+    return {"value": accuracy(model.fit(*known), *new)}
 
 
 def he_network(seed: int) -> Any:
