@@ -8,7 +8,7 @@ from typing import Any
 from kme_dist.pipelines.progress import duration
 from kme_dist.pipelines.reproduce import pictures
 from kme_dist.pipelines.reproduce.published import Table
-from kme_dist.pipelines.reproduce.results import Cell
+from kme_dist.pipelines.reproduce.results import Cell, cell_names, sentences
 from kme_dist.report import page as draw
 
 TONES = {"agrees": "good", "better": "good", "differs": "warn", "failed": "bad"}
@@ -81,24 +81,15 @@ def own_figure(table: Table, cell: Cell) -> str:
 
 
 def _sentences(table: Table, found: Sequence[Cell]) -> list[list[str | draw.Tinted]]:
-    """A line for every sentence: those of cells that were computed first, then the reasons of skipped ones."""
+    """A line for every sentence, with the figures if it is about one cell: first of cells that were computed."""
     lines: list[list[str | draw.Tinted]] = []
-    skipped: dict[str, dict[str, list[str]]] = {}
-    for cell in found:
-        if cell.status == "skipped":
-            skipped.setdefault(cell.reason, {}).setdefault(cell.row, []).append(cell.method)
-            continue
-        own = draw.Tinted(
-            own_figure(table, cell) if cell.status != "failed" else "failed", TONES.get(cell.status, "off")
-        )
-        texts = [cell.reason] if cell.reason else cell.notes
-        lines += [[f"{cell.row}, {cell.method}", printed(table, cell), own, draw.Tinted(t, "text")] for t in texts]
-    for reason, rows in skipped.items():
-        every = {row: sum(method in figures for method in table.methods) for row, figures in table.rows.items()}
-        names = "; ".join(
-            row if len(methods) == every[row] else f"{row}, {', '.join(methods)}" for row, methods in rows.items()
-        )
-        lines.append([names, "", draw.Tinted("skipped", "off"), draw.Tinted(reason, "text")])
+    for text, about in sorted(sentences(found).items(), key=lambda item: item[1][0].status == "skipped"):
+        tones = {TONES.get(cell.status, "off") for cell in about}
+        own = own_figure(table, about[0]) if len(about) == 1 and about[0].status not in ("failed", "skipped") else ""
+        own = own or ", ".join(sorted({cell.status for cell in about}))
+        tinted = draw.Tinted(own, tones.pop() if len(tones) == 1 else "off")
+        figure = printed(table, about[0]) if len(about) == 1 else ""
+        lines.append([cell_names(table, about), figure, tinted, draw.Tinted(text, "text")])
     return lines
 
 

@@ -108,3 +108,21 @@ def _notes(table: Table, row: str, method: str, what: str) -> Iterable[str]:
     notes = table.notes_of(row, method)
     shown = [note.note for note in notes if note.always or what == "differs"]
     return [UNEXPLAINED] if what == "differs" and not shown else shown
+
+
+def sentences(found: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """What is to be said, each sentence once, with the cells that it is about."""
+    said: dict[str, list[Cell]] = {}
+    for cell in found:
+        for text in (cell.reason,) if cell.reason else cell.notes:
+            said.setdefault(text, []).append(cell)
+    return said
+
+
+def cell_names(table: Table, about: Iterable[Cell]) -> str:
+    """Cells by row and method; a row alone is all of its cells."""
+    rows: dict[str, list[str]] = {}
+    for cell in about:
+        rows.setdefault(cell.row, []).append(cell.method)
+    every = {row: len(figures) for row, figures in table.rows.items()}
+    return "; ".join(row if len(m) == every[row] > 1 else f"{row}, {', '.join(m)}" for row, m in rows.items())

@@ -29,7 +29,7 @@ from kme_dist.pipelines.folder import Listener
 from kme_dist.pipelines.reproduce import page
 from kme_dist.pipelines.reproduce.folds import Fold, compute_fold, data_digest
 from kme_dist.pipelines.reproduce.published import Table, read_table
-from kme_dist.pipelines.reproduce.results import Cell, Store, cells
+from kme_dist.pipelines.reproduce.results import Cell, Store, cell_names, cells, sentences
 
 LONGEST_FOLD_S = 48 * 3600.0  # a worker that is silent for this long is considered hung
 Problems = dict[tuple[str, str], tuple[str, str]]
@@ -166,19 +166,18 @@ def data_folder(given: str | None) -> str:
 
 
 def lines(name: str, result: dict[str, Any]) -> list[str]:
-    """The result for a person: a line for every cell that was computed, and where the page is."""
-    table, shown = read_table(name), list[str]()
+    """The result for a person: a line for every cell that was computed, what is said of them, and where the page is."""
+    table = read_table(name)
     width, wide = (max(map(len, names)) for names in (table.rows, table.methods))
-    for fields in result["cells"]:
-        cell = Cell(**{**fields, "notes": tuple(fields["notes"])})
-        if cell.status == "skipped":
-            continue
-        shown.append(
-            f"{cell.row:{width}} {cell.method:{wide}} {page.own_figure(table, cell):>16}  published "
-            f"{page.printed(table, cell):>16}  {cell.status}"
-        )
-        shown += [f"    {text}" for text in ([cell.reason] if cell.reason else cell.notes)]
-    skipped = sum(fields["status"] == "skipped" for fields in result["cells"])
+    found = [Cell(**{**fields, "notes": tuple(fields["notes"])}) for fields in result["cells"]]
+    computed = [cell for cell in found if cell.status != "skipped"]
+    shown = [
+        f"{cell.row:{width}} {cell.method:{wide}} {page.own_figure(table, cell):>16}  published "
+        f"{page.printed(table, cell):>16}  {cell.status}"
+        for cell in computed
+    ]
+    shown += [f"{cell_names(table, about)}: {text}" for text, about in sentences(computed).items()]
+    skipped = len(found) - len(computed)
     return [*shown, *([f"{skipped} cells skipped, see the page"] if skipped else []), f"report: {result['report']}"]
 
 
