@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from kme_dist.pipelines.reproduce.published import Table
 from kme_dist.report import page as draw
@@ -51,7 +52,7 @@ def _accuracies(table: Table, records: Records) -> list[draw.Picture]:
         printed = [(row, m, v[0]) for row, figures in table.rows.items() for m, v in figures.items() if v]
         marks = [(int(row.split()[0]), value) for row, _, value in printed if row.endswith(" images")]
         axes.plot(*zip(*marks, strict=True), "x", color=draw.INK, markersize=9, label="published")
-        axes.set_xscale("log")
+        _log(axes.xaxis, [n for points in curves.values() for n, _ in points] + [n for n, _ in marks])
         axes.set_xlabel("training images")
         axes.set_ylabel("test accuracy, %")
         axes.grid()
@@ -65,6 +66,17 @@ def _accuracies(table: Table, records: Records) -> list[draw.Picture]:
         picture = draw.svg(lambda figure: _map(figure, maps), (5.2, 4.2), "pixels")
         shown.append(draw.Picture("Length scales of pixels", picture, "Dark pixels matter; blank ones never vary."))
     return shown
+
+
+def _log(axis: Any, values: Iterable[float]) -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5 of every decade between the values."""
+    low, high = min(values := list(values)), max(values)
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * low <= tick <= 1.1 * high]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _map(figure: Figure, maps: Mapping[str, np.ndarray]) -> None:
@@ -86,7 +98,7 @@ def _gains(table: Table, records: Records) -> list[draw.Picture]:
             for color, method in zip(draw.PALETTE, table.methods, strict=False):
                 if line := sorted(points.get((axis, method), [])):
                     axes.plot(*zip(*line, strict=True), "o-", color=color, label=method, linewidth=1.6)
-            axes.set_xscale("log")
+            _log(axes.xaxis, [x for (where, _), line in points.items() if where == axis for x, _ in line])
             axes.set_xlabel(label)
             axes.set_ylabel("decrease of the loss, %")
             axes.axhline(0, color=draw.INK, linewidth=0.8, linestyle=":")
@@ -109,8 +121,8 @@ def _paths(table: Table, records: Records) -> list[draw.Picture]:
         density = [100 * level["density"] for level in levels]
         for color, key in zip(draw.PALETTE, ("FISTA", "FISTA, refitted", "Cholesky"), strict=False):
             axes.plot(density, [level[key] for level in levels], "o-", color=color, label=key, linewidth=1.6)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        _log(axes.xaxis, density)
+        _log(axes.yaxis, [level[key] for level in levels for key in ("FISTA", "FISTA, refitted", "Cholesky")])
         axes.set_xlabel("entries kept, %")
         axes.set_ylabel("relative distance to dense")
         axes.grid()

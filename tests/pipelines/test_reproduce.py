@@ -18,7 +18,7 @@ from kme_dist.cli.app import execute
 from kme_dist.config import ClusterConfig
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError
-from kme_dist.pipelines.reproduce import folds, published
+from kme_dist.pipelines.reproduce import folds, pictures, published
 from kme_dist.pipelines.reproduce import run as reproduce
 from kme_dist.pipelines.reproduce.folds import Fold
 from kme_dist.pipelines.reproduce.results import Store, status
@@ -225,6 +225,23 @@ def test_a_small_cell_end_to_end_on_the_data_of_scikit_learn(tmp_path, monkeypat
     page = Path(out, "report.html").read_text()
     assert "Learning from two starts" in page
     assert "not requested" in page
+
+
+def test_pictures_are_drawn_from_the_records_of_any_table():
+    images = {(f"{n} images", m): [{"value": 80.0 + n / 100}] for n in (50, 500) for m in ("RCB", "SVC")}
+    pixels = {("pixels 3, 8", "RCB"): [{"value": 97.0, "length_scales": [None, *[2.0] * 783]}]}
+    gains = {(f"RBF, n = {n}, d = 30", "B-KMSE"): [{"value": 5.0}, {"value": 3.0}] for n in (10, 20)}
+    level = {"density": 0.1, "FISTA": 0.3, "FISTA, refitted": 0.1, "Cholesky": 0.4}
+    path = {("sparse path", "gain"): [{"value": 1.0, "levels": [level, {**level, "density": 0.2}]}]}
+    for name, records, count in (
+        ("hnr-figure-2", {**images, **pixels}, 2),
+        ("kmse-figures", gains, 1),
+        ("cme-pendulum", path, 1),
+        ("kmse-table-1", {("wine", "KME"): [{"value": 0.1}]}, 0),
+    ):
+        found = pictures.of(name, published.read_table(name), records)
+        assert len(found) == count
+        assert not any("mathdefault" in picture.svg for picture in found), "numbers at axes are plain"
 
 
 @pytest.mark.slow
