@@ -99,7 +99,7 @@ def _how(table: Table, facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("settings chosen", table.chosen),
         ("seeds", table.seeds),
         ("folds", table.quick.text if facts["quick"] else f"{table.folds} for every cell"),
-        ("data", facts["data"]),
+        ("data", "synthetic, see the protocol" if table.data is None else facts["data"]),
         ("colours", "green: within one published deviation, or better (of our own folds where none is printed); amber: "
                     "differs; red: failed; uncoloured: skipped, or nothing to compare with"),
     ]  # fmt: skip
