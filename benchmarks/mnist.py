@@ -29,6 +29,7 @@ import numpy as np
 import kme_dist as kme
 from benchmarks.machine import load_average, shared_data
 from kme_dist.data.plan import BatchPlan
+from kme_dist.pipelines.reproduce.mnist import he_network
 
 GROUPS = ((0, 1), (3, 8), (4, 9), (1, 7), (2, 5), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9))
 
@@ -41,19 +42,9 @@ def images():
 
 def network(start, seed):
     """Two 5 x 5 convolutions and 1024 features; the published initialisation needs longer runs than these."""
-    import torch
-
     from kme_dist.run.torch_features import hnr_cnn, published_start
 
-    module = hnr_cnn(28)
-    if start == "published":
-        return published_start(module, seed)
-    torch.manual_seed(seed)
-    for layer in module:
-        if hasattr(layer, "weight"):
-            torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            torch.nn.init.zeros_(layer.bias)
-    return module
+    return published_start(hnr_cnn(28), seed) if start == "published" else he_network(seed)
 
 
 class Log:

@@ -22,7 +22,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +73,7 @@ class PendulumConfig(BaseModel):
     torques: Annotated[int, Field(ge=2, le=101)] = Field(default=15, description="torques to choose from")
     discount: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="discount factor per step")
     velocity_cost: Annotated[float, Field(ge=0)] = Field(
-        default=0.01, description="reward is (1 + cos)/2 minus this times the squared velocity"
+        default=0.2, description="reward is exp(-angle^2 - this times the squared velocity), as published"
     )
     sweeps: Count = Field(default=60, description="value iterations")
     lookahead: Annotated[int, Field(ge=1, le=3)] = Field(default=2, description="steps that the policy looks ahead")
@@ -185,7 +185,9 @@ class Policy:
             self.values = new
 
     def reward(self, states: np.ndarray) -> np.ndarray:
-        return np.asarray((1 + states[:, 1]) / 2 - self.config.velocity_cost * states[:, 2] ** 2)
+        """exp(-θ² - 0.2 ω²), θ the angle from upright   [CME, 5.1]"""
+        angle = np.arctan2(states[:, 0], states[:, 1])
+        return np.asarray(np.exp(-(angle**2) - self.config.velocity_cost * states[:, 2] ** 2))
 
     def _weights(self, states: np.ndarray) -> np.ndarray:
         """a(s, u) for every state and torque, (states x torques, targets)."""
@@ -256,37 +258,25 @@ class Level:
     trial: Trial
 
 
-def run(
-    config: PendulumFile, *, name: str = "pendulum", say: Callable[[str], None] = lambda line: None
-) -> dict[str, Any]:
-    """Fit, sparsify, run trials, report; returns the content of `result.json`."""
-    began, c = time.perf_counter(), config.pendulum
-    folder = Path(config.output.get("folder", f"runs/{name}"))
-    folder.mkdir(parents=True, exist_ok=True)
-    X, Y = transitions(c.samples, c, np.random.default_rng([c.seed, 0]))
-    X_test, Y_test = transitions(c.test_samples, c, np.random.default_rng([c.seed, 1]))
-    dense = ConditionalMeanEmbedding(
-        kernels.Gaussian(length_scale=c.length_scale),
-        kernels.Gaussian(length_scale=c.target_length_scale),
-        c.regularization,
-        solver="cholesky",
-        scaling=None,
-    ).fit(X, Y)
-    error = -dense.score(X_test, Y_test)
-    rmse = float(np.sqrt(np.mean((dense.predict(X_test) - Y_test) ** 2)))
-    say(f"dense embedding of {c.samples} transitions: held-out error {error:.4f}")
-    policy = Policy(dense, c)
-    trial = attempt(policy, c)
-    say(_outcome("dense policy", trial))
-    levels = []
+def embed(c: PendulumConfig) -> ConditionalMeanEmbedding:
+    """The dense embedding of the next state given state and torque."""
+    kernel, target = kernels.Gaussian(length_scale=c.length_scale), kernels.Gaussian(length_scale=c.target_length_scale)
+    model = ConditionalMeanEmbedding(kernel, target, c.regularization, solver="cholesky", scaling=None)
+    return model.fit(*transitions(c.samples, c, np.random.default_rng([c.seed, 0])))
+
+
+def sparse_levels(
+    dense: ConditionalMeanEmbedding, X_test: np.ndarray, Y_test: np.ndarray, c: PendulumConfig
+) -> Iterator[Level]:
+    """The sparse forms along the path, each with its policy tried."""
     W, K, L = dense.dense_weights()
-    baseline = _Baseline(W, K, L)
+    baseline, error = _Baseline(W, K, L), -dense.score(X_test, Y_test)
     for form in dense.sparsify(gammas=c.levels):
         count = round(form.density_ * W.size)
         if not count:
             continue
         both, one = baseline.distances(count)
-        level = Level(
+        yield Level(
             form.density_,
             form.inputs_kept_,
             form.targets_kept_,
@@ -297,6 +287,25 @@ def run(
             -form.score(X_test, Y_test) / error,
             attempt(Policy(form, c), c),
         )
+
+
+def run(
+    config: PendulumFile, *, name: str = "pendulum", say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Fit, sparsify, run trials, report; returns the content of `result.json`."""
+    began, c = time.perf_counter(), config.pendulum
+    folder = Path(config.output.get("folder", f"runs/{name}"))
+    folder.mkdir(parents=True, exist_ok=True)
+    dense = embed(c)
+    X_test, Y_test = transitions(c.test_samples, c, np.random.default_rng([c.seed, 1]))
+    error = -dense.score(X_test, Y_test)
+    rmse = float(np.sqrt(np.mean((dense.predict(X_test) - Y_test) ** 2)))
+    say(f"dense embedding of {c.samples} transitions: held-out error {error:.4f}")
+    policy = Policy(dense, c)
+    trial = attempt(policy, c)
+    say(_outcome("dense policy", trial))
+    levels = []
+    for level in sparse_levels(dense, X_test, Y_test, c):
         levels.append(level)
         say(_outcome(f"{100 * level.density:.1f} % of the entries, distance {level.distance:.3f}", level.trial))
     dense.save(folder / "model.zarr")

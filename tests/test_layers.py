@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kme_dist"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-PIPELINES = sorted((ROOT / "pipelines").glob("*.py"))
+PIPELINES = sorted((ROOT / "pipelines").rglob("*.py"))
 OURS = [*SOURCES, *PIPELINES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
 
 # What each room may import from the others: every module of the package and of pipelines/ is in one of them.

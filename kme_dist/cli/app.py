@@ -36,6 +36,7 @@ import typer
 from kme_dist.cli import drivers as cluster_commands
 from kme_dist.cli import jobs as job_commands
 from kme_dist.cli import predict as predict_commands
+from kme_dist.cli import reproduce as reproduce_commands
 from kme_dist.cli import schedule as schedule_commands
 from kme_dist.cli.options import (
     ConfigOptions,
@@ -391,6 +392,7 @@ cluster_commands.add_commands(app)
 job_commands.add_commands(app)
 schedule_commands.add_commands(app)
 predict_commands.add_commands(app)
+reproduce_commands.add_commands(app)
 
 
 @app.command()

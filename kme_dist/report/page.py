@@ -73,6 +73,18 @@ class Panel:
     entropy: np.ndarray
 
 
+@dataclass(frozen=True)
+class Tinted:
+    """A cell of a table with a tone: "good", "warn", "bad", "off", or "text" for sentences.
+
+    under : a second line, smaller
+    """
+
+    text: str
+    tone: str
+    under: str = ""
+
+
 # ------------------------------------------------------------------------------------------------
 # Figures
 
@@ -338,7 +350,7 @@ def render_html(
     subtitle: str = "",
     headline: Sequence[tuple[str, str, str]] = (),
     figures: Sequence[Picture] = (),
-    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = (),
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str | Tinted]]]] = (),
     config_text: str = "",
     footer: str = "",
 ) -> str:
@@ -371,13 +383,20 @@ def _text(value: str) -> str:
     return html.escape(str(value), quote=True)
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Tinted]]) -> str:
     head = "".join(f"<th>{_text(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return (
         f'<section><h2>{_text(title)}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div></section>"
     )
+
+
+def _cell(cell: str | Tinted) -> str:
+    if isinstance(cell, str):
+        return f"<td>{_text(cell)}</td>"
+    under = f"<br><small>{_text(cell.under)}</small>" if cell.under else ""
+    return f'<td class="{_text(cell.tone)}">{_text(cell.text)}{under}</td>'
 
 
 _PAGE = """<!doctype html>
@@ -387,10 +406,10 @@ _PAGE = """<!doctype html>
 <title>{title} · kme-dist</title>
 <style>
 :root {{ --page: #f6f7f9; --card: #ffffff; --ink: #1c2126; --soft: #5b6670; --grid: #d8dde2;
-        --accent: #1f6fb2; }}
+        --accent: #1f6fb2; --good: #d9f0e4; --warn: #fbe7c2; --bad: #f8d3cd; }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --page: #12161a; --card: #1b2127; --ink: #e4e8ec; --soft: #9aa6b1; --grid: #39434c;
-          --accent: #6db3f2; }} }}
+          --accent: #6db3f2; --good: #174a35; --warn: #5a4310; --bad: #66231b; }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; background: var(--page); color: var(--ink);
        font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
@@ -419,6 +438,9 @@ th, td {{ text-align: right; padding: 5px 12px; border-bottom: 1px solid var(--g
 th {{ color: var(--soft); font-weight: 500; font-size: 13px; }}
 th:first-child, td:first-child {{ text-align: left; }}
 tbody tr:last-child td {{ border-bottom: 0; }}
+td.good {{ background: var(--good); }} td.warn {{ background: var(--warn); }} td.bad {{ background: var(--bad); }}
+td.off {{ color: var(--soft); }} td.text {{ text-align: left; }} td small, td.good, td.warn {{ white-space: nowrap; }}
+td small {{ opacity: 0.75; }}
 pre {{ margin: 0; overflow-x: auto; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, monospace; }}
 footer {{ color: var(--soft); font-size: 13px; }}
 @media (max-width: 760px) {{ .pictures {{ grid-template-columns: minmax(0, 1fr); }}
