@@ -71,14 +71,14 @@ class Folder:
 
     def start(self, *command, faults="", once=True, prefix=(), **environment):
         setting = f"once={self.path / 'markers'},{faults}" if faults and once else faults
-        return subprocess.Popen(
-            [*prefix, sys.executable, "-m", "kme_dist", *command],
-            cwd=self.path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: setting, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with open(self.path / "output.txt", "a") as output:
+            return subprocess.Popen(
+                [*prefix, sys.executable, "-m", "kme_dist", *command],
+                cwd=self.path,
+                env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: setting, **environment},
+                stdout=output,
+                stderr=output,
+            )
 
     def run(self, *command, faults=""):
         """The exit code of a command in a process of its own; what it printed is in output.txt."""

@@ -16,7 +16,7 @@ COMMAND = ("predict", "--model", "model", "--data", "rows.zarr", "--quiet", "--o
 
 def wait_for(folder, place, process):
     while not folder.happened(place):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, folder.output
         time.sleep(0.05)
 
 
@@ -44,9 +44,8 @@ def test_a_second_start_in_an_object_store_is_told_to_try_again(folder, out, exp
     first = folder.start(*COMMAND, out, faults="predict.before_chunk@2:hang")
     wait_for(folder, "predict.before_chunk", first)
     second = folder.start(*COMMAND, out)
-    said = second.communicate(timeout=200)[1]
-    assert second.returncode == 75, said
-    assert "writer" in said
+    assert second.wait(timeout=200) == 75, folder.output
+    assert "writer" in folder.output
     (folder.path / "markers" / "predict.before_chunk").unlink()
     assert first.wait(timeout=200) == 0
     assert values(out) == expected
@@ -59,11 +58,10 @@ def test_a_process_that_was_stopped_and_replaced_in_an_object_store_commits_noth
     os.kill(first.pid, signal.SIGSTOP)
     began = time.monotonic()
     second = folder.start(*COMMAND, out)
-    assert second.wait(timeout=250) == 0, second.communicate()
+    assert second.wait(timeout=250) == 0, folder.output
     print(f"taken over and completed {time.monotonic() - began:.1f} s after the first was stopped")
     before = values(out)
     (folder.path / "markers" / "commit.before_manifest").unlink()
     os.kill(first.pid, signal.SIGCONT)
-    said = first.communicate(timeout=100)[1]
-    assert first.returncode == 75, said
+    assert first.wait(timeout=100) == 75, folder.output
     assert values(out) == before == expected
