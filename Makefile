@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test shuffled portable fuzz lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
+.PHONY: run test chaos shuffled portable fuzz lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
 
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
@@ -13,6 +13,10 @@ run: $(VENV)/.run
 # Files of tests run side by side, one process per core, at most four.
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
+
+# Faults in real processes, slow ones too, see docs/reliability.md (REPEAT=20: as often; stops at the first failure).
+chaos: $(VENV)/.test
+	for turn in $$(seq $(or $(REPEAT),1)); do $(BIN)/python -m pytest -m chaos || exit 1; done
 
 # The same tests in an order drawn anew, whose seed the first lines give; SEED=... draws that order again.
 shuffled: $(VENV)/.test

@@ -52,6 +52,7 @@ from kme_dist.data.writer import (
     write_shard,
 )
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.failpoints import passing
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
 DEFAULT_MEMORY = 512 << 20
@@ -408,6 +409,7 @@ class IngestPlan:
         declare_arrays(target, writer, writer.total)
         attributes = dataset_attributes(self, writer, classes)
         check_single(self.source, self.schema, Statistics.from_json(attributes["statistics"], writer.width))
+        passing("commit.before_data_set")
         still_held()
         write_attributes(target, sealed(target, attributes))
 

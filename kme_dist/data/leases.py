@@ -41,6 +41,7 @@ from typing import Any, ClassVar, Self
 
 from kme_dist.data.places import Place, store_errors
 from kme_dist.errors import ConfigError, KMEError, RetryError
+from kme_dist.failpoints import passing
 
 Check = Callable[[], None]
 _EPOCH_KEY = re.compile(r"lease/(\d{6})\.json")
@@ -122,15 +123,18 @@ class Lease(abc.ABC):
 
     def __enter__(self) -> Self:
         self._thread.start()
+        passing("lease.after_claim")
         return self
 
     def __exit__(self, *_: object) -> None:
+        passing("lease.before_release")
         self._stop.set()
         self._thread.join()
         self._release()
 
     def _heartbeat(self) -> None:
         while not self._stop.wait(self.beat_s):
+            passing("lease.before_beat")
             self._counter += 1
             try:
                 if not self._renew():
@@ -264,7 +268,9 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
         with contextlib.suppress(OSError):  # for people only; a disk may be full
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _this_process().encode(), 0)
+        passing("lease.after_claim")
         yield _always_held
+        passing("lease.before_release")
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)

@@ -89,6 +89,11 @@ class OutputLayout:
             return [f"part-{chunk:08d}.parquet"]
         return ["/".join([f.name, "c", str(chunk), *["0"] * len(f.row_shape)]) for f in self.fields]
 
+    def files(self, chunk: int, attempt: str = "") -> list[Path]:
+        """The folder of an attempt that is not published, or the published files; on a local disk."""
+        keys = [self._unpublished(chunk, attempt)] if attempt else self.keys(chunk)
+        return [self.place.path / key for key in keys]
+
     def _unpublished(self, chunk: int, attempt: str) -> str:
         return f"{PARTS}/{self.epoch}/{chunk:08d}-{attempt}"
 

@@ -39,6 +39,7 @@ from kme_dist.data.chunks import (
 from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.failpoints import passing
 
 ARRAYS_FORMAT = "kme-dist/arrays"
 ARRAYS_VERSION = 1
@@ -181,6 +182,7 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
                 place.delete(METADATA_KEY)
             place.delete_all()
             _write_group(place, ready, complete, still_held)
+            passing("commit.after_arrays")
             return
         place.path.parent.mkdir(parents=True, exist_ok=True)
         sweep(place.path)
@@ -189,6 +191,7 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
             _write_group(staging, ready, complete, still_held)
             _sync_tree(staging.path)
             publish(staging.path, place.path)
+            passing("commit.after_arrays", lambda: [place.path])
         finally:
             shutil.rmtree(staging.path, ignore_errors=True)
 
@@ -245,6 +248,7 @@ def _write_group(
         target = create_array(place, name, array.shape, array.dtype, chunk_rows=rows)
         if array.size:
             target[...] = array
+    passing("commit.before_arrays")
     still_held()
     write_attributes(place, attributes)
 

@@ -25,6 +25,7 @@ from kme_dist.data.places import Place, store_errors
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import create_array
 from kme_dist.errors import ConfigError
+from kme_dist.failpoints import passing
 
 CHUNK_BYTES = 2 << 20
 SHARD_BYTES = 16 << 20
@@ -251,6 +252,7 @@ def split_entry(
 
 def write_shard(place: Place, name: str, shard: int, buffer: np.ndarray, count: int, layout: ChunkLayout) -> list[str]:
     """Store the first `count` rows of a shard's buffer (padded with zeros); returns a digest per chunk."""
+    passing("ingest.before_shard")
     rows = layout.chunk_rows
     chunks = [buffer[i : i + rows] for i in range(0, count, rows)]
     tail = len(chunks[-1])
@@ -261,6 +263,7 @@ def write_shard(place: Place, name: str, shard: int, buffer: np.ndarray, count: 
     parts = encode_shard(chunks, layout.shard_rows // rows, compressed=bool(layout.compressed))
     key = "/".join([name, "c", str(shard), *["0"] * (buffer.ndim - 1)])
     place.write(key, parts, sync=False)
+    passing("ingest.after_shard", lambda: [place.path / key])
     return [digest(buffer[i : min(i + rows, count)]) for i in range(0, count, rows)]
 
 

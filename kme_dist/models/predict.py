@@ -39,6 +39,7 @@ from kme_dist.data.readers import Source, open_source
 from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.failpoints import passing
 from kme_dist.models.base import Estimator, load, model_place
 from kme_dist.models.outputs import Asked, Outputs, Scorer, classes_of, not_finite, skipped_words
 from kme_dist.run.predict import (
@@ -337,6 +338,7 @@ def predict_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Recei
 
 
 def compute_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Receipt:
+    passing("predict.before_chunk")
     scorer = _scorer(plan.model, plan.digest, plan.dtype)
     X, _ = rows.read()
     ids = None if rows.id_field is None else rows.read_ids(0, rows.count)

@@ -20,6 +20,7 @@ from kme_dist.config import Config, parse_config
 from kme_dist.data.leases import EpochLease, LeaseLost
 from kme_dist.data.places import store_errors
 from kme_dist.errors import ConfigError, CorruptError, KMEError, RetryError, counted
+from kme_dist.failpoints import passing
 from kme_dist.ops.jobs import PIPELINES, Job, now
 
 ATTEMPTS = 3  # of one driver, when the infrastructure fails
@@ -78,11 +79,14 @@ def drive(
         listener = JobListener(job, lease, host.shutting_down, say)
         try:
             with store_errors(job.place):  # a full disk is an infrastructure failure wherever it is noticed
+                passing("job.before_run")
                 listener.check()
                 result = _attempts(job, request, run_pipeline, host, listener)
+                passing("job.before_result")
                 lease.check()
                 done = {"id": job.id, "state": "succeeded", "ended": now(), "epoch": lease.epoch, "result": result}
                 committed = job.commit(done)
+                passing("job.after_result")
         except Cancelled:
             job.event("cancelled", epoch=lease.epoch)
             raise

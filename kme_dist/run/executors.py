@@ -33,6 +33,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kme_dist.backend import blas_threads
 from kme_dist.errors import RetryError
+from kme_dist.failpoints import passing
 from kme_dist.meter import metered, observed
 from kme_dist.run.gathering import fetch, gather
 from kme_dist.run.lanes import Lanes, aligned
@@ -577,5 +578,6 @@ def _combine_task(combine: Callable[[T, T], T], parts: list[T]) -> T:
 
 
 def reduced(combine: Callable[[T, T], T], parts: list[T]) -> T:
+    passing("fit.before_combine")
     with metered("reduce"):
         return tree_combine(parts, combine)

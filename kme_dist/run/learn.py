@@ -44,6 +44,7 @@ from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import ConfigError, DataError
+from kme_dist.failpoints import passing
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor, Feed, SerialExecutor, Started
 from kme_dist.run.learners import (
@@ -222,13 +223,12 @@ def batch_gradient(
     learner: Learner, batches: Batches, number: int, parameters: optim.Named, rows: HostBatch | None = None
 ) -> BatchRecord:
     """Objective and gradient of batch `number`, read here unless `rows` are given. Runs on a worker."""
-    if rows is None:
-        X, y, weights, read_s = _batch_on_device(batches, number)
-    else:
-        X, y, weights, read_s = batches.on_device(rows[0]), *rows[1:]
+    passing("learn.before_batch")
+    X, y, weights, read_s = (
+        _batch_on_device(batches, number) if rows is None else (batches.on_device(rows[0]), *rows[1:])
+    )
     began = time.perf_counter()
-    weighted = {} if weights is None else {"weights": weights}
-    out = learner.evaluate(parameters, X, y, number, **weighted)
+    out = learner.evaluate(parameters, X, y, number, **({} if weights is None else {"weights": weights}))
     return BatchRecord(out, row_count(X), read_s, time.perf_counter() - began, f"{socket.gethostname()}:{os.getpid()}")
 
 

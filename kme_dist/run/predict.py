@@ -47,6 +47,7 @@ from kme_dist.data.receipts import (
 )
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, CorruptError, DataError, NumericalError, RetryError, plural
+from kme_dist.failpoints import passing
 from kme_dist.meter import metered
 from kme_dist.run.executors import Executor
 
@@ -283,6 +284,7 @@ class _ChunkProgress:
 
     def _finished(self, chunk: int, receipt: Receipt) -> None:
         self.layout.publish(chunk, receipt.attempt)
+        passing("predict.after_publish", lambda: self.layout.files(chunk))
         before = self.grown.pop(chunk, None)
         self.done[chunk] = receipt
         self.rows_done += receipt.rows - (before.rows if before is not None else 0)
@@ -365,6 +367,7 @@ def _finish(
         rows_per_second=round(job.computed_rows / seconds, 1) if seconds else 0.0,
         unseen=_all_unseen(receipts),
     )
+    passing("commit.before_manifest")
     still_held()
     gather_receipts(place, layout.epoch, receipts)
     place.delete_below(PARTS)
@@ -375,7 +378,9 @@ def _finish(
         "ended": _now(),
         "seconds": outcome.seconds,
     }
+    passing("commit.before_state")
     write_state(place, record, seen)
+    passing("commit.after_state")
     return outcome
 
 
@@ -431,6 +436,7 @@ def store_chunk(
     named = [(task.start + row, why) for row, why in sorted((skipped or {}).items())]
     with metered("write"):
         attempt, digests, stored = layout.write(task.chunk, arrays, before)
+        passing("predict.after_chunk", lambda: layout.files(task.chunk, attempt))
         receipt = Receipt(
             task.job,
             task.chunk,
@@ -444,6 +450,7 @@ def store_chunk(
             (*(before.first_skipped if before is not None else ()), *named)[:MOST_SHOWN],
         )
         write_receipt(place, receipt)
+    passing("predict.after_receipt")
     return receipt
 
 

@@ -33,6 +33,7 @@ from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, length_scale_names
 from kme_dist.core.objective import Objective
 from kme_dist.errors import KMEError
+from kme_dist.failpoints import passing
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 from kme_dist.run.executors import Started
 from kme_dist.run.learners import LearnSettings, Record, short_digest, without_schedule
@@ -241,6 +242,7 @@ class Trainer:
             self._send(run_round, in_flight)
             while in_flight and not self.stopped:
                 record = self.advance(in_flight.popleft().results())
+                passing("learn.after_step")
                 self._send(run_round, in_flight)  # what follows is done while the workers compute
                 if not self._keep_history:  # before the callback, which may fail
                     self._snapshot = self._make_snapshot()

@@ -205,6 +205,7 @@ def finite(out):
     return math.isfinite(out.value) and all(np.isfinite(g).all() for g in out.gradient.values())
 
 
+@pytest.mark.chaos(22)
 @pytest.mark.parametrize("function", EVERY)
 def test_class_missing_from_a_batch(function):
     X, y = vectors(20), labels(20, m=2)
@@ -229,6 +230,7 @@ def test_batch_of_two_rows_can_be_split():
     assert finite(call(validation_objective, Gaussian(), vectors(2), np.array([0, 1])))
 
 
+@pytest.mark.chaos(20)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 @pytest.mark.parametrize("function", EVERY)
 def test_duplicate_rows(function, name, dtype):
@@ -410,6 +412,7 @@ def test_overflow_in_single_precision_is_promoted():
     assert finite(out)
 
 
+@pytest.mark.chaos(20)
 def test_jitter_is_the_last_resort():
     X = np.ones((40, 2))
     out = rcb_objective(Gaussian(), X, labels(40), regularization=1e-22, n_classes=M)

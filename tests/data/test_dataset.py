@@ -51,6 +51,7 @@ def test_a_data_set_travels_as_its_address(stored):
     assert len(pickle.dumps(stored[2])) < 500
 
 
+@pytest.mark.chaos(9)
 def test_every_kind_of_damage_names_the_chunk(stored):
     _, _, data = stored
     assert data.chunk_rows == 1024
@@ -76,6 +77,7 @@ def test_every_kind_of_damage_names_the_chunk(stored):
     open_dataset(data.path).verify()
 
 
+@pytest.mark.chaos(10)
 def test_a_chunk_that_vanishes_after_opening_is_an_error_and_not_zeros(stored):
     data = stored[2]
     (data.place.path / "X" / "c" / "1" / "0").unlink()
@@ -95,6 +97,7 @@ def test_values_changed_under_a_valid_checksum_are_found_by_digests(stored):
         open_dataset(data.path).verify()
 
 
+@pytest.mark.chaos(10)
 def test_a_chunk_left_out_of_its_shard_is_an_error(stored):
     data = stored[2]
     shard = data.place.path / "X" / "c" / "0" / "0"
@@ -242,6 +245,7 @@ def test_the_second_writer_is_refused(stored):
     data.verify()
 
 
+@pytest.mark.chaos(8)
 def test_leftovers_of_a_dead_writer_are_swept(stored, tmp_path):
     litter = tmp_path / ".e.zarr.0123.partial"
     shutil.copytree(stored[2].place.path, litter)

@@ -61,6 +61,7 @@ CHILD = """
 """
 
 
+@pytest.mark.chaos(1)
 @pytest.mark.slow
 def test_kill_at_random_moments_twenty_times(tmp_path):
     X, y = make_rows(NEW)
@@ -123,6 +124,7 @@ def test_a_disk_that_takes_no_more_is_one_clear_line(tmp_path, options):
     ingest((X, y), tmp_path / "d.zarr", **options).verify()
 
 
+@pytest.mark.chaos(11)
 def test_a_full_disk_during_append_keeps_the_old_rows(tmp_path):
     X, y = make_rows(50_000)
     ingest((X[:OLD], y[:OLD]), tmp_path / "d.zarr", compression="none")
@@ -132,6 +134,7 @@ def test_a_full_disk_during_append_keeps_the_old_rows(tmp_path):
     assert append(tmp_path / "d.zarr", (X, y)).rows == OLD + 50_000
 
 
+@pytest.mark.chaos(11)
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_really_full_disk(tmp_path):
@@ -150,6 +153,7 @@ def test_a_really_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.chaos(8)
 def test_nothing_is_visible_before_the_last_step(tmp_path, monkeypatch):
     X, y = make_rows(10_000)
 

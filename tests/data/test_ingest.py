@@ -427,6 +427,7 @@ def test_a_missing_label_is_an_error_or_dropped(tmp_path):
     assert read_table(tmp_path / "t.csv", label="label", missing="drop").class_names == ["x", "y"]
 
 
+@pytest.mark.chaos(12)
 def test_infinite_and_too_large_values_are_named(tmp_path):
     (tmp_path / "t.csv").write_text("a,b\n1,2\n3,1e39\n")
     with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'b'.*too large for float32"):
@@ -528,6 +529,7 @@ def test_an_existing_data_set_is_replaced_only_when_asked(tmp_path, rows):
         ingest(rows, tmp_path / "mine", overwrite=True)
 
 
+@pytest.mark.chaos(21)
 def test_no_rows_is_a_data_set_without_rows(tmp_path):
     data = ingest((np.zeros((0, 3), np.float32), np.zeros(0, np.int64)), tmp_path / "d.zarr")
     assert data.rows == 0

@@ -92,6 +92,7 @@ def test_a_running_cluster_is_found_and_left_running(elsewhere):
             assert executor.map(os.getpid, [()], name="pid") == [process.pid]
 
 
+@pytest.mark.chaos(6)
 def test_a_scheduler_that_dies_in_a_round_is_a_reason_to_try_again(elsewhere):
     address, process = elsewhere()
     with open_executor(ClusterConfig(kind="address", address=address, patience_s=0.5)) as executor:
@@ -103,6 +104,7 @@ def test_a_scheduler_that_dies_in_a_round_is_a_reason_to_try_again(elsewhere):
             executor.map(os.getpid, [()], name="pid")
 
 
+@pytest.mark.chaos(27)
 def test_other_versions_are_refused(elsewhere, monkeypatch):
     address, _ = elsewhere()
     real = cluster.versions()

@@ -126,6 +126,7 @@ def test_jobs_run_side_by_side_in_the_slots_of_a_host_and_leave_the_workers_alon
     assert begun == ["j0", "j1", "urgent", "j2"]
 
 
+@pytest.mark.chaos(7)
 def test_a_killed_driver_is_started_again_and_a_failure_is_not(tmp_path, at, host):
     job = submitted(tmp_path, at, "killed")
     until(lambda: states(job) == ["running"])
@@ -166,6 +167,7 @@ def test_a_cancelled_job_ends_at_once_also_where_it_waits(tmp_path, at, host):
     assert states(*found) == ["cancelled"] * 3
 
 
+@pytest.mark.chaos(6)
 def test_a_scheduler_that_lost_its_queue_gets_it_back(tmp_path, at, host, scheduler):
     found = [submitted(tmp_path, at, f"r{number}") for number in range(3)]
     until(lambda: states(*found[:2]) == ["running", "running"])

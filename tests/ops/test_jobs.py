@@ -118,6 +118,7 @@ def test_eight_simultaneous_starts_give_one_result_and_clean_exits(job):
     assert [event["state"] for event in job.events()] == ["running", "succeeded"]
 
 
+@pytest.mark.chaos(7)
 def test_a_killed_driver_is_followed_by_one_that_resumes(job):
     first = start(job, die_at=3)
     first.communicate(timeout=60)
@@ -131,6 +132,7 @@ def test_a_killed_driver_is_followed_by_one_that_resumes(job):
     assert job.status()["drivers"] == 2
 
 
+@pytest.mark.chaos(24)
 def test_a_driver_that_stalled_does_not_commit_when_it_wakes(job):
     sleeper = start(job, seconds=3.0)  # long enough to be stopped before it is done, on a busy machine too
     wait_until(lambda: job.status().get("progress"))
@@ -491,6 +493,7 @@ def test_a_job_runs_by_itself_and_survives_the_death_of_its_driver(operator, ste
     assert "not on the scheduler" not in out, "what has ended need not be there"
 
 
+@pytest.mark.chaos(26)
 @pytest.mark.slow
 def test_cancel_asks_first(operator):
     job = operator.submit(steps=5000)
@@ -503,6 +506,7 @@ def test_cancel_asks_first(operator):
     assert code == 130
 
 
+@pytest.mark.chaos(26)
 def test_cancel_then_makes_it_stop_and_frees_the_workers(operator, cluster, monkeypatch):
     job = operator.submit(steps=5000)
     wait_until(lambda: job.status().get("progress"))

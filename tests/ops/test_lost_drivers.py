@@ -29,6 +29,7 @@ def test_the_result_of_a_driver_that_was_replaced_at_the_last_moment_does_not_co
     assert "succeeded" not in [event["state"] for event in job.events()]
 
 
+@pytest.mark.chaos(26)
 def test_cancelling_takes_the_lease_from_a_driver_that_does_not_stop(job):
     with EpochLease.take(job.place) as lease:
         job.event("running", epoch=lease.epoch)
@@ -38,6 +39,7 @@ def test_cancelling_takes_the_lease_from_a_driver_that_does_not_stop(job):
         assert latest_epoch(job.place)[0] == lease.epoch + 1
 
 
+@pytest.mark.chaos(26)
 def test_a_driver_that_is_cancelled_while_it_computes_commits_nothing(job, monkeypatch):
     monkeypatch.setattr(driver, "CHECK_EVERY_S", 3600.0)
 

@@ -266,6 +266,7 @@ def stored(path):
     }
 
 
+@pytest.mark.chaos(4, 7)
 def test_a_run_killed_at_any_point_ends_with_the_same_bytes_and_nothing_twice(nightly):
     command = [sys.executable, "-c", KILLER, str(nightly), json.dumps([*POINTS, ("never", "$^")])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -285,6 +286,7 @@ def test_a_run_killed_at_any_point_ends_with_the_same_bytes_and_nothing_twice(ni
         assert json.loads((job / "done.json").read_text())["state"] == "succeeded"
 
 
+@pytest.mark.chaos(15)
 @pytest.mark.slow
 def test_eight_simultaneous_starts_of_a_night_give_one_result(nightly):
     """The commands as eight machines with the same clock would start them."""

@@ -234,6 +234,7 @@ def test_a_job_whose_driver_does_not_report_is_lost_and_ends_waits_with_75(job, 
     assert job.id in capsys.readouterr().out
 
 
+@pytest.mark.chaos(16)
 def test_the_clock_of_this_host_alone_makes_no_job_lost(job, monkeypatch):
     with EpochLease.take(job.place):
         job.event("running", epoch=1)

@@ -75,6 +75,7 @@ def test_they_are_written_every_so_many_steps_or_seconds(tmp_path, monkeypatch):
     assert checkpoints.offer(snapshot(32), IDENTITY)
 
 
+@pytest.mark.chaos(9)
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "foreign"])
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     checkpoints = Checkpoints(tmp_path)

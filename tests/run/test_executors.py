@@ -203,6 +203,7 @@ def test_a_killed_worker_is_replaced_and_its_call_made_again(client, tmp_path):
     assert DaskExecutor(client).map(die_once, calls, name="die") == ["alive"] * 3
 
 
+@pytest.mark.chaos(17, 19)
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_path):
     client.wait_for_workers(2, timeout=30)
@@ -237,6 +238,7 @@ def test_a_stream_takes_no_more_calls_than_it_may_have_out(client):
         assert len(taken) <= count + 3
 
 
+@pytest.mark.chaos(17, 19)
 @pytest.mark.parametrize("accident", [die_once, hang_once])
 def test_a_stream_goes_on_when_a_worker_dies_or_hangs(client, tmp_path, accident):
     executor = DaskExecutor(client, patience_s=1.0, attempts=100)  # a busy machine is slow to start another worker
@@ -257,12 +259,14 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(client):
     wait_until(lambda: not client.processing() or not any(client.processing().values()))
 
 
+@pytest.mark.chaos(5)
 def test_a_call_that_kills_every_worker_is_given_up(client):
     with pytest.raises(RetryError, match="1 attempts") as caught:
         DaskExecutor(client, patience_s=10.0, attempts=1).map(os.abort, [()], name="abort")
     assert caught.value.exit_code == 75
 
 
+@pytest.mark.chaos(6)
 def test_a_lost_scheduler_is_named():
     with (
         LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,

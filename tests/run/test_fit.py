@@ -467,6 +467,7 @@ class Assassin(DaskExecutor):
         return super().map(function, calls, name=name)
 
 
+@pytest.mark.chaos(3)
 @pytest.mark.parametrize("solver", ["tiled", "pcg"])
 def test_a_worker_that_dies_changes_nothing(solver, fit, client):
     undisturbed = fit(solver, tile_rows=100)

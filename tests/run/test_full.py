@@ -83,6 +83,7 @@ def test_three_passes_give_the_gradient_of_one_process(data, features, risk, tau
     assert_same(found, *in_one_process(data, features, 0.02, risk, tau))
 
 
+@pytest.mark.chaos(21)
 def test_uneven_and_empty_chunks_change_nothing_but_rounding(data, features):
     (start, stop), *_ = data.ranges("train")
     spans = ((start, start + 1), (start + 1, start + 1), (start + 1, start + 700), (start + 700, stop))

@@ -53,6 +53,7 @@ def disk(tmp_path):
         subprocess.run(["umount", str(path)], check=True)
 
 
+@pytest.mark.chaos(11)
 @pytest.mark.parametrize("format", ["zarr", "parquet", "csv"])
 @pytest.mark.parametrize("source", ["rows.zarr", "rows.csv"])
 def test_predictions_stop_with_one_error_and_resume(root, disk, format, source):
@@ -76,6 +77,7 @@ def test_predictions_stop_with_one_error_and_resume(root, disk, format, source):
     assert left == set()
 
 
+@pytest.mark.chaos(11)
 def test_a_job_records_a_full_disk_as_75_wherever_it_is_noticed(root, disk, monkeypatch, capsys):
     monkeypatch.setattr(driver, "PAUSE_S", 0.0)
     path, leave = disk

@@ -126,6 +126,7 @@ def slow_cube(x):
     return x**3
 
 
+@pytest.mark.chaos(3)
 @pytest.mark.parametrize("sticky", [False, True])
 def test_a_reduction_has_the_same_bits_when_its_result_dies_with_its_worker(client, sticky):
     numbers = np.random.default_rng(1).normal(size=11) * 10.0 ** np.arange(-5, 6)

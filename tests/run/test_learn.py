@@ -131,6 +131,7 @@ def test_learning_lowers_the_objective_and_every_step_leaves_a_record(data):
     assert all(json.dumps(record) for record in records)
 
 
+@pytest.mark.chaos(22)
 def test_a_batch_without_some_classes_is_no_problem(tmp_path):
     X = np.linspace(0, 1, 400, dtype=np.float32)[:, None].repeat(FEATURES, axis=1)
     y = np.arange(400) // 100
@@ -169,6 +170,7 @@ def test_any_number_of_workers_learns_the_same_bits(data, expected, workers):
         assert bits(run(data, DaskExecutor(client))) == expected
 
 
+@pytest.mark.chaos(2)
 def test_workers_killed_at_random_do_not_show(data, client, expected):
     choose = random.Random(5)
     killed = []
@@ -183,6 +185,7 @@ def test_workers_killed_at_random_do_not_show(data, client, expected):
     assert len(set(killed)) == 4
 
 
+@pytest.mark.chaos(19)
 def test_a_worker_that_hangs_does_not_show(data, client, expected):
     client.wait_for_workers(2, timeout=60)
     executor = DaskExecutor(client, patience_s=1.0, attempts=30)  # a busy machine may need a few
@@ -426,6 +429,7 @@ def call(arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.chaos(7)
 @pytest.mark.parametrize(
     ("kind", "kills"), [("local", [15]), pytest.param("serial", [1, 10, 25], marks=pytest.mark.slow)]
 )

@@ -230,6 +230,7 @@ def test_a_split_is_predicted_in_its_own_order_with_row_numbers(model, tmp_path)
     np.testing.assert_allclose(rows(N)[found.read("row")], X)
 
 
+@pytest.mark.chaos(21)
 def test_no_rows_are_no_problem(model, tmp_path):
     outcome = kme.predict(model.path, rows(0), tmp_path / "out.zarr")
     assert (outcome.rows, outcome.chunks) == (0, 0)
@@ -302,6 +303,7 @@ def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
+@pytest.mark.chaos(13)
 def test_a_missing_parquet_column_is_refused_before_computing(model, tmp_path):
     names = ["height", "width", "depth"]
     data = ingest(pa.table({name: rows(50)[:, j] for j, name in enumerate(names)}), tmp_path / "rows.zarr")
@@ -334,6 +336,7 @@ def test_a_model_without_batch_inference_is_told_its_own_method(tmp_path):
     assert not (tmp_path / "out.zarr.model").exists()
 
 
+@pytest.mark.chaos(13)
 def test_columns_in_another_order_are_found_or_told_the_way_out(tmp_path):
     import pandas as pd
 
@@ -351,6 +354,7 @@ def test_columns_in_another_order_are_found_or_told_the_way_out(tmp_path):
         kme.predict(model, rows(5)[:, :1], out)
 
 
+@pytest.mark.chaos(15)
 def test_two_writers_do_not_meet(model, data, tmp_path):
     from kme_dist.data.leases import writer_lease
 

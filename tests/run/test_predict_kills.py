@@ -132,6 +132,7 @@ def disturb(folder, monkeypatch, *, chunks, kills, sleep):
     assert again <= explained
 
 
+@pytest.mark.chaos(4, 7)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_twenty_kills_leave_no_trace(tmp_path, monkeypatch):

@@ -99,6 +99,7 @@ def same_as_from_nothing(model, X, out):
 # --- writers that wake up too late ------------------------------------------------------------------
 
 
+@pytest.mark.chaos(24)
 @pytest.mark.parametrize("format", ["zarr", "parquet"])
 @pytest.mark.parametrize("where", ["before the first object", "before an object is stored"])
 def test_a_worker_that_wakes_up_after_its_job_was_replaced_changes_nothing(models, home, format, where, monkeypatch):
@@ -163,6 +164,7 @@ def test_a_driver_that_lost_its_lease_does_not_commit(models, bucket, monkeypatc
     assert "_manifest.json" not in Place.of(out).sizes()
 
 
+@pytest.mark.chaos(24)
 @pytest.mark.parametrize("point", ["declare", "_finish", "gather_receipts"])
 def test_a_driver_that_stalls_in_an_object_store_while_another_replaces_its_job_changes_nothing(
     models, bucket, monkeypatch, point
@@ -315,6 +317,7 @@ def flips(out, count, seed=0):
     return silent, noticed
 
 
+@pytest.mark.chaos(9)
 @pytest.mark.parametrize("format", ["zarr", "parquet"])
 def test_single_bits_that_flip_never_change_what_is_read(models, tmp_path, format):
     X = rows(N)

@@ -36,6 +36,7 @@ def model(tmp_path_factory):
     return found
 
 
+@pytest.mark.chaos(12)
 @pytest.mark.parametrize("value", [1e30, 9.96921e36, -1e20, 3e38])
 def test_finite_rows_that_overflow_in_single_precision_are_computed_in_double(model, tmp_path, value):
     X = rows(500)
@@ -81,6 +82,7 @@ def test_rows_without_a_finite_output_are_skipped_by_row(tmp_path, outputs, dtyp
     assert (found.read("label")[np.arange(300) != 200] >= 0).all()
 
 
+@pytest.mark.chaos(12)
 @pytest.mark.parametrize("format", ["zarr", "parquet", "csv"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_costs_that_row_only(model, tmp_path, format, bad):

@@ -32,6 +32,7 @@ from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.failpoints import passing
 from kme_dist.run.executors import Executor
 from kme_dist.run.scratch import Scratch
 
@@ -112,6 +113,7 @@ class Summed:
 
 def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str) -> Summed:
     """Sum a few chunks. Runs on a worker."""
+    passing("fit.before_part")
     basis, device = _basis(ref)
     accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
     ledger, sample = [], None

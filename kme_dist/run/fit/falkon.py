@@ -38,6 +38,7 @@ from kme_dist.data.dataset import Span
 from kme_dist.data.plan import BatchRef
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.failpoints import passing
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choose_points
 from kme_dist.run.fit.problem import (
@@ -208,6 +209,7 @@ def precondition_columns(L: Triangle, R: Triangle, name: str, columns: tuple[int
 
 def multiply_rows(rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None, name: str) -> np.ndarray:
     """Zᵀ diag(w) Z S for rows of a span that are not held out."""
+    passing("fit.before_part")
     X, _, w = fitted_rows(rows, span, held)
     return normal_product(basis_of(ref), X, np.array(ref.scratch.load(name)), w)
 
