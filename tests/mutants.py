@@ -2,8 +2,8 @@
 
 The package is changed in one place (`tests/mutations.py`) and the tests that reach this place are run: the mutant is
 killed if one fails, crashes or hangs. It survives otherwise, and is either a promise without a test, or a change
-without an effect, which `tests/mutants_survivors.toml` explains. The command ends with 1 if less than 95 % are killed or
-a survivor is not explained.
+without an effect, which `tests/mutants_survivors.toml` explains. The command ends with 1 if less than 95 % are killed
+or a survivor is not explained.
 
 Everything happens in a private copy of the repository in a temporary folder; the work tree is only read, so a kill at
 any moment is harmless. Finished mutants are in build/mutants.jsonl, and are not run again; survivors are, once a test
@@ -15,6 +15,7 @@ included. A mutant runs in a fork of a process that has imported the libraries, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -44,10 +45,8 @@ RESULTS, REACH = ROOT / "build" / "mutants.jsonl", ROOT / "build" / "mutants-rea
 SURVIVORS = HERE / "mutants_survivors.toml"
 MODULES = [
     *sorted(path.relative_to(ROOT / "kme_dist").as_posix() for path in (ROOT / "kme_dist" / "core").rglob("*.py")),
-    *(
-        f"data/{name}.py"
-        for name in ["append", "chunks", "leases", "places", "plan", "predictions", "receipts", "statistics", "store", "writer"]
-    ),
+    *(f"data/{name}.py" for name in ("append", "chunks", "leases", "places", "plan", "predictions", "receipts")),
+    *(f"data/{name}.py" for name in ("statistics", "store", "writer")),
     *(f"run/{name}.py" for name in ["checkpoints", "gathering", "predict", "streams"]),
     "models/outputs.py",
 ]
@@ -170,10 +169,8 @@ class Copy:
         while not found and time.monotonic() < until:
             found, status = os.waitpid(child, os.WNOHANG)
             time.sleep(0 if found else 0.02)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # also what the tests have left behind
-        except ProcessLookupError:
-            pass
         if not found:
             os.waitpid(child, 0)
             return None
@@ -434,10 +431,8 @@ def run(drawn: list[Mutation], files: list[str], copy: Copy, given: argparse.Nam
         results[mutation.id] = {**entry, "digest": digest}
         with RESULTS.open("a") as file:
             file.write(json.dumps(results[mutation.id]) + "\n")
-        print(
-            f"{number + 1}/{len(drawn)} {entry['outcome']} ({entry['tests']} tests, {entry['seconds']} s) {mutation.id}",
-            flush=True,
-        )
+        words = f"{entry['outcome']} ({entry['tests']} tests, {entry['seconds']} s)"
+        print(f"{number + 1}/{len(drawn)} {words} {mutation.id}", flush=True)
     return results
 
 
@@ -453,9 +448,8 @@ def summary(drawn: list[Mutation], results: dict[str, dict[str, Any]]) -> int:
     killed = len(done) - len(survivors)
     unexplained = sum(mutation.id not in explained for mutation in survivors)
     share = killed / len(done) if done else 1.0
-    print(
-        f"\n{len(done)} mutants, {killed} killed ({100 * share:.1f} %), {len(survivors)} survived, {unexplained} of them not explained"
-    )
+    print(f"\n{len(done)} mutants, {killed} killed ({100 * share:.1f} %)", end=", ")
+    print(f"{len(survivors)} survived, {unexplained} of them not explained")
     return int(share < REQUIRED or unexplained > 0)
 
 
