@@ -175,7 +175,8 @@ class Store(RuleBasedStateMachine):
         must_refuse = before is not None and not (same_model and (same_rows or not (before.done or before.begun)))
         unsure = before is not None and same_model and not same_rows and not before.done
         replaces = from_scratch or (overwrite and not (same_model and same_rows))
-        epoch = None if before is None else read_state(Place.of(self.out))["epoch"]
+        earlier = None if before is None else read_state(Place.of(self.out))
+        epoch = None if earlier is None else earlier["epoch"]
         self.calls.clear()
         self.returned.clear()
         self.disk.kill_at(kill)
@@ -209,6 +210,8 @@ class Store(RuleBasedStateMachine):
             before is not None and state["epoch"] == epoch and not self.calls and not self._running()
         ):
             return  # interrupted before it began: what was there is there
+        elif state == earlier and not self.calls:
+            return  # killed while it published chunks of the job before
         else:
             fresh = before is None or state["epoch"] != epoch
             held = Held(name, self.rows.copy()) if fresh else dataclasses.replace(before, rows=self.rows.copy())
