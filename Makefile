@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test chaos shuffled portable fuzz lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
+.PHONY: run test chaos shuffled portable fuzz mutants lint format bench paper docs docs-test manifests deploy-test release-test oldest newest pythons sbom clean
 
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
@@ -26,9 +26,15 @@ shuffled: $(VENV)/.test
 portable: $(VENV)/.test
 	$(BIN)/python tests/portable.py $(if $(FULL),--full)
 
-# Damaged files of every format, for MINUTES (10): only errors of ours, nothing run, bounded memory.
+# For MINUTES (10) each: damaged files of every format (only errors of ours, nothing run, bounded memory), and any order of
+# appends, predictions, kills and replacements of a data set, beside a model in plain Python.
 fuzz: $(VENV)/.test
-	KME_FUZZ_MINUTES=$(or $(MINUTES),10) $(BIN)/python -m pytest -m slow --timeout=0 tests/data/test_fuzzed_readers.py
+	KME_FUZZ_MINUTES=$(or $(MINUTES),10) $(BIN)/python -m pytest -m slow --timeout=0 -k test_for_minutes \
+		tests/data/test_fuzzed_readers.py tests/run/test_state_machine.py
+
+# Small mistakes put into a private copy of the package: do the tests notice? COUNT=50, SEED=1, MODULES="data/leases.py".
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants.py --count $(or $(COUNT),200) --seed $(or $(SEED),0) $(MODULES)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

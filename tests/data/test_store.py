@@ -15,7 +15,7 @@ import pytest
 import zarr
 
 from kme_dist.data.places import Place
-from kme_dist.data.store import load_arrays, save_arrays
+from kme_dist.data.store import check_replaceable, load_arrays, save_arrays
 from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
 
 ARRAYS = {
@@ -297,3 +297,9 @@ def test_files_that_go_while_a_folder_is_listed_are_left_out(tmp_path):
     (tmp_path / "lease" / "000001.json").write_text("{}")
     (tmp_path / "lease" / "gone").symlink_to(tmp_path / "nowhere")  # listed, and not there when its size is asked for
     assert Place.of(tmp_path).sizes("lease") == {"lease/000001.json": 2}
+
+
+def test_nothing_is_there_to_be_replaced_in_an_absent_folder_and_an_empty_one_may_be(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert check_replaceable(Place.of(tmp_path / "empty"), "kme-dist/arrays") is True
+    assert check_replaceable(Place.of(tmp_path / "absent"), "kme-dist/arrays") is False

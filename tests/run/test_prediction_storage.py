@@ -25,6 +25,7 @@ from kme_dist.data.receipts import read_receipts, write_receipt
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 from kme_dist.models import predict as inference
 from kme_dist.run import predict as predicting
+from kme_dist.run.predict import _added
 
 N, D, CHUNK = 1_000, 3, 256
 GOLDEN = Path(__file__).parent / "golden" / "predictions-1.zip"
@@ -511,6 +512,11 @@ def test_what_is_on_record_of_rows_adds_up_over_nights(models, tmp_path):
     second = kme.predict(models[0], X, out)
     assert (second.computed_rows, second.skipped_rows) == (100, 2)
     assert [entry["row"] for entry in second.first_skipped] == [10, 150]
+
+
+def test_unknown_categories_are_counted_over_all_nights():
+    first, second = {"city": (3, "Oslo")}, {"city": (2, "Rome"), "day": (1, "x")}
+    assert _added(first, second) == {"city": (5, "Oslo"), "day": (1, "x")}
 
 
 # --- another model ----------------------------------------------------------------------------------
