@@ -253,7 +253,14 @@ def test_a_stored_job_builds_plain_values_only(tmp_path, canary, capsys):
     config = parse_config({"data": {"source": "t.zarr"}})
     job = jobs.create_job(tmp_path, pipeline="run", config=config, name="x", job_id="x")
     (job.folder / "config.yaml").write_text(f"data: !!python/object/apply:os.system ['rm -f {canary}']\n")
-    code, line = refused(capsys, "jobs", "resume", "x", "--root", str(tmp_path), "--quiet")
+    resume = ("jobs", "resume", "x", "--root", str(tmp_path), "--quiet")
+    code, line = refused(capsys, *resume)
+    assert code == 65
+    assert "edited" in line
+    request = json.loads((job.folder / "job.json").read_text())
+    del request["digest"], request["config"]  # as of a version without digests
+    (job.folder / "job.json").write_text(json.dumps(request))
+    code, line = refused(capsys, *resume)
     assert code == 2
     assert "the tag" in line
 

@@ -67,6 +67,10 @@ def is_finished(client, count):
     return states == ["finished"] * count
 
 
+def knows(key, dask_scheduler):
+    return key in dask_scheduler.tasks
+
+
 def process_of_a_holder(client):
     """The process of a worker that holds a finished result which nobody has fetched."""
     until(lambda: client.futures and any(state.status == "finished" for state in client.futures.values()))
@@ -173,6 +177,7 @@ def test_a_task_that_the_scheduler_has_forgotten_is_sent_again(client):
     until(partial(is_finished, client, 2))
     key = next(iter(client.futures))
     client._send_to_scheduler({"op": "client-releases-keys", "keys": [key], "client": client.id})
+    until(lambda: not client.run_on_scheduler(knows, key=key))
     assert started.results() == [8, 27]
     assert executor.retried >= 1
 
