@@ -170,6 +170,12 @@ def limit_device_memory(limit: int | float) -> None:
     _cupy().get_default_memory_pool().set_limit(**size)
 
 
+def release_memory() -> None:
+    """Give the unused blocks of CuPy's pool back: they may be too small for what is needed next."""
+    if "cupy" in sys.modules:
+        _cupy().get_default_memory_pool().free_all_blocks()
+
+
 def _host_free_bytes() -> int:
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:

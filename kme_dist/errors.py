@@ -18,6 +18,9 @@ Numbers in messages have the right noun: `counted(1, "row")` is "1 row", `counte
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class KMEError(Exception):
     """Base of all errors of kme-dist; `exit_code` is the exit code of the command line."""
@@ -79,6 +82,15 @@ class PrecisionWarning(UserWarning):
 
 class AssumptionWarning(UserWarning):
     """A table could be read in several ways; the message says which was chosen and the option that chooses another."""
+
+
+@contextlib.contextmanager
+def memory_errors(what: str, remedy: str) -> Iterator[None]:
+    """Memory that does not suffice for `what` is a ConfigError that gives the remedy."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ConfigError(f"{what}: out of memory ({error}); {remedy}, or give the worker more memory") from None
 
 
 # --- words of messages that depend on a number ------------------------------------------------------------------

@@ -28,6 +28,11 @@ import numpy as np
 import scipy.linalg
 
 synchronisations = 0
+largest_allocation = float("inf")  # bytes
+
+
+class OutOfMemoryError(MemoryError):
+    __module__ = "cupy.cuda.memory"
 
 
 class ndarray:  # the real class is spelled like this
@@ -38,6 +43,8 @@ class ndarray:  # the real class is spelled like this
     __hash__ = None
 
     def __init__(self, memory):
+        if memory.base is None and memory.nbytes > largest_allocation:
+            raise OutOfMemoryError(f"Out of memory allocating {memory.nbytes:,} bytes")
         self._memory = memory
 
     def __array__(self, *args, **kwargs):
@@ -511,6 +518,7 @@ class MemoryPool:
 
     get_limit = lambda self: self._limit  # noqa: E731
     free_bytes = lambda self: 1 << 30  # noqa: E731
+    free_all_blocks = lambda self: None  # noqa: E731
     used_bytes = lambda self: 1 << 30  # noqa: E731
 
 

@@ -32,7 +32,7 @@ from kme_dist.backend import (
     set_diagonal,
     to_host,
 )
-from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
+from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take, tiles_that_fit
 from kme_dist.core.objective import Workspace, one_hot
 from kme_dist.core.precision import TOLERANCE, UNIT_ROUNDOFF, Need, need_of_solve, refines, warn_of_padding
 from kme_dist.core.risk import flat, per_row_shift, total_weight
@@ -88,7 +88,7 @@ class Decision:
             return self._out(self._none)
         # One buffer per call, reused for all its tiles: threads may share a model.
         tile = np.empty(min(n, self._rows) * self._widest, self._none.dtype) if self._on_host else None
-        found = [self._decide(take(X, rows), tile) for rows in row_blocks(n, self._rows)]
+        found = [f for _, f in tiles_that_fit(lambda rows: self._decide(take(X, rows), tile), n, self._rows)]
         return self._out(found[0] if len(found) == 1 else namespace_of(found[0]).concat(found, axis=0))
 
     def _out(self, f: Array) -> Array:
@@ -121,12 +121,12 @@ class FeatureEmbedding:
 
     def decision(self, X: Array) -> Array:
         """Decision probabilities (or scores) at the rows of X, chunk by chunk."""
-        parts = []
-        for rows in row_blocks(max(1, row_count(X)), _FEATURE_ROWS):
+
+        def decide(rows: slice) -> Array:
             Z = self.features.forward(X[rows, :])
-            parts.append(
-                Z @ like(to_host(self.weights), Z) if self.on_features is None else self.on_features.decision(Z)
-            )
+            return Z @ like(to_host(self.weights), Z) if self.on_features is None else self.on_features.decision(Z)
+
+        parts = [f for _, f in tiles_that_fit(decide, max(1, row_count(X)), _FEATURE_ROWS)]
         return parts[0] if len(parts) == 1 else namespace_of(parts[0]).concat(parts, axis=0)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from scipy.linalg import blas
 
 from kme_dist.backend import Array, astype, empty_square, like, namespace_of, precision, to_host
-from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count, take
+from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count, take, tiles_that_fit
 from kme_dist.core.objective import one_hot
 from kme_dist.core.risk import column
 from kme_dist.meter import metered
@@ -299,9 +299,11 @@ class Accumulator:
             self._add(X, y, weights)
 
     def _add(self, X: Any, y: Any, weights: np.ndarray | None) -> None:
-        for part in row_blocks(row_count(X), self._tile_rows):
+        def tile(part: slice) -> tuple[Array, Array | None, Array]:
             Z, A = self._split(take(X, part))
-            T = self._targets.rows(take(y, part), Z)
+            return Z, A, self._targets.rows(take(y, part), Z)
+
+        for part, (Z, A, T) in tiles_that_fit(tile, row_count(X), self._tile_rows):
             if weights is not None:
                 own = weights[part]
                 self._excess += float(np.sum(own - 1.0))

@@ -43,7 +43,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.plan import BatchPlan
 from kme_dist.data.rows import RowsRef, Scaling
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, memory_errors
 from kme_dist.failpoints import passing
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.executors import Executor, Feed, SerialExecutor, Started
@@ -224,11 +224,11 @@ def batch_gradient(
 ) -> BatchRecord:
     """Objective and gradient of batch `number`, read here unless `rows` are given. Runs on a worker."""
     passing("learn.before_batch")
-    X, y, weights, read_s = (
-        _batch_on_device(batches, number) if rows is None else (batches.on_device(rows[0]), *rows[1:])
-    )
-    began = time.perf_counter()
-    out = learner.evaluate(parameters, X, y, number, **({} if weights is None else {"weights": weights}))
+    batch = _batch_on_device(batches, number) if rows is None else (batches.on_device(rows[0]), *rows[1:])
+    X, y, weights, read_s = batch
+    began, more = time.perf_counter(), {} if weights is None else {"weights": weights}
+    with memory_errors(f"a batch of {row_count(X)} rows", "set `batch_size` lower"):
+        out = learner.evaluate(parameters, X, y, number, **more)
     return BatchRecord(out, row_count(X), read_s, time.perf_counter() - began, f"{socket.gethostname()}:{os.getpid()}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "reliability.md").read_text(encoding="utf-8")
 TABLE = dict(re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", PAGE, re.MULTILINE))
-WITHOUT = {"14", "18", "23", "25"}  # shrinks; a row leaves it with its first test
+WITHOUT = {"14", "18", "25"}  # shrinks; a row leaves it with its first test
 
 
 def marked():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,16 +22,19 @@ from kme_dist.backend import (
     matmul,
     namespace_of,
     precision,
+    release_memory,
     set_diagonal,
     to_host,
 )
-from kme_dist.errors import ConfigError, DataError, counted
+from kme_dist.errors import ConfigError, DataError, counted, memory_errors
 from kme_dist.meter import metered
 
+T = TypeVar("T")
 Gradients = dict[str, Array]
 
 _SINGLE_NUMBERS = ("scale", "offset", "shape")  # parameters that are never one per feature
 _ORIGIN_ROWS = 33  # rows that the origin of a set of rows is estimated from
+_FEWEST_ROWS = 16  # of a tile that is halved because memory does not suffice
 _NEAR_ORIGIN = 4  # times the spread of a feature: up to this distance from 0 the origin is 0
 
 
@@ -38,6 +42,26 @@ def row_blocks(n: int, block: int) -> Iterator[slice]:
     """Consecutive slices of at most `block` rows covering 0..n."""
     for start in range(0, n, block):
         yield slice(start, min(start + block, n))
+
+
+def tiles_that_fit(compute: Callable[[slice], T], n: int, rows: int) -> Iterator[tuple[slice, T]]:
+    """(part, compute(part)) for consecutive parts of n rows, `rows` at a time; from the first part on that the memory
+    of the device (or of the host) cannot hold, half as many. ConfigError if even a few rows are too many."""
+    start = 0
+    while start < n:
+        part, found = slice(start, min(n, start + rows)), []
+        with contextlib.suppress(MemoryError):  # CuPy's error is one as well
+            found.append(compute(part))
+        size = part.stop - part.start
+        if not found and size > _FEWEST_ROWS:
+            rows = size // 2
+            release_memory()
+            continue
+        if not found:
+            with memory_errors(f"a tile of {size} rows", "use fewer centres or features"):
+                found.append(compute(part))
+        yield part, found.pop()
+        start = part.stop
 
 
 def take(prepared: Any, rows: slice) -> Any:

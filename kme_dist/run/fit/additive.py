@@ -31,7 +31,7 @@ from kme_dist.core.sums import Accumulator, Basis, Centres, FeatureBasis, OneHot
 from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
-from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.errors import ConfigError, CorruptError, DataError, memory_errors
 from kme_dist.failpoints import passing
 from kme_dist.run.executors import Executor
 from kme_dist.run.scratch import Scratch
@@ -115,15 +115,16 @@ def sum_chunks(rows: RowsRef, ref: BasisRef, spans: tuple[Span, ...], name: str)
     """Sum a few chunks. Runs on a worker."""
     passing("fit.before_part")
     basis, device = _basis(ref)
-    accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
     ledger, sample = [], None
-    for on_device, (X, y, w, entry, wanted) in moved_ahead(_chunks(rows, spans, ref.sampled), device):
-        accumulator.add(on_device, y, w)
-        ledger.append(entry)
-        drawn = Sample.of(X[wanted], y[wanted], entry[0], weights=None if w is None else w[wanted])
-        sample = drawn if sample is None else sample + drawn
+    with memory_errors(f"sums over {basis.size} centres or features", "use fewer"):
+        accumulator = Accumulator(basis, OneHot(rows.n_classes), to_device(np.zeros(0, rows.dtype), device))
+        for on_device, (X, y, w, entry, wanted) in moved_ahead(_chunks(rows, spans, ref.sampled), device):
+            accumulator.add(on_device, y, w)
+            ledger.append(entry)
+            drawn = Sample.of(X[wanted], y[wanted], entry[0], weights=None if w is None else w[wanted])
+            sample = drawn if sample is None else sample + drawn
+        sums = accumulator.sums()
     assert sample is not None
-    sums = accumulator.sums()
     result = replace(sums, G=packed(to_host(sums.G)), B=to_host(sums.B))
     if not ref.scratch.in_memory:
         for key in _MATRICES:

@@ -11,6 +11,7 @@ from kme_dist.core.embedding import Embedding
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.rows import RowsRef
+from kme_dist.errors import memory_errors
 from kme_dist.run.fit.exact import Exact, solution_and_left_out
 from kme_dist.run.fit.problem import Cost, LeftOut, Problem, Size, Solved, with_weight
 from kme_dist.run.scaling_model import Pass
@@ -64,5 +65,6 @@ class WorkerSolution(NamedTuple):
 def solve_on_worker(rows: RowsRef, kernel: Kernel, lam: float, seed: int, backend: str = "numpy") -> WorkerSolution:
     """The exact weights V of all rows with a positive weight of their own; some rows are left out, one at a time."""
     X, y, w = positive_rows(*rows.read(0, rows.count), rows.weights())
-    found, without = solution_and_left_out(kernel, to_device(X, backend), y, w, rows.n_classes, lam, seed)
+    with memory_errors(f"solver 'cholesky' with {len(y)} rows", "choose solver 'pcg' or 'nystrom'"):
+        found, without = solution_and_left_out(kernel, to_device(X, backend), y, w, rows.n_classes, lam, seed)
     return WorkerSolution(found.weights, without, found.risk, found.squared_norm)

@@ -17,6 +17,7 @@ from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
 from kme_dist.core.risk import merge_equal_rows, positive_rows, total_weight
 from kme_dist.core.tuning import raise_shift, tune
 from kme_dist.data.rows import RowsRef
+from kme_dist.errors import memory_errors
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.panels import relative_residual
 from kme_dist.run.fit.problem import LeftOut, Problem, Solved
@@ -84,8 +85,9 @@ def leave_one_out_on_worker(
 ) -> float:
     """Leave-one-out log loss of (a sample of) the rows at one λ; equal rows are left out together."""
     X, y, w, _ = merge_equal_rows(*sampled(rows, LOO_ROWS, seed))
-    X = to_device(X, backend)
-    return leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.weight, variance, floor, weights=w)
+    with memory_errors(f"leave-one-out with {len(y)} rows", "set `refit_regularization` to false"):
+        X = to_device(X, backend)
+        return leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.weight, variance, floor, weights=w)
 
 
 def left_out_on_worker(rows: RowsRef, kernel: Kernel, lam: float, seed: int) -> LeftOut:
