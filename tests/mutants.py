@@ -401,33 +401,50 @@ def read_explained() -> dict[str, str]:
     return {entry["id"]: entry["why"] for entry in tomllib.loads(SURVIVORS.read_text()).get("survivor", [])}
 
 
+def judged(
+    mutation: Mutation, files: list[str], copy: Copy, seconds: float, earlier: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str]:
+    """The outcome and the digest of the tests: of those that mirror the module and, if it survives them, of those that
+    may reach it as well. None: the outcome is known, since these tests have not changed."""
+    nothing = {"id": mutation.id, "outcome": "survived", "line": mutation.line, "tests": 0, "by": "", "seconds": 0}
+    mirrors = [name for name in files if name in _mirrors(mutation.module)]
+    entry, tried, digest = nothing, list[str](), ""
+    for needed in (mirrors, mirrors + [name for name in files if name not in mirrors and _near(name, mutation.module)]):
+        reach = record(copy, needed)
+        tests = [
+            node for node in chosen_tests(mutation, reach, seconds + 2 * seconds * bool(tried)) if node not in tried
+        ]
+        tried += tests
+        digests = sorted({reach[node.split("::")[0].removeprefix("tests/")]["digest"] for node in tried})
+        digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+        if not tests:
+            continue
+        if needed != mirrors and earlier and earlier["digest"] == digest:
+            return None, digest
+        expected = sum(reach[n.split("::")[0].removeprefix("tests/")]["tests"][n]["seconds"] for n in tests)
+        entry = {**run_mutant(copy, mutation, tests, 60 + 6 * expected), "tests": len(tried)}
+        if entry["outcome"] != "survived":
+            break
+    return entry, digest
+
+
+def _near(name: str, module: str) -> bool:
+    """Whether a test file may reach the module: it is in the folder of its tests, or mentions it."""
+    return name.split("/")[0] == module.split("/")[0] or Path(module).stem in (HERE / name).read_text()
+
+
 def run(drawn: list[Mutation], files: list[str], copy: Copy, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The results of all, after those without one were run."""
     results, explained, began = read_results(), read_explained(), time.monotonic()
     for number, mutation in enumerate(drawn):
         if given.minutes is not None and time.monotonic() - began > 60 * given.minutes:
             break
-        needed = files if given.wide else [name for name in files if name in _mirrors(mutation.module)]
-        reach = record(copy, needed)
-        tests = chosen_tests(mutation, reach, given.seconds)
-        digest = hashlib.sha256(
-            "".join(sorted({reach[node.split("::")[0].removeprefix("tests/")]["digest"] for node in tests})).encode()
-        ).hexdigest()[:16]
         earlier = results.get(mutation.id)
-        if earlier and (earlier["outcome"] != "survived" or mutation.id in explained or earlier["digest"] == digest):
+        if earlier and (earlier["outcome"] != "survived" or mutation.id in explained):
             continue
-        if tests:
-            seconds = sum(reach[n.split("::")[0].removeprefix("tests/")]["tests"][n]["seconds"] for n in tests)
-            entry = run_mutant(copy, mutation, tests, 60 + 6 * seconds)
-        else:
-            entry = {
-                "id": mutation.id,
-                "outcome": "survived",
-                "line": mutation.line,
-                "tests": 0,
-                "by": "",
-                "seconds": 0,
-            }
+        entry, digest = judged(mutation, files, copy, given.seconds, earlier)
+        if entry is None:
+            continue
         results[mutation.id] = {**entry, "digest": digest}
         with RESULTS.open("a") as file:
             file.write(json.dumps(results[mutation.id]) + "\n")
@@ -460,7 +477,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30, help="of tests for one mutant, as they were recorded")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so many")
     parser.add_argument("--record", action="store_true", help="record again what tests reach")
-    parser.add_argument("--wide", action="store_true", help="also the tests that mirror other modules")
     parser.add_argument("--list", action="store_true", help="print what was found so far, and run nothing")
     parser.add_argument("--id", action="append", default=[], help="this mutant, again")
     parser.add_argument("modules", nargs="*", help="such as data/leases.py; default: those of MODULES")
