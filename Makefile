@@ -56,7 +56,7 @@ deploy-test: $(VENV)/.test
 	PYTHON=$(BIN)/python tests/deploy/install_tools --system
 	$(BIN)/python tests/deploy/run_all.py
 
-# Speed is claimed only as ratios measured in one run; torch is the yardstick of the gradient benchmark.
+# Speed is claimed only as ratios measured in one run. Writes docs/benchmarks.md (an hour; parts that were measured are kept).
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 

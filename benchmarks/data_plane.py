@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
+from benchmarks.machine import figure
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
@@ -94,6 +95,8 @@ def ingest_rates(folder: Path, rows: int, repeats: int = 5) -> None:
             write = bare_write(table, folder / "bare.zarr", layout, a["compression"] == "zstd")
             bare.append(timed(reader) + write)
         mine, theirs = float(np.median(ours)), float(np.median(bare))
+        for method, seconds in (("kme-dist", mine), ("pyarrow and bare Zarr", theirs)):
+            figure("ingest of a million rows, seconds", method, kind, seconds)
         print(
             f"ingest {kind}: {rows / mine:,.0f} rows/s ({mine:.2f} s); pyarrow read + bare zarr write {theirs:.2f} s; "
             f"rate {theirs / mine:.0%} of it (target: at least 60 %)"
@@ -126,6 +129,7 @@ def peak_memory(folder: Path, rows: int) -> None:
                 check=True,
             )
             before, peak = map(int, done.stdout.split())
+            figure("memory of ingest, MiB", kind, count, peak)
             print(f"memory {kind}: {count:,} rows: peak {peak} MiB, including {before} MiB for imports", flush=True)
             path.unlink()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import load_average, shared_data
+from benchmarks.machine import figure, load_average, shared_data
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
 from kme_dist.core.kernels import Gaussian
@@ -161,6 +161,8 @@ def against_sklearn(data, folder, count, rows, how, skip):
         seconds = time.perf_counter() - began
         parts = (X_test[i : i + 8192] for i in range(0, len(X_test), 8192))
         theirs = np.mean(np.concatenate([ridge.predict(approximation.transform(part)) for part in parts]) == y_test)
+    for method, own in {**{f"kme-dist, {name}": own for name, own in taken.items()}, "scikit-learn": seconds}.items():
+        figure("fit on covtype, seconds", method, f"{n:,} rows", own)
     print(
         f"  scikit-learn: {seconds:.0f} s, test accuracy {100 * theirs:.2f} %, {_peak_bytes() / 2**30:.1f} GiB; "
         + ", ".join(f"{name}: {seconds / ours:.1f} times as fast" for name, ours in taken.items())

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import load_average, shared_data
+from benchmarks.machine import figure, load_average, shared_data
 from kme_dist import MCEClassifier, predict
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
@@ -50,11 +50,12 @@ def say(text):
     print(f"{text}; load {load_average()}", flush=True)
 
 
-def scores(name, P, y, seconds):
+def scores(name, P, y, seconds, rows):
     """Accuracy and log loss of probabilities; `y` counts classes from 0."""
     own = np.clip(P[np.arange(len(y)), y], 1e-15, 1.0)
     right, loss = np.mean(P.argmax(axis=1) == y), -np.log(own).mean()
     say(f"  {name}: accuracy {100 * right:.2f} %, log loss {loss:.4f}, {seconds:.0f} s")
+    figure("log loss on covtype", name.split(" (")[0], f"{rows:,} rows", loss)
 
 
 def trees(X, y, X_test, y_test):
@@ -67,7 +68,7 @@ def trees(X, y, X_test, y_test):
     ):
         began = time.perf_counter()
         model.fit(X, y)
-        scores(name, model.predict_proba(X_test), y_test, time.perf_counter() - began)
+        scores(name, model.predict_proba(X_test), y_test, time.perf_counter() - began, len(y))
 
 
 def covtype(folder, share):
@@ -88,6 +89,7 @@ def run(folder):
     seconds = time.perf_counter() - began
     found = json.loads((Path(folder) / "runs" / "covtype" / "metrics.json").read_text())
     say(f"  kme-dist run: {json.dumps({key: found[key] for key in ('accuracy', 'log_loss')})}, {seconds:.0f} s")
+    figure("log loss on covtype", "MCEClassifier", f"{len(y):,} rows", found["log_loss"])
     trees(X, y, X_test, y_test)
 
 
@@ -98,7 +100,7 @@ def memory(folder, rows=100_000, test_rows=20_000):
     say(f"{rows} rows of covtype in memory")
     began = time.perf_counter()
     model = MCEClassifier(random_state=0).fit(X, y)
-    scores(f"MCEClassifier ({model.solver_})", model.predict_proba(X_test), y_test, time.perf_counter() - began)
+    scores(f"MCEClassifier ({model.solver_})", model.predict_proba(X_test), y_test, time.perf_counter() - began, rows)
     trees(X, y, X_test, y_test)
 
 
@@ -149,6 +151,8 @@ def nystroem(folder):
             )
             for method in ("kme-dist", "scikit-learn")
         }  # fmt: skip
+        for method, own in seconds.items():
+            figure("fit with 1,024 centres, seconds", method, f"{cores} core{'s' * (cores > 1)}", own)
         ratio = seconds["scikit-learn"] / seconds["kme-dist"]
         say(
             f"  {cores} core{'s' * (cores > 1)}: kme-dist {seconds['kme-dist']:.2f} s, Nystroem + RidgeClassifier "
@@ -283,6 +287,9 @@ def linear(folder, sizes):
             applied, peak = time.perf_counter() - began, max(executor.client.run(_peak_gib).values())
             used = _used(executor) - began_used - fit_used
         million = rows / 1e6
+        for series, seconds in (("ingest", stored), ("fit", fit.seconds), ("predict", applied)):
+            figure("seconds against rows", series, rows, seconds)
+        figure("memory of a worker against rows, GiB", "fit and predict", rows, peak)
         say(
             f"  {rows:>9,} rows: seconds per million: ingest {stored / million:.1f}, fit {fit.seconds / million:.1f} "
             f"(processor time of the workers {fit_used / million:.1f}), predict {applied / million:.1f} "

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from sklearn.metrics.pairwise import rbf_kernel
 
-from benchmarks.machine import load_average
+from benchmarks.machine import figure, load_average
 from kme_dist import MCEClassifier, predict
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig
@@ -123,6 +123,8 @@ def throughput(rows: int, centres: int, rounds: int) -> None:
         print(f"of bare NumPy {medians[0]:.0%} (without the product with V {medians[1]:.0%})")
         print(f"of bare NumPy by processor time {medians[3]:.0%}, reading, scaling, storing and Dask included")
         print(f"against scikit-learn {medians[2]:.1f} times")
+        for method, rate in (("bare NumPy", floor), ("kme-dist", ours), ("scikit-learn", theirs)):
+            figure("prediction, rows per second", method, f"{centres:,} centres", rate)
 
 
 def worker_seconds(client) -> float:
@@ -179,6 +181,9 @@ def scale(sizes: list[int], centres: int) -> None:
                 plan = planned_bytes(folder / "model.zarr", data)
                 with Watch(client) as watch:
                     outcome = predict(folder / "model.zarr", data, out, executor=client)
+                figure("prediction, µs per row", "kme-dist", rows, 1e6 / outcome.rows_per_second)
+                for series, size in (("worker", watch.most[1]), ("planned", plan), ("driver", watch.most[0])):
+                    figure("memory of prediction, MiB", series, rows, size / 2**20)
                 print(
                     f"{rows:>9} rows: {1e6 / outcome.rows_per_second:.2f} us/row, {outcome.seconds:.1f} s; driver "
                     f"{watch.most[0] / 2**20:.0f} MiB (before {watch.before / 2**20:.0f}), worker at most "

@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 from distributed import Client, LocalCluster
 
-from benchmarks.machine import load_average
+from benchmarks.machine import figure, load_average
 from benchmarks.rounds import made_up
 from benchmarks.simulation import add, simulated_cluster, sleep
 from kme_dist import MCEClassifier, predict
@@ -138,6 +138,8 @@ def check(given):
                 measured = _measured(data, given, executor, Path(folder) / str(count))
             for name, (took, used) in measured.items():
                 seconds, work = np.mean([own[name] for own in found], axis=0)
+                for series, value in (("model", seconds), ("measured", took)):
+                    figure("seconds by the model and measured", series, f"{name}, {count}", value)
                 print(
                     f"{count} workers on {busy} cores, {name:8} predicted / measured: {seconds:6.2f} / {took:6.2f} s "
                     f"({seconds / took:.2f}); processor time of the workers {work:6.2f} / {used:6.2f} s "
