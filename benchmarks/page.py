@@ -118,10 +118,9 @@ def _table(section: str, runs: Path) -> list[str]:
         return []
     path, command, words = TABLES[section]
     found = runs.parent / path
-    shown = (
-        f"```text\n{found.read_text(encoding='utf-8').rstrip()}\n```\n" if found.exists() else "Not measured here.\n"
-    )
-    return [f"{words}\n", f"`{command}`:\n", shown]
+    if not found.exists():
+        return [f"{words}\n", f"`{command}`: not measured here.\n"]
+    return [f"{words}\n", f"`{command}`:\n", f"```text\n{found.read_text(encoding='utf-8').rstrip()}\n```\n"]
 
 
 def _shown(part: Part, record: dict | None) -> list[str]:

@@ -71,7 +71,8 @@ def test_the_command_runs_a_part_keeps_its_output_and_does_not_run_it_twice(tmp_
     page, folder = tmp_path / "benchmarks.md", tmp_path / "runs" / "bench"
     command = [sys.executable, "-m", "benchmarks", "--folder", folder, "--page", page, "--only"]
     first = subprocess.run([*command, "nothing"], capture_output=True, text=True)
-    assert first.returncode == 2 and "unknown part nothing; see --list" in first.stderr
+    assert first.returncode == 2
+    assert "unknown part nothing; see --list" in first.stderr
     folder.mkdir(parents=True)
     (folder / "tails.json").write_text(
         json.dumps(
@@ -82,5 +83,6 @@ def test_the_command_runs_a_part_keeps_its_output_and_does_not_run_it_twice(tmp_
         )
     )  # fmt: skip
     again = subprocess.run([*command, "tails"], capture_output=True, text=True)
-    assert again.returncode == 0 and "==" not in again.stdout
+    assert again.returncode == 0
+    assert "==" not in again.stdout
     assert "as before" in page.read_text()
