@@ -165,7 +165,8 @@ def fit(
 ) -> None:
     """Fit the embedding on all rows on a cluster, with the kernel that `learn` has written to the run folder."""
     result = _run_stage("fit", config, options, output, fresh=fresh, **asdict(update))
-    loss = "" if result["loss"] is None else f", leave-one-out log loss {result['loss']:.4f}"
+    rows = "held-out" if result["solver"] == "falkon" else "leave-one-out"
+    loss = "" if result["loss"] is None else f", {rows} log loss {result['loss']:.4f}"
     output.result(
         result,
         f"{result['solver']} ({result['reason']}) on {result['rows']} {plural(result['rows'], 'row')} "

@@ -24,7 +24,8 @@ MOST_ROWS = 1_500
 _LEAST_ROWS = 150
 _NUMBERS = 120_000  # in the sample: one Gram matrix per feature, so that time grows with the square of this
 _PREDICTED = 500  # rows of the sample that are predicted with exchanged values
-_PREDICTIONS = 1_500  # per feature: with few rows each one is predicted several times
+_PREDICTIONS = 1_500  # per feature: with few rows each one is predicted several times,
+_EXCHANGED = 100_000_000  # unless all features of all rows, for every feature, would be more numbers than these
 _ROUNDING = 1e-9  # of a difference of Brier scores
 _JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)  # of the mean diagonal, if A is singular
 
@@ -58,12 +59,15 @@ def exchange_relevance(
     residuals, own, truth = (V / np.diagonal(inverse)[:, None])[chosen], inverse[chosen], Y[chosen]
     before = _brier(truth - residuals, truth, floor)
     found = np.zeros(len(groups))
-    repeats = -(-_PREDICTIONS // len(chosen))
+    once = len(groups) * len(chosen) * rows.shape[1]
+    repeats = max(1, min(-(-_PREDICTIONS // len(chosen)), _EXCHANGED // max(1, once)))
     for _ in range(repeats):
         # The same exchange for all groups: a difference between two of them is not one between two draws.
         others = rng.permutation(n)[: len(chosen)]
         for g, group in enumerate(groups):
             exchanged, columns = rows[chosen], list(group)
+            if np.array_equal(exchanged[:, columns], rows[others][:, columns]):
+                continue  # nothing changes: a constant feature
             exchanged[:, columns] = rows[others][:, columns]
             K = np.asarray(kernel.gram(inputs(exchanged), Z), np.float64)
             f = K @ V - np.einsum("ij,ij->i", K, own)[:, None] * residuals

@@ -91,6 +91,13 @@ def parse_bytes(value: int | str) -> int:
     return int(number * factor)
 
 
+def positive_bytes(name: str, value: int | str) -> int:
+    """The bytes of a setting; ConfigError if they are not at least one."""
+    if (found := parse_bytes(value)) < 1:
+        raise ConfigError(f"{name}={value!r}: must be at least 1 byte, such as '512MB' or '2GiB', or None")
+    return found
+
+
 def ingest(
     source: Any,
     dest: str | Path,

@@ -34,8 +34,21 @@ from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
+_LARGEST = 1e150  # of a scaled feature: larger squares overflow
 _MOST_RANGES = 10_000  # they are sent with every task
 _SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
+
+
+def check_magnitude(scaled: Any) -> None:
+    """DataError if a scaled row has a number whose square overflows in double precision."""
+    values = scaled.data if is_sparse(scaled) else scaled
+    if not hasattr(values, "dtype") or not values.size or float(np.abs(values).max()) <= _LARGEST:
+        return
+    row = int(np.argmax((abs(scaled) > _LARGEST).sum(axis=1) > 0))
+    raise DataError(
+        f"row {row} has a value that is {np.abs(values).max():.0e} after scaling, whose square overflows: it is beyond "
+        "anything that the model has seen; correct the row, or remove it"
+    )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from kme_dist.data.frames import (
     without_column,
 )
 from kme_dist.data.places import Place
-from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.data.rows import RowsRef, Scaling, check_magnitude
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
@@ -401,7 +401,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 else:
                     rows = check_array(X, input_name="X", estimator=self, dtype=_NUMBERS, accept_sparse=self._formats)
                     self._check_columns(X, rows)
-        return devices.to_device(self.scaling_.apply(_as_csr(rows), "float64"), self._device())
+        scaled = self.scaling_.apply(_as_csr(rows), "float64")
+        check_magnitude(scaled)
+        return devices.to_device(scaled, self._device())
 
     @contextlib.contextmanager
     def _explained(self, X: Any) -> Iterator[None]:

@@ -28,7 +28,7 @@ from kme_dist.core.kernels import Kernel, Linear, Matern
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
-from kme_dist.data.ingest import parse_bytes
+from kme_dist.data.ingest import positive_bytes
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.validation import object_rows
 from kme_dist.errors import ConfigError, DataError, counted
@@ -357,7 +357,7 @@ class MCEClassifier(EmbeddingClassifier):
             warm=warm,
             curves=self.scaling_.curves if warm else None,
             fit_seconds=None if self.fit_seconds is None else float(self.fit_seconds),
-            memory=None if self.memory is None else parse_bytes(self.memory),
+            memory=None if self.memory is None else positive_bytes("memory", self.memory),
             profiles=any_profile and not isinstance(self.features, int | np.integer),
         )
 
@@ -415,7 +415,8 @@ class MCEClassifier(EmbeddingClassifier):
         known = codes < len(self.classes_)
         known[known] = self.classes_[codes[known]] == np.asarray(y)[known]
         if not known.all():
-            raise DataError(f"calibrate: the label {np.asarray(y)[~known][0]!r} is not one of the model's classes")
+            unknown = np.asarray(y)[~known].tolist()[0]
+            raise DataError(f"calibrate: the label {unknown!r} is not one of the model's classes")
         f = self.decision_probabilities(X)
         weights = sample_weights(sample_weight, f)
         self.calibration_ = Calibration.fit(method, f, codes, self.probability_floor_, weights)

@@ -105,3 +105,28 @@ def test_many_features_are_measured_on_fewer_rows():
     assert sample_rows(4) == importance.MOST_ROWS
     assert sample_rows(400) == 300
     assert sample_rows(100_000) == 150
+
+
+def test_wide_tables_are_exchanged_fewer_times(monkeypatch):
+    X, codes = np.random.default_rng(0).normal(size=(30, 80)), np.arange(30) % 2
+    X[:, 1] = 3.0
+    calls = []
+
+    def inputs(rows):
+        calls.append(len(rows))
+        return rows
+
+    def measured():
+        calls.clear()
+        groups = [[j] for j in range(80)]
+        return importance.exchange_relevance(Gaussian(length_scale=3.0), X, codes, 2, 0.01, groups, inputs=inputs)
+
+    found = measured()
+    assert len(calls) == 1 + 50 * 79, "fifty times, without the feature that is constant"
+    assert found[1] == 0
+    monkeypatch.setattr(importance, "_EXCHANGED", 4 * 80 * 30 * 80)
+    measured()
+    assert len(calls) == 1 + 4 * 79
+    monkeypatch.setattr(importance, "_EXCHANGED", 1)
+    measured()
+    assert len(calls) == 1 + 79, "at least once"

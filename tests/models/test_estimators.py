@@ -443,3 +443,28 @@ def test_single_precision_is_a_wish_about_speed_never_a_licence_to_be_wrong(solv
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert narrow.loo_log_loss_ == pytest.approx(wide.loo_log_loss_, rel=1e-2)
     assert wide.score(Xq, yq) > 0.8
+
+
+@pytest.mark.parametrize("large", [1e200, -1e200, 1.7e308])
+def test_a_row_whose_squares_overflow_is_refused_by_its_number(large):
+    X = np.random.default_rng(0).normal(size=(40, 3))
+    clf = MCEClassifier(steps=0).fit(X, X[:, 0] > 0)
+    query = X.copy()
+    query[7, 1] = large
+    for method in (clf.predict, clf.predict_proba, clf.entropy):
+        with pytest.raises(errors.DataError, match=r"row 7 has a value .* whose square overflows"):
+            method(query)
+
+
+@pytest.mark.parametrize("memory", [0, -1, "0MB"])
+def test_memory_is_at_least_one_byte(memory):
+    X = np.random.default_rng(0).normal(size=(40, 3))
+    with pytest.raises(errors.ConfigError, match=r"memory=.*: must be at least 1 byte"):
+        MCEClassifier(memory=memory).fit(X, X[:, 0] > 0)
+
+
+def test_an_unknown_label_of_calibrate_is_named_as_it_is():
+    X = np.random.default_rng(0).normal(size=(40, 3))
+    clf = MCEClassifier(steps=0).fit(X, X[:, 0] > 0)
+    with pytest.raises(errors.DataError, match=r"the label 5 is not one of"):
+        clf.calibrate(X, np.full(40, 5))

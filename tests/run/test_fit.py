@@ -522,6 +522,7 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
     assert auto(60_000, room=3 * 10**8).centres < auto(60_000, room=10**9).centres < auto(60_000).centres
     assert auto(5_000, seconds=1.0).solver == "nystrom"
     assert auto(5_000, seconds=60.0).solver == "cholesky"
+    assert auto(700, room=2**20).centres == 12, "fewer than 100 where memory is too small for these"
     with pytest.raises(errors.ConfigError, match="fit_seconds=0"):
         auto(5_000, seconds=0)
 

@@ -81,7 +81,8 @@ def choose(
             "available; use solver='tiled', 'pcg', or 'nystrom' with `centres`"
         )
     if found.solver in ("nystrom", "falkon") and held > room:
-        better = "solver='falkon', or set `centres` lower" if found.solver == "nystrom" else "fewer `centres`"
+        iterated = found.solver == "nystrom" and size.labelled and falkon.cost(size).memory <= room
+        better = "solver='falkon', or fewer `centres`" if iterated else "fewer `centres`, or give it more memory"
         raise ConfigError(
             f"solver={found.solver!r} needs {_size(held)} on one worker for {size.basis} centres, {_size(room)} "
             f"are available; use {better}"
@@ -96,7 +97,8 @@ def _size(count: int) -> str:
 def _affordable(size: Size, centres: int | None, room: int, seconds: float | None, iterate: bool) -> Choice:
     """An exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
-        return Choice(_with(centres, size), f"{counted(centres, 'centre')} requested", centres)
+        asked = f"{counted(centres, 'centre')} requested" + (", there are fewer rows" if centres > size.rows else "")
+        return Choice(_with(centres, size), asked, centres)
     work = WORK if seconds is None else seconds * measured_speed()
     exact, held = one_factor.cost(size).flops, one_factor.cost(size).memory
     if iterate and exact > FACTOR_WORK and size.labelled and _iterates(size, seconds and work, room):
@@ -138,8 +140,12 @@ def _with(centres: int, size: Size) -> str:
 
 def _centres_for(size: Size, work: float, room: int, least: int) -> int:
     """The largest multiple of 100 whose sums and solve are within the work and the memory; of the work at least that of
-    `least` centres."""
+    `least` centres. Fewer than 100 only where memory is too small for these."""
     count = min(100, size.rows)
+    while count > 10 and nystrom.cost(replace(size, basis=count)).memory > room:
+        count = max(10, count // 2)
+    if count < min(100, size.rows):
+        return count
     while count + 100 <= min(size.rows, MOST_PIVOTS):
         cost = nystrom.cost(replace(size, basis=count + 100))
         if (cost.flops > work and count >= least) or cost.memory > 0.5 * room:
