@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.config import ClusterConfig, Config
-from kme_dist.core.metrics import Tally
+from kme_dist.core.metrics import Tally, class_codes
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
@@ -57,9 +57,9 @@ def measure(labels: np.ndarray, probabilities: np.ndarray, classes: np.ndarray) 
     ----------
     labels : (n,) array           true classes, each one of `classes`
     probabilities : (n, m) array  non-negative rows in the order of `classes`
-    classes : (m,) array          sorted, as in `classes_` of an estimator
+    classes : (m,) array          as in `classes_` of an estimator
     """
-    return Tally.of(np.searchsorted(classes, labels), probabilities).metrics(list(classes))
+    return Tally.of(class_codes(labels, classes), probabilities).metrics(list(classes))
 
 
 def evaluate(

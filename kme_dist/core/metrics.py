@@ -17,12 +17,28 @@ from typing import Any
 import numpy as np
 
 from kme_dist.core.embedding import rkhs_entropy
+from kme_dist.errors import DataError, counted
 
 RELIABILITY_BINS = 10
 COVERAGE_BINS = 2000
 TOP_K = (2, 3, 5, 10)
 _CURVE_POINTS = 200
 _TINY = float(np.finfo(np.float64).eps)
+
+
+def class_codes(labels: Any, classes: Any) -> np.ndarray:
+    """The position of every label in `classes`, in whatever order they are; DataError if one of them is not there."""
+    given, known = np.asarray(labels), np.asarray(classes)
+    order = np.argsort(known)
+    # A label that is not there also has a position: that of its neighbour, which would count as its class.
+    codes = np.asarray(order[np.minimum(np.searchsorted(known, given, sorter=order), len(known) - 1)])
+    strange = known[codes] != given
+    if strange.any():
+        raise DataError(
+            f"label {str(given[strange][0])!r} is not among the classes {', '.join(map(str, known[:20]))} "
+            f"({counted(int(strange.sum()), 'row')}); leave such rows out, or fit the model with them"
+        )
+    return codes
 
 
 @dataclass(frozen=True)

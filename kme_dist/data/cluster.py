@@ -115,8 +115,7 @@ def write_in_parallel(client: Any, job: IngestPlan, writer: ShardWriter) -> bool
         return False
     if rows <= writer.layout.shard_rows or not _starts_anywhere(job.source, origin[0]):
         return False
-    step = writer.layout.shard_rows
-    windows = [(start, min(rows, start + step)) for start in range(0, rows, step)]
+    windows = writer.layout.windows(rows)
     token = uuid.uuid4().hex[:8]
     schema = job.schema
     if schema.task == "classification" and schema.classes is None:
@@ -180,6 +179,11 @@ def _find_classes(origin: Origin, schema: Schema, window: Window) -> list[Any]:
 def _store_window(
     origin: Origin, schema: Schema, address: str, layout: ChunkLayout, window: Window
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    if window[1] - window[0] > layout.shard_rows:
+        raise DataError(
+            f"{address}: a task for rows {window[0]} to {window[1]} would share a shard of {layout.shard_rows} rows "
+            "with another task; a task must write whole shards"
+        )
     writer = ShardWriter(
         Place.of(address),
         len(schema.feature_names),
@@ -188,6 +192,7 @@ def _store_window(
         with_rows=False,
         layout=layout,
         first_row=window[0],
+        stop_row=window[1],
         settled=True,
         with_weights=schema.weight is not None,
     )

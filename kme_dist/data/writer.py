@@ -24,7 +24,7 @@ from kme_dist.data.chunks import encode_shard
 from kme_dist.data.places import Place, store_errors
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import create_array
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.failpoints import passing
 
 CHUNK_BYTES = 2 << 20
@@ -40,6 +40,17 @@ class ChunkLayout:
     chunk_rows: int
     shard_rows: int
     compressed: bool | None  # None: not measured yet
+
+    def __post_init__(self) -> None:
+        if self.chunk_rows < 1 or self.shard_rows < 1 or self.shard_rows % self.chunk_rows:
+            raise DataError(
+                f"chunks of {self.chunk_rows} rows in shards of {self.shard_rows}: a shard must be an integer number "
+                "of chunks"
+            )
+
+    def windows(self, rows: int) -> list[tuple[int, int]]:
+        """The rows of each shard: what one task may write, since two writers of one stored object undo each other."""
+        return [(start, min(rows, start + self.shard_rows)) for start in range(0, rows, self.shard_rows)]
 
     @classmethod
     def choose(cls, row_bytes: int, chunk_bytes: int, shard_bytes: int, compression: str) -> ChunkLayout:
@@ -86,6 +97,7 @@ class ShardWriter:
     with_rows: bool
     layout: ChunkLayout
     first_row: int = 0  # first row to write, at a shard boundary
+    stop_row: int | None = None  # of a task: its last row, plus 1; the shards after it belong to others
     settled: bool = False  # the layout is given by an existing data set
     total: int = 0
     segments: list[tuple[str | None, int]] = field(default_factory=list)  # (split, first row) in order
@@ -94,6 +106,11 @@ class ShardWriter:
     with_weights: bool = False
 
     def __post_init__(self) -> None:
+        if self.first_row % self.layout.shard_rows:
+            raise DataError(
+                f"{self.place}: writing from row {self.first_row} would share a shard of {self.layout.shard_rows} rows "
+                "with another task; a task must write whole shards"
+            )
         self.total = self.first_row
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kme-writer")
         self._pending: Future[_Written] | None = None
@@ -126,6 +143,11 @@ class ShardWriter:
     ) -> None:
         given = {"X": X, "y": y, "row": rows, "weight": weights}
         at = 0
+        if self.stop_row is not None and self.total + len(X) > self.stop_row:
+            raise DataError(
+                f"{self.place}: rows from {self.stop_row} belong to another task, but the source has more rows than "
+                "when the tasks were planned; do not change it, then run the same command again"
+            )
         while at < len(X):
             count = min(self.layout.shard_rows - self._filled, len(X) - at)
             for name, buffer in self._buffers.items():

@@ -25,6 +25,7 @@ from kme_dist.core.compression import compress
 from kme_dist.core.embedding import FeatureEmbedding
 from kme_dist.core.features import SAMPLERS, Identity
 from kme_dist.core.kernels import Kernel, Linear, Matern
+from kme_dist.core.metrics import class_codes
 from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
@@ -411,12 +412,7 @@ class MCEClassifier(EmbeddingClassifier):
 
     def calibrate(self, X: Any, y: Any, method: str = "auto", sample_weight: Any = None) -> Self:
         """Fit the calibration to held-out rows: "auto", "softmax", "temperature", "isotonic", or "none" to undo it."""
-        codes = np.searchsorted(self.classes_, y)
-        known = codes < len(self.classes_)
-        known[known] = self.classes_[codes[known]] == np.asarray(y)[known]
-        if not known.all():
-            unknown = np.asarray(y)[~known].tolist()[0]
-            raise DataError(f"calibrate: the label {unknown!r} is not one of the model's classes")
+        codes = class_codes(y, self.classes_)
         f = self.decision_probabilities(X)
         weights = sample_weights(sample_weight, f)
         self.calibration_ = Calibration.fit(method, f, codes, self.probability_floor_, weights)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kme_dist.core.metrics import Tally
+from kme_dist.core.metrics import Tally, class_codes
 from kme_dist.errors import ConfigError, DataError
 
 Histories = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -121,12 +121,7 @@ class ReliabilityDisplay(_Display):
                 f"probabilities have shape {probabilities.shape}, expected ({len(labels)}, {len(known)}): a row for "
                 "each label and a column for each class"
             )
-        order = np.argsort(known)
-        codes = order[np.minimum(np.searchsorted(known, labels, sorter=order), len(known) - 1)]
-        if not np.array_equal(known[codes], labels):
-            strange = labels[known[codes] != labels][0]
-            raise DataError(f"label {str(strange)!r} is not among the classes {', '.join(map(str, known[:20]))}")
-        found = Tally.of(codes, probabilities).metrics([str(label) for label in known])
+        found = Tally.of(class_codes(labels, known), probabilities).metrics([str(label) for label in known])
         display = cls(found["reliability"], calibration_error=found["calibration_error"], estimator_name=name)
         return display.plot(ax)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
-from kme_dist.errors import DataError
+from kme_dist.errors import DataError, counted
 from kme_dist.run.executors import Executor
 from kme_dist.run.predict import features_digest
 
@@ -35,15 +36,7 @@ def tally_predictions(
     if not {"probability", "label"} & set(predictions.names):
         raise DataError(f"{predictions.path} has outputs {predictions.names}; `probability` or `label` is required")
     known = {str(label): code for code, label in enumerate(predictions.classes.tolist())}
-    unknown = [
-        str(name)
-        for name, count in zip(data.classes, data.class_counts or [], strict=True)
-        if str(name) not in known and count
-    ]
-    if unknown:
-        raise DataError(
-            f"{data.path}: class {unknown[0]!r} is unknown to the model; its classes are {', '.join(known)}"
-        )
+    _refuse_unknown(data, split, known)
     source = _predicted_rows(predictions, data, split)
     if not source.count:
         return Tally.empty(len(known))
@@ -54,6 +47,18 @@ def tally_predictions(
     ]
     total: Tally = executor.map_reduce(tally_rows, calls, operator.add, name="evaluate-chunk")
     return total
+
+
+def _refuse_unknown(data: Dataset, split: str | None, known: Mapping[str, int]) -> None:
+    """Refuse classes that the model does not have, before any row is read; those of other splits do no harm."""
+    data.ranges(split)
+    found = data.attributes if split is None else data.attributes["splits"][split]
+    for name, rows in zip(data.classes or (), found["class_counts"], strict=True):
+        if rows and str(name) not in known:
+            raise DataError(
+                f"{data.path}: class {str(name)!r} is unknown to the model ({counted(rows, 'row')}); its classes are "
+                f"{', '.join(known)}: leave such rows out, or fit the model with them"
+            )
 
 
 def tally_numbers(

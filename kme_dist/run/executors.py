@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -439,9 +440,19 @@ class DaskExecutor:
                 if attempt == 0:
                     self._slowest = max(self._slowest or 0.0, time.monotonic() - began)
                 return found
-        raise self.gave_up(f"a round of {count} tasks") from last
+        raise self.gave_up(f"a round of {count} tasks", last) from last
 
-    def gave_up(self, what: str) -> RetryError:
+    def gave_up(self, what: str, last: BaseException | None = None) -> RetryError:
+        from distributed import KilledWorker
+
+        if isinstance(last, KilledWorker):
+            name, limit = re.split(r"-\d+-\d+-", str(last.task))[0], last.last_worker.memory_limit
+            return RetryError(
+                f"every worker that ran a task named {name} died ({last.allowed_failures + 1} in each of "
+                f"{self.attempts} attempts); mostly they exceed their memory limit"
+                f"{f', here {limit / 2**20:.0f} MiB' if limit else ''}: start workers with more memory "
+                "(cluster.memory), or use smaller chunks (ingest), a smaller learn.batch_size or fewer fit.centres"
+            )
         return RetryError(
             f"the cluster at {_address(self.client)} did not finish {what} in {self.attempts} "
             f"attempts (workers now: {self.workers}); check its logs, then run the same command again"

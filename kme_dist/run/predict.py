@@ -105,6 +105,15 @@ class ChunkTask:
     source_rows: int
     before: Receipt | None = None  # of the rows of the chunk that are done
 
+    def __post_init__(self) -> None:
+        """Refuse rows of another chunk, whose task would write to the same stored objects."""
+        first, done = self.chunk * self.layout.chunk_rows, 0 if self.before is None else self.before.rows
+        if self.start != first + done or not self.start <= self.stop <= first + self.layout.chunk_rows:
+            raise DataError(
+                f"{self.layout.address}: a task for rows {self.start} to {self.stop} does not write chunk {self.chunk} "
+                f"alone (rows from {first}, {done} of them done, at most {self.layout.chunk_rows})"
+            )
+
     @property
     def inputs(self) -> list[tuple[int, str]]:
         """Number and identity of all rows of the chunk, as its receipt will have them."""

@@ -533,7 +533,7 @@ def test_the_speed_of_this_machine_is_measured():
 
 def test_a_solver_that_is_asked_for_is_taken_where_it_fits():
     assert choose("nystrom", Size(500), None, None, 10**10)[:3] == ("nystrom", "requested", None)
-    with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB on one worker for 100000 centres.* `centres` lower"):
+    with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB on one worker for 100000 centres.* fewer `centres`"):
         choose("nystrom", Size(10**6, dtype="float64"), 100_000, None, 10**10)
 
 
