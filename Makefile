@@ -10,9 +10,10 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
 
-# Files of tests run side by side, one process per core, at most four.
+# Files of tests run side by side, one process per core, at most four. Each computes with one thread: processes whose
+# threads share the cores wait for each other, which made some files three times slower.
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 # Faults in real processes, slow ones too, see docs/reliability.md (REPEAT=20: as often; stops at the first failure).
 chaos: $(VENV)/.test

@@ -35,7 +35,7 @@ def class_codes(labels: Any, classes: Any) -> np.ndarray:
     strange = known[codes] != given
     if strange.any():
         raise DataError(
-            f"label {str(given[strange][0])!r} is not among the classes {', '.join(map(str, known[:20]))} "
+            f"label {given[strange].tolist()[0]!r} is not among the classes {', '.join(map(str, known[:20]))} "
             f"({counted(int(strange.sum()), 'row')}); leave such rows out, or fit the model with them"
         )
     return codes

@@ -466,5 +466,5 @@ def test_memory_is_at_least_one_byte(memory):
 def test_an_unknown_label_of_calibrate_is_named_as_it_is():
     X = np.random.default_rng(0).normal(size=(40, 3))
     clf = MCEClassifier(steps=0).fit(X, X[:, 0] > 0)
-    with pytest.raises(errors.DataError, match=r"the label 5 is not one of"):
+    with pytest.raises(errors.DataError, match=r"label 5 is not among the classes False, True \(40 rows\)"):
         clf.calibrate(X, np.full(40, 5))

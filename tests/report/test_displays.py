@@ -67,7 +67,7 @@ def test_reliability_by_hand():
     assert two.calibration_error == pytest.approx(0.4)
     with pytest.raises(DataError, match=r"expected \(2, 2\)"):
         kme.ReliabilityDisplay.from_predictions([0, 1], np.ones((2, 3)) / 3)
-    with pytest.raises(DataError, match="label '7'"):
+    with pytest.raises(DataError, match="label 7 is not among"):
         kme.ReliabilityDisplay.from_predictions([0, 7], np.ones((2, 2)) / 2, classes=[0, 1])
 
 
