@@ -12,8 +12,9 @@ run: $(VENV)/.run
 
 # Files of tests run side by side, one process per core, at most four. Each computes with one thread: processes whose
 # threads share the cores wait for each other, which made some files three times slower.
+test: export OPENBLAS_NUM_THREADS = 1
 test: lint
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 # Faults in real processes, slow ones too, see docs/reliability.md (REPEAT=20: as often; stops at the first failure).
 chaos: $(VENV)/.test

@@ -10,11 +10,12 @@ import pytest
 
 
 def kme_dist(*arguments, **environment):
+    # From bash, which the command then finds as the shell of its user.
     done = subprocess.run(
-        [sys.executable, "-m", "kme_dist", *arguments],
+        ["bash", "-c", '"$0" -m kme_dist "$@" && true', sys.executable, *arguments],
         env={**os.environ, **environment}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -26,6 +27,6 @@ def test_commands_and_options_are_completed(words, found):
 
 
 def test_completion_is_installed_for_a_shell(tmp_path):
-    kme_dist("--install-completion", "bash", HOME=str(tmp_path))
+    kme_dist("--install-completion", HOME=str(tmp_path))
     script = (tmp_path / ".bash_completions" / "kme-dist.sh").read_text()
     assert "_KME_DIST_COMPLETE=complete_bash" in script
