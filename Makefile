@@ -10,8 +10,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 run: $(VENV)/.run
 	$(BIN)/kme-dist run configs/digits.yaml
 
-# Files of tests run side by side, one process per core, at most four. Each computes with one thread: processes whose
-# threads share the cores wait for each other, which made some files three times slower.
+# Files of tests run side by side, at most four (tests/conftest.py). Each computes with one thread: processes whose threads
+# share the cores wait for each other, which made some files three times slower.
 test: export OPENBLAS_NUM_THREADS = 1
 test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile

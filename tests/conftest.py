@@ -37,6 +37,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One process more than cores: tests that wait for processes of their own leave a core to others."""
+    return backend.available_cores() + 1
+
+
 class HostArrays:
     name = "numpy"
 
