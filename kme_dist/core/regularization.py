@@ -53,7 +53,7 @@ def retune_regularization(
         rows = np.sort(np.random.default_rng(seed).choice(n, LOO_ROWS, replace=False))
         X, y, weights = select(X, rows), y[rows], None if weights is None else weights[rows]
     given = len(y)
-    X, y, weights, _ = merge_equal_rows(X, y, weights)
+    X, y, weights, *_ = merge_equal_rows(X, y, weights)
     distinct = n * len(y) / given
     variance = kernel.alpha(X) ** 2 or 1.0
 

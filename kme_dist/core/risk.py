@@ -25,6 +25,10 @@ from kme_dist.errors import ConfigError, DataError
 
 COMPLEXITY_WEIGHT = 4 * math.e
 LOSS_FLOOR = 1e-15
+# Rows are equal by nature, not as copies, if there are so many to a different one, or if labels contradict each other
+# in so large a share of them.
+_REPEATED, _CONTRADICTED = 5, 0.1
+_MOST_PARTS, _MOST_SPLIT = 10, 2_000  # of equal rows; rows that splitting makes at most, if there were fewer
 
 
 # --- weights ----------------------------------------------------------------------------------------
@@ -56,45 +60,81 @@ def positive_rows(X: Any, y: np.ndarray, weights: Any) -> tuple[Any, np.ndarray,
 
 
 class Merged(NamedTuple):
-    """Rows without repetition."""
+    """Rows as leave-one-out leaves them out."""
 
     X: Any
     y: np.ndarray
-    weights: np.ndarray | None  # sums over equal rows; None if there were neither weights nor repetitions
-    place: np.ndarray | None  # of each given row among these; None if they are the same
+    weights: np.ndarray | None  # None if there were neither weights nor repetitions
+    place: np.ndarray | None  # of each given row among these (of several parts the first); None if they are the same
+    first: np.ndarray | None  # the given row that each of these is equal to; None if they are the same
 
 
 def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merged:
     """Equal rows with equal labels as one row with the sum of their weights: the same fit, to rounding.
 
-    For leave-one-out, which would otherwise leave their copies in and be far too optimistic.
+    For leave-one-out, which would otherwise leave their copies in and be far too optimistic. In tables of few
+    different rows, such as categories, rows are equal without being copies. Leaving all with one label out would leave
+    the others as the only evidence: of p = 0.9 nothing would remain. There, the sum is split into equal parts, a tenth
+    or more, and at least a weight of 1, which are left out one at a time.
     """
-    if (getattr(X, "ndim", 0) != 2 and not _is_texts(X)) or len(y) < 2:
-        return Merged(X, y, weights, None)
+    groups = _groups(X, y, weights)
+    if groups is None:
+        return Merged(X, y, weights, None, None)
+    parts = np.where(groups.natural, np.clip(np.floor(groups.weights), 1, _MOST_PARTS), 1).astype(np.int64)
+    while parts.sum() > max(len(y), _MOST_SPLIT) and parts.max() > 1:
+        parts = np.minimum(parts, parts.max() - 1)
+    if len(parts) == len(y) and parts.max() == 1:
+        return Merged(X, y, weights, None, None)
+    first = np.repeat(groups.first, parts)
+    place = (np.cumsum(parts) - parts)[groups.index]
+    return Merged(select(X, first), y[first], np.repeat(groups.weights / parts, parts), place, first)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Equal rows with equal labels, in the order of their first row."""
+
+    first: np.ndarray  # of each group
+    index: np.ndarray  # the group of each row
+    weights: np.ndarray  # of each group
+    natural: np.ndarray  # whether its rows are equal because there are few different ones, not because they are copies
+
+
+def _groups(X: Any, y: np.ndarray, weights: np.ndarray | None) -> _Groups | None:
+    """None if no two rows are equal."""
+    rows = _comparable(X) if len(y) > 1 else None
+    if rows is None:
+        return None
+    _, cell = np.unique(rows, axis=0, return_inverse=True)
+    cell = np.asarray(cell).reshape(-1)
+    cells = int(cell.max()) + 1
+    if cells == len(y):
+        return None
+    _, first, index = np.unique(np.stack([cell, y], axis=1), axis=0, return_index=True, return_inverse=True)
+    index, order = np.asarray(index).reshape(-1), np.argsort(first)
+    place = np.empty(len(first), np.int64)
+    place[order] = np.arange(len(first))
+    index, first = place[index], first[order]
+    sums = np.bincount(index, np.ones(len(y)) if weights is None else weights, minlength=len(first))
+    # Copies have the label of their original.
+    contradicted = np.bincount(cell[first], minlength=cells)[cell[first]] > 1
+    few = len(y) >= _REPEATED * cells or sums[contradicted].sum() >= _CONTRADICTED * sums.sum()
+    return _Groups(first, index, sums, contradicted | few)
+
+
+def _comparable(X: Any) -> np.ndarray | None:
+    """Numbers that are equal for equal rows; None if all rows differ, or cannot be compared."""
     if _is_texts(X):
-        return _merged(X, y, weights, _numbers_of(X)[:, None])
+        return _numbers_of(X)[:, None]
+    if getattr(X, "ndim", 0) != 2:
+        return None
     host = to_host(X) if is_sparse(X) else np.ascontiguousarray(to_host(X)) + 0.0  # -0.0 equals 0.0
     # Sums of a row are the same for equal rows: where all differ there is nothing to merge.
     factors = np.random.default_rng(0).uniform(1, 2, host.shape[1])  # double: few sums are equal by rounding
     sums = host @ factors if is_sparse(host) else np.sum(host * factors, axis=1)
     if len(np.unique(sums)) == len(sums):
-        return Merged(X, y, weights, None)
-    return _merged(X, y, weights, _numbers_of_rows(host)[:, None] if is_sparse(host) else host.astype(np.float64))
-
-
-def _merged(X: Any, y: np.ndarray, weights: np.ndarray | None, rows: np.ndarray) -> Merged:
-    """Rows are equal where their `rows` are."""
-    keys = np.concatenate([rows, y[:, None].astype(np.float64)], axis=1)
-    _, first, index = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    index = np.asarray(index).reshape(-1)
-    if len(first) == len(y):
-        return Merged(X, y, weights, None)
-    order = np.argsort(first)  # in the order of their first row
-    place = np.empty(len(first), np.int64)
-    place[order] = np.arange(len(first))
-    index, first = place[index], first[order]
-    own = np.ones(len(y)) if weights is None else weights
-    return Merged(select(X, first), y[first], np.bincount(index, own, minlength=len(first)), index)
+        return None
+    return _numbers_of_rows(host)[:, None] if is_sparse(host) else host
 
 
 def _numbers_of_rows(X: Any) -> np.ndarray:
@@ -114,11 +154,12 @@ def _numbers_of(keys: list[Any]) -> np.ndarray:
 
 
 def with_copies(X: Any, y: np.ndarray, weights: np.ndarray | None, count: int, seed: int) -> np.ndarray:
-    """Which rows to hold out: `count` random ones of positive weight, at most a tenth, and all rows equal to them."""
-    place = merge_equal_rows(X, y, weights).place
-    place = np.arange(len(y)) if place is None else place
-    groups = np.unique(place if weights is None else place[weights > 0])
-    chosen = np.random.default_rng([seed, 6]).permutation(groups)[: min(count, len(groups) // 10)]
+    """Which rows to hold out: `count` random ones of positive weight, at most a tenth, and all their copies."""
+    groups, place = _groups(X, y, weights), np.arange(len(y))
+    if groups is not None:
+        place = np.where(groups.natural[groups.index], place, groups.first[groups.index])
+    chosen = np.unique(place if weights is None else place[weights > 0])
+    chosen = np.random.default_rng([seed, 6]).permutation(chosen)[: min(count, len(chosen) // 10)]
     found = np.isin(place, chosen)
     return np.asarray(found if weights is None else found & (weights > 0))
 

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -187,19 +187,21 @@ def _left_out_errors(
     return None
 
 
-def distinct_rows(
-    X: Any, Y: np.ndarray, weights: np.ndarray | None
-) -> tuple[Any, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Rows equal in X and Y as one, with the sum of their weights, and the place of every given row (None: the same).
+class Distinct(NamedTuple):
+    """Rows as leave-one-out leaves them out, see `merge_equal_rows`."""
 
-    Leave-one-out would otherwise leave their copies in.
-    """
-    codes = Y[:, 0] if Y.shape[1] == 1 else np.unique(Y, axis=0, return_inverse=True)[1].reshape(-1)
+    X: Any
+    Y: np.ndarray
+    weights: np.ndarray | None
+    place: np.ndarray | None
+    first: np.ndarray | None
+
+
+def distinct_rows(X: Any, Y: np.ndarray, weights: np.ndarray | None) -> Distinct:
+    """Rows equal in X and Y as one, with the sum of their weights."""
+    codes = np.unique(Y, axis=0, return_inverse=True)[1].reshape(-1)
     merged = merge_equal_rows(X, codes, weights)
-    if merged.place is None:
-        return X, Y, weights, None
-    _, first = np.unique(merged.place, return_index=True)
-    return merged.X, Y[first], merged.weights, merged.place
+    return Distinct(merged.X, Y if merged.first is None else Y[merged.first], *merged[2:])
 
 
 def in_order(X: Any, Y: np.ndarray) -> np.ndarray:
@@ -250,7 +252,7 @@ def solve_rows(
 
     With weights a row is drawn in proportion to its weight. Equal rows are fitted as one and have equal shares of V.
     """
-    given, (X, Y, w, place) = weights, distinct_rows(X, Y, weights)
+    given, (X, Y, w, place, first) = weights, distinct_rows(X, Y, weights)
     n, rng = row_count(X), np.random.default_rng([seed, 6])
     count = min(leave_out, n)
     drawn = rng.choice(n, count, replace=False, p=None if w is None or count == n else w / w.sum())
@@ -268,10 +270,12 @@ def solve_rows(
         if np.isfinite(B).all() and (D > 0).all():
             residuals, chosen = V[-count:] / D[:, None], order[-count:]
             V, B = V[back], B[back]
-            if place is not None and w is not None:
-                part = ((1.0 if given is None else given) / w[place])[:, None]
-                V, B = V[place] * part, B[place] * part.astype(B.dtype)
-                chosen = np.unique(place, return_index=True)[1][chosen]
+            if place is not None and first is not None and w is not None:
+                starts, group = np.unique(place, return_inverse=True)  # the parts of a group are neighbours
+                V, B = np.add.reduceat(V, starts), np.add.reduceat(B, starts)
+                part = ((1.0 if given is None else given) / np.add.reduceat(w, starts)[group])[:, None]
+                V, B = V[group] * part, B[group] * part.astype(B.dtype)
+                chosen = first[chosen]
             return SolvedRows(V[:, :-1], B, residuals[:, :-1], chosen, str(half.dtype), V[:, -1], 1 - residuals[:, -1])
     raise NumericalError(
         f"the Gram matrix of all {n} rows is singular in float64 at a shift of {shift:.1e}; raise `regularization`",

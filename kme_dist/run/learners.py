@@ -202,7 +202,7 @@ class KernelLearner:
         workspace: Workspace,
         weights: np.ndarray | None,
     ) -> Objective:
-        X, y, weights, _ = merge_equal_rows(X, y, weights)
+        X, y, weights, *_ = merge_equal_rows(X, y, weights)
         # Other rows are left out in every step, also if every batch has all rows.
         order = np.random.default_rng([self.settings.seed, number, 1]).permutation(len(y))
         return calibrated_objective(

@@ -128,7 +128,7 @@ class RegressionLearner:
         self, parameters: optim.Named, X: Any, y: np.ndarray, number: int, weights: np.ndarray | None = None
     ) -> Objective:
         kernel, lam = assemble(self.kernel, parameters)
-        X, Y, w, _ = distinct_rows(X, y.reshape(len(y), -1), weights)
+        X, Y, w, *_ = distinct_rows(X, y.reshape(len(y), -1), weights)
         # Other rows are left out in every step, also if every batch has all rows.
         order = in_order(X, Y)[np.random.default_rng([self.settings.seed, number, 1]).permutation(len(Y))]
         return squared_objective(
@@ -190,7 +190,7 @@ def _sample(rows: RowsRef, target: Target, size: int, seed: int) -> tuple[Any, n
     and what Wλ is to be divided by for the shift of these rows."""
     plan = rows.plan(size, seed)
     X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
-    X, Y, w, _ = distinct_rows(X, target.standardised(y), w)
+    X, Y, w, *_ = distinct_rows(X, target.standardised(y), w)
     order = in_order(X, Y)[np.random.default_rng([seed, 3]).permutation(len(Y))]
     if w is None:
         return select(X, order), Y[order], None, 1.0

@@ -318,14 +318,42 @@ def test_impossible_weights_are_refused_by_row(weights, words):
 
 
 def test_equal_rows_are_merged_in_the_order_of_their_first_copy():
-    X = np.array([[1.0, 2.0], [0.0, 5.0], [1.0, 2.0], [-0.0, 5.0], [1.0, 2.0], [3.0, 3.0]])
-    y = np.array([0, 1, 0, 1, 2, 0])  # the fifth row has another label
+    X = np.array([[1.0, 2.0], [0.0, 5.0], [1.0, 2.0], [-0.0, 5.0], [1.0, 1.0], [3.0, 3.0]])
+    y = np.array([0, 1, 0, 1, 2, 0])
     merged = merge_equal_rows(X, y, None)
     np.testing.assert_array_equal(merged.X, X[[0, 1, 4, 5]])
     np.testing.assert_array_equal(merged.y, [0, 1, 2, 0])
     np.testing.assert_array_equal(merged.weights, [2, 2, 1, 1])
     np.testing.assert_array_equal(merged.place, [0, 1, 0, 1, 2, 3])
+    np.testing.assert_array_equal(merged.first, [0, 1, 4, 5])
     np.testing.assert_array_equal(merge_equal_rows(X, y, np.arange(1.0, 7.0)).weights, [4, 6, 5, 6])
+
+
+def test_equal_rows_with_contradicting_labels_are_left_out_in_parts():
+    cells, codes, counts = np.array([[0.0], [0.0], [1.0]]), np.array([0, 1, 1]), np.array([25, 3, 2])
+    X, y = np.repeat(cells, counts, axis=0), np.repeat(codes, counts)
+    merged, weighted = merge_equal_rows(X, y, None), merge_equal_rows(cells, codes, counts.astype(float))
+    np.testing.assert_allclose(merged.weights, [2.5] * 10 + [1.0] * 5)
+    np.testing.assert_array_equal(merged.y, [0] * 10 + [1] * 5)
+    np.testing.assert_array_equal(np.unique(merged.place), [0, 10, 13])
+    np.testing.assert_array_equal(X[merged.first], merged.X)
+    for one, two in zip(merged[:3], weighted[:3], strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_copies_that_contradict_nothing_are_left_out_together_unless_rows_are_few():
+    X, y = vectors(40), labels(40)
+    assert merge_equal_rows(np.repeat(X, 4, axis=0), np.repeat(y, 4), None).weights.tolist() == [4.0] * 40
+    assert merge_equal_rows(X, y, np.full(40, 900.0)).weights.tolist() == [900.0] * 40, "weights alone are no copies"
+    assert merge_equal_rows(np.repeat(X, 5, axis=0), np.repeat(y, 5), None).weights.tolist() == [1.0] * 200
+
+
+def test_parts_are_no_more_rows_than_there_were_or_a_few_thousand():
+    cells = np.repeat(np.arange(1000.0)[:, None], 2, axis=0)
+    merged = merge_equal_rows(cells, np.tile([0, 1], 1000), np.full(2000, 50.0))
+    assert merged.place is None, "one part each"
+    merged = merge_equal_rows(cells[:600], np.tile([0, 1], 300), np.full(600, 50.0))
+    assert merged.weights.tolist() == [50 / 3] * 1800
 
 
 def test_rows_that_all_differ_are_left_as_they_are():

@@ -93,8 +93,8 @@ def test_weights_of_texts_are_copies_of_them():
     weighted = kme.MCEClassifier(Spectrum(p=2), objective="rcb", steps=0)
     weighted.fit(TEXTS, Y, sample_weight=1.0 + (np.arange(60) < 9))
     np.testing.assert_allclose(twice.decision_probabilities(TEXTS), weighted.decision_probabilities(TEXTS), atol=1e-5)
-    merged = merge_equal_rows(["a", "b", "a", "a"], np.array([0, 0, 0, 1]), None)
-    assert (merged.X, merged.weights.tolist()) == (["a", "b", "a"], [2, 1, 1])
+    merged = merge_equal_rows(["a", "b", "a", "c"], np.array([0, 0, 0, 1]), None)
+    assert (merged.X, merged.weights.tolist()) == (["a", "b", "c"], [2, 1, 1])
 
 
 def test_mistakes_are_told_the_way_out():

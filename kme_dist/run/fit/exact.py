@@ -84,7 +84,7 @@ def leave_one_out_on_worker(
     rows: RowsRef, kernel: Kernel, lam: float, variance: float, floor: float, seed: int, backend: str = "numpy"
 ) -> float:
     """Leave-one-out log loss of (a sample of) the rows at one λ; equal rows are left out together."""
-    X, y, w, _ = merge_equal_rows(*sampled(rows, LOO_ROWS, seed))
+    X, y, w, *_ = merge_equal_rows(*sampled(rows, LOO_ROWS, seed))
     with memory_errors(f"leave-one-out with {len(y)} rows", "set `refit_regularization` to false"):
         X = to_device(X, backend)
         return leave_one_out_loss(kernel, X, y, rows.n_classes, lam, rows.weight, variance, floor, weights=w)
@@ -103,7 +103,7 @@ def solution_and_left_out(
 
     Rows are solved in another order, in which those to be left out come last. Equal rows are left out together.
     """
-    given, X, y, w, index = w, *merge_equal_rows(X, y, w)
+    given, (X, y, w, index, _) = w, merge_equal_rows(X, y, w)
     order = np.random.default_rng([seed, 6]).permutation(len(y))
     order[:-LEFT_OUT_ROWS] = np.sort(order[:-LEFT_OUT_ROWS])
     few = order[-LEFT_OUT_ROWS:]
@@ -131,7 +131,8 @@ def shuffled_sample(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarra
     """Random rows of positive weight in random order, equal ones merged; weights have the mean 1 over all rows."""
     plan = rows.plan(size, seed)
     X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
-    X, y, w, _ = merge_equal_rows(X, y, None if w is None else w * (rows.positive / rows.weight))
+    X, y, w, *_ = merge_equal_rows(X, y, w)
+    w = None if w is None else w * (rows.positive / rows.weight)
     order = np.random.default_rng([seed, 3]).permutation(len(y))
     return select(X, order), y[order], None if w is None else w[order]
 
