@@ -310,7 +310,7 @@ class _Shape:
                 what = "true or false" if pa.types.is_boolean(wanted) else "a number"
                 if pa.types.is_integer(wanted):
                     what = "an integer"
-                hint = f"correct it, or {LEAVE_OUT}"
+                hint = f"correct it, or, before a fit, {LEAVE_OUT}"
                 return repr(name), f"{field[:60]!r} is not {what} like the rows before; {hint}."
         return None
 

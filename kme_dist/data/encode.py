@@ -46,7 +46,8 @@ class Encoder:
     """Converts blocks to rows. Its only growing state are the classes found so far, in order of first occurrence.
 
     `unseen` is the rule for a category that the schema does not have: "error", or "zeros": it is none of the known
-    categories (all zeros; -1 if ordinal), and counted in `self.unseen`, by column, with the first of them.
+    categories (all zeros; -1 if ordinal), and counted in `self.unseen`, by column, with the first of them. So are
+    values that are missing in columns without a feature NAME:missing, as "NAME:missing".
     """
 
     def __init__(
@@ -197,6 +198,8 @@ class Encoder:
         if strange.any():
             self._note_unseen(block, column, texts, strange)
         filled = self.schema.missing == "fill"
+        if filled:
+            self._note_filled(column, missing)
         if column.kind == "ordinal":
             out: np.ndarray = indices.astype(dtype)[:, None]
             if missing.any() and dtype.kind == "f" and not filled:
@@ -284,6 +287,12 @@ class Encoder:
         count, first = self.unseen.get(column.name, (0, value))
         self.unseen[column.name] = (count + int(strange.sum()), first)
 
+    def _note_filled(self, column: Column, missing: np.ndarray) -> None:
+        """Of new rows: values that are missing where no row of the fit had to do without."""
+        if missing.any() and not (self.refuse_unseen or column.indicator):
+            name = f"{column.name}:missing"
+            self.unseen[name] = (self.unseen.get(name, (0, ""))[0] + int(missing.sum()), "")
+
     def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Missing and infinite values, by the policy. Marks rows to drop in `keep`."""
         infinite = np.isinf(X)
@@ -302,6 +311,10 @@ class Encoder:
             row, j = (int(v) for v in np.argwhere(missing)[0])
             hint = "correct it, or set `missing` to indicator, drop, mean, median or a number"
             raise MissingValueError(str(self._bad(block, row, j, f"the value is missing; {hint}")))
+        features = np.cumsum([0, *(len(column.outputs) for column in self.schema.columns)])
+        for column, first in zip(self.schema.columns, features.tolist(), strict=False):
+            if column.kind in ("number", "date"):
+                self._note_filled(column, missing[:, first])
         return np.where(missing, self._fills.astype(X.dtype), X)
 
     def _bad(self, block: Block, row: int, column: int | str, what: str) -> DataError:

@@ -21,7 +21,7 @@ from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.survey import plan_schema
 from kme_dist.errors import DataError
 
-Unseen = dict[str, tuple[int, str]]  # the number of unknown categories and the first one, by column
+Unseen = dict[str, tuple[int, str]]  # how many unknown categories, and the first, by column; missing values likewise
 
 
 def is_table(X: Any) -> bool:
@@ -129,9 +129,16 @@ def without_column(X: Any, name: str) -> tuple[Any, Any]:
 
 
 def unseen_words(unseen: Unseen) -> str:
-    """One line on categories that are not those of the training rows; empty without any."""
-    found = [
-        f"{count:,} row{'' if count == 1 else 's'} of column {name!r} (first: {first[:60]!r})"
-        for name, (count, first) in unseen.items()
+    """One line on categories and missing values that the training rows did not have; empty without any."""
+    found, filled = [], []
+    for name, (count, first) in unseen.items():
+        rows = f"{count:,} row{'' if count == 1 else 's'} of column"
+        if first or not name.endswith(":missing"):
+            found.append(f"{rows} {name!r} (first: {first[:60]!r})")
+        else:
+            filled.append(f"{rows} {name.removesuffix(':missing')!r}")
+    lines = [
+        f"unknown categories, encoded as none of the known ones: {', '.join(found)}" if found else "",
+        f"missing values, filled in with the mean or as no category: {', '.join(filled)}" if filled else "",
     ]
-    return f"unknown categories, encoded as none of the known ones: {', '.join(found)}" if found else ""
+    return "; ".join(filter(None, lines))

@@ -188,6 +188,8 @@ def _source_of(data: Any, columns: ModelColumns, id_column: str | None, unseen: 
             return open_dataset(place, cache_bytes=_CACHE_BYTES)
         if place.is_local and place.path.exists():
             return ParquetRows(str(place.path), columns, id_column, unseen)
+        if place.is_local:
+            raise DataError(f"{place}: the path does not exist.")
         raise DataError(f"{place} is neither a data set nor a Parquet, CSV or npy file.")
     if isinstance(data, Dataset):
         return open_dataset(data.place, verify=data.verify_reads, cache_bytes=_CACHE_BYTES)

@@ -119,8 +119,9 @@ def _read_state(place: Place) -> dict[str, Any] | None:
 
 def _not_predictions(place: Place, found: str) -> ConfigError:
     return ConfigError(
-        f"{place}: the path exists and does not hold predictions ({found}); it is not overwritten. Choose another path "
-        "or remove it."
+        f"{place}: the path exists and does not hold predictions ({found}). Predictions that can be read again are a "
+        "Zarr or Parquet folder written by `kme-dist predict`, not CSV. It is not overwritten: to write, choose "
+        "another path or remove it."
     )
 
 

@@ -28,6 +28,7 @@ from kme_dist.errors import DataError
 
 _NUMBERS = ("b", "i", "u", "f")
 _DATES = ("m", "M")
+_LARGEST_INTEGER = 2**53
 _LOOKED_AT = 1_000  # rows of a column of objects
 
 
@@ -175,15 +176,19 @@ def _is_float(text: str | bytes) -> bool:
 
 
 def check_columns(X: Any) -> None:
-    """Raise an error for dates and durations that names their column."""
+    """Raise an error for dates, durations and integers without a floating point number of their own, by column."""
     if hasattr(X, "columns") and hasattr(X, "dtypes"):
         for name, dtype in zip(X.columns, X.dtypes, strict=True):
             if getattr(dtype, "kind", "") in _DATES or str(dtype).lower().startswith(("date", "time", "period")):
                 _refuse_dates(repr(name), str(dtype), f"X[{name!r}]")
+            if getattr(dtype, "kind", "") in "iu" and not hasattr(X, "dask"):
+                _refuse_long_integers(X[[name]].to_numpy(), [name])
             if getattr(dtype, "kind", "") == "O" and not hasattr(X, "dask"):
                 _check_objects(X[[name]].to_numpy()[:_LOOKED_AT], [name])
     elif getattr(getattr(X, "dtype", None), "kind", "") in _DATES:
         _refuse_dates("0", str(X.dtype), "X")
+    elif isinstance(X, np.ndarray) and X.dtype.kind in "iu" and X.ndim == 2:
+        _refuse_long_integers(X, range(X.shape[1]))
     elif isinstance(X, np.ndarray) and X.dtype.kind == "O" and X.ndim == 2:
         _check_objects(X[:_LOOKED_AT], range(X.shape[1]))
     elif isinstance(X, list | tuple) and len(X) and isinstance(X[0], list | tuple):
@@ -195,6 +200,19 @@ def _check_objects(rows: Any, names: Sequence[Any]) -> None:
         for name, value in zip(names, row, strict=False):
             if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
                 _refuse_dates(repr(name), type(value).__name__, "")
+
+
+def _refuse_long_integers(rows: np.ndarray, names: Sequence[Any]) -> None:
+    """As floating point numbers, neighbours would be equal."""
+    if rows.dtype.kind not in "iu" or rows.dtype.itemsize < 8 or not rows.size:
+        return
+    for name, least, most in zip(names, rows.min(axis=0).tolist(), rows.max(axis=0).tolist(), strict=True):
+        if most > _LARGEST_INTEGER or least < -_LARGEST_INTEGER:
+            shown = most if most > _LARGEST_INTEGER else least
+            raise DataError(
+                f"column {name!r} has the integer {shown}, and beyond 2**53 integers cannot be told apart as floating "
+                "point numbers; subtract an offset, or drop the column if it is an identifier"
+            )
 
 
 def _refuse_dates(column: str, kind: str, where: str) -> None:

@@ -201,13 +201,17 @@ class EmbeddingClassifier(Classifier):
     def feature_importances_(self) -> np.ndarray:
         """The relevance of every feature, measured on a sample of the training rows: >= 0, of sum 1.
 
-        Computed at the first use, in seconds; see `feature_importances`. As everywhere in scikit-learn these are
-        shares: those of features that are all noise have the sum 1, too. `feature_importances(shares=False)` has the
-        losses.
+        In the order of `feature_names_in_`, also of a table whose columns were encoded as several. Computed at the
+        first use, in seconds; see `feature_importances`. As everywhere in scikit-learn these are shares: those of
+        features that are all noise have the sum 1, too. `feature_importances(shares=False)` has the losses.
         """
         self._check_fitted()
         if self._importances is None:
-            self._importances = self.feature_importances()
+            found = self.feature_importances(None if self.encoding_ is None else "columns")
+            if self.encoding_ is not None:  # a column without features, such as an empty one, has no relevance
+                own = dict(zip(self.feature_groups_, found.tolist(), strict=True))
+                found = np.array([own.get(str(name), 0.0) for name in self.feature_names_in_])
+            self._importances = found
         return self._importances
 
     def feature_importances(

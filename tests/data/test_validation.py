@@ -305,3 +305,14 @@ def test_the_only_class_is_shown_as_a_plain_value():
         kme.MCEClassifier().fit(X, np.zeros(len(X)))
     with pytest.raises(DataError, match=r"only one class \('a'\)"):
         kme.ParzenClassifier().fit(X, ["a"] * len(X))
+
+
+@pytest.mark.parametrize("largest", [2**53 + 1, -(2**53) - 1])
+def test_integers_without_a_number_of_their_own_are_refused_by_column(largest):
+    rows = np.array([[1, 2], [3, largest]])
+    with pytest.raises(DataError, match=rf"column 1 has the integer {largest}, and beyond 2\*\*53"):
+        check_columns(rows)
+    with pytest.raises(DataError, match="column 'b' has the integer"):
+        check_columns(pd.DataFrame(rows, columns=["a", "b"]))
+    check_columns(np.array([[2**53, -(2**53)]]))
+    check_columns(np.zeros((0, 2), np.int64))

@@ -96,7 +96,8 @@ def test_an_unknown_category_is_none_of_the_known_ones_and_is_counted():
     with pytest.warns(UserWarning, match=r"2 rows of column 'colour' \(first: 'mauve'\)"):
         found = model.predict_proba(new)
     known = frame.head(5).assign(colour=["red", None, None, None, "blue"])  # no colour was missing at the fit
-    np.testing.assert_array_equal(found, model.predict_proba(known))
+    with pytest.warns(UserWarning, match="missing values, .*: 3 rows of column 'colour'"):
+        np.testing.assert_array_equal(found, model.predict_proba(known))
     with pytest.raises(DataError, match="row 1, column 'colour': the category 'mauve' is unknown"):
         kme.predict(model, new, unseen="error")
 
@@ -106,7 +107,9 @@ def test_a_hole_in_a_column_without_holes_is_the_mean():
     model = WAYS["mce"]().fit(frame.assign(size=frame["size"].fillna(0.5)), y)
     assert "size:missing" not in model.encoded_feature_names_
     hole, mean = frame.head(1).assign(size=np.nan), frame["size"].fillna(0.5).mean()
-    np.testing.assert_allclose(model.predict_proba(hole), model.predict_proba(hole.assign(size=mean)))
+    with pytest.warns(UserWarning, match="filled in with the mean.*: 1 row of column 'size'"):
+        found = model.predict_proba(hole)
+    np.testing.assert_allclose(found, model.predict_proba(hole.assign(size=mean)))
 
 
 def test_holes_are_filled_as_in_the_data_set_of_the_fit(tmp_path):
@@ -114,7 +117,9 @@ def test_holes_are_filled_as_in_the_data_set_of_the_fit(tmp_path):
     numbers = frame[["size"]].assign(other=1.0 * np.arange(len(frame)), y=y)
     model = kme.MCEClassifier(steps=0).fit(kme.ingest(numbers, tmp_path / "d.zarr", label="y", missing="mean"))
     hole, mean = pd.DataFrame({"size": [np.nan], "other": [3.0]}), frame["size"].mean()
-    np.testing.assert_allclose(model.predict_proba(hole), model.predict_proba(hole.fillna(mean)))
+    with pytest.warns(UserWarning, match="filled in with the mean.*: 1 row of column 'size'"):
+        found = model.predict_proba(hole)
+    np.testing.assert_allclose(found, model.predict_proba(hole.fillna(mean)))
 
 
 def test_missing_columns_are_named_and_arrays_go_by_position():
@@ -164,6 +169,21 @@ def test_relevance_of_a_column_is_that_of_all_its_features():
     assert groups["colour"] == [0, 1, 2]
     shares = dict(zip(groups, model.feature_importances("columns"), strict=True))
     assert shares["colour"] + shares["size"] > 0.7
+    np.testing.assert_array_equal(model.feature_importances_, list(shares.values()), "one for each column of the table")
+    assert len(model.feature_importances_) == len(model.feature_names_in_) < model.feature_importances().size
+
+
+def test_values_missing_where_the_fit_had_none_are_told_by_column():
+    frame, y = table()
+    model, new = WAYS["mce"]().fit(frame, y), frame.head(5).copy()
+    new["colour"] = new["colour"].astype(object)
+    new.loc[[0, 1], "colour"], new.loc[2, "shop"], new.loc[3, "size"] = None, "west", np.nan
+    said = (
+        r"as none of the known ones: 1 row of column 'shop' \(first: 'west'\); "
+        r"missing values, filled in with the mean or as no category: 2 rows of column 'colour'$"
+    )
+    with pytest.warns(UserWarning, match=said):
+        model.predict(new)
 
 
 def test_free_text_is_refused_with_the_way_out():

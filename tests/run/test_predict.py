@@ -292,7 +292,7 @@ def test_mistakes_are_said_before_anything_is_written(model, data, tmp_path):
         kme.predict(model.path, rows(5)[:, :2], tmp_path / "out.zarr")
     with pytest.raises(DataError, match="no model found"):
         kme.predict(tmp_path / "nothing.zarr", data, tmp_path / "out.zarr")
-    with pytest.raises(DataError, match="neither a data set nor a Parquet"):
+    with pytest.raises(DataError, match="the path does not exist"):
         kme.predict(model.path, tmp_path / "nothing.zarr", tmp_path / "out.zarr")
     assert not (tmp_path / "out.zarr").exists()
     (tmp_path / "mine").mkdir()
