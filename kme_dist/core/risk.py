@@ -90,6 +90,16 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
     return Merged(select(X, first), y[first], np.repeat(groups.weights / parts, parts), place, first)
 
 
+def shared_by_copies(V: np.ndarray, weights: np.ndarray, place: np.ndarray, given: np.ndarray | None) -> np.ndarray:
+    """Rows of V, of merged rows, as those of the given rows: each has its share, by weight, of the sum over the parts.
+
+    The parts of equal rows have equal V, but only their sum is exact where the shift is small.
+    """
+    starts, group = np.unique(place, return_inverse=True)  # the parts of a group are neighbours
+    share = (1.0 if given is None else given) / np.add.reduceat(weights, starts)[group]
+    return np.asarray(np.add.reduceat(V, starts)[group] * share.astype(V.dtype)[:, None])
+
+
 @dataclass(frozen=True)
 class _Groups:
     """Equal rows with equal labels, in the order of their first row."""

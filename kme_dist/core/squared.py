@@ -35,7 +35,7 @@ from kme_dist.core.objective import (
     with_promotion,
 )
 from kme_dist.core.precision import TOLERANCE, Need, need_of_solve, refines
-from kme_dist.core.risk import column, flat, merge_equal_rows, per_row_shift, total_weight
+from kme_dist.core.risk import column, flat, merge_equal_rows, per_row_shift, shared_by_copies, total_weight
 from kme_dist.core.tuning import Tuned
 from kme_dist.errors import ConfigError, NumericalError
 
@@ -271,10 +271,7 @@ def solve_rows(
             residuals, chosen = V[-count:] / D[:, None], order[-count:]
             V, B = V[back], B[back]
             if place is not None and first is not None and w is not None:
-                starts, group = np.unique(place, return_inverse=True)  # the parts of a group are neighbours
-                V, B = np.add.reduceat(V, starts), np.add.reduceat(B, starts)
-                part = ((1.0 if given is None else given) / np.add.reduceat(w, starts)[group])[:, None]
-                V, B = V[group] * part, B[group] * part.astype(B.dtype)
+                V, B = (shared_by_copies(matrix, w, place, given) for matrix in (V, B))
                 chosen = first[chosen]
             return SolvedRows(V[:, :-1], B, residuals[:, :-1], chosen, str(half.dtype), V[:, -1], 1 - residuals[:, -1])
     raise NumericalError(

@@ -14,7 +14,7 @@ from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.objective import one_hot
 from kme_dist.core.precision import Need, decide, gram_norm
 from kme_dist.core.regularization import LOO_ROWS, leave_one_out_loss
-from kme_dist.core.risk import merge_equal_rows, positive_rows, total_weight
+from kme_dist.core.risk import merge_equal_rows, positive_rows, shared_by_copies, total_weight
 from kme_dist.core.tuning import raise_shift, tune
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import memory_errors
@@ -115,7 +115,7 @@ def solution_and_left_out(
     sorted_V = np.empty_like(V)
     sorted_V[order] = V
     if index is not None and w is not None:  # each copy has its share
-        sorted_V = sorted_V[index] * ((1.0 if given is None else given) / w[index])[:, None].astype(V.dtype)
+        sorted_V = shared_by_copies(sorted_V, w, index, given)
     without = LeftOut(to_host(found.left_out).astype(np.float64), y[few], None if w is None else w[few])
     return replace(found, weights=sorted_V, left_out=None), without
 
