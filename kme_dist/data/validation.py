@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -178,6 +179,9 @@ def _is_float(text: str | bytes) -> bool:
 def check_columns(X: Any) -> None:
     """Raise an error for dates, durations and integers without a floating point number of their own, by column."""
     if hasattr(X, "columns") and hasattr(X, "dtypes"):
+        name, count = Counter(X.columns).most_common(1)[0] if len(X.columns) else (None, 0)
+        if count > 1:
+            raise DataError(f"the column name {name!r} occurs {count} times; names must be unique")
         for name, dtype in zip(X.columns, X.dtypes, strict=True):
             if getattr(dtype, "kind", "") in _DATES or str(dtype).lower().startswith(("date", "time", "period")):
                 _refuse_dates(repr(name), str(dtype), f"X[{name!r}]")

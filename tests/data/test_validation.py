@@ -316,3 +316,8 @@ def test_integers_without_a_number_of_their_own_are_refused_by_column(largest):
         check_columns(pd.DataFrame(rows, columns=["a", "b"]))
     check_columns(np.array([[2**53, -(2**53)]]))
     check_columns(np.zeros((0, 2), np.int64))
+
+
+def test_column_names_that_repeat_are_refused():
+    with pytest.raises(DataError, match="the column name 'a' occurs 2 times"):
+        kme.MCEClassifier(steps=2).fit(pd.DataFrame(X[:, :2], columns=["a", "a"]), Y)
