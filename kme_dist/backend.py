@@ -27,8 +27,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
-from scipy.linalg import lapack
 
+from kme_dist import lapack
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.meter import metered
 
@@ -356,21 +356,16 @@ class Factor:
     def solve(self, B: Array) -> Array:
         """A⁻¹ B, by two triangular solves."""
         if isinstance(self.lower, np.ndarray):
-            (potrs,) = lapack.get_lapack_funcs(("potrs",), (self.lower,))
-            rhs = np.array(B, dtype=self.lower.dtype, order="F")
-            X, info = potrs(self.lower, rhs, lower=1, overwrite_b=1)
-            if info != 0:
-                raise NumericalError(f"LAPACK potrs: argument {-info} is invalid")
+            X = np.array(B, dtype=self.lower.dtype, order="F")
+            lapack.potrs(self.lower, X)
             return X
         return self.half_solve(self.half_solve(B), transposed=True)
 
     def half_solve(self, B: Array, transposed: bool = False) -> Array:
         """L⁻¹ B (or L⁻ᵀ B), by one triangular solve; |L⁻¹ b|² = bᵀ A⁻¹ b."""
         if isinstance(self.lower, np.ndarray):
-            (trtrs,) = lapack.get_lapack_funcs(("trtrs",), (self.lower,))
-            rhs = np.array(B, self.lower.dtype, order="F")
-            X, info = trtrs(self.lower, rhs, lower=1, trans=int(transposed), overwrite_b=1)
-            if info != 0:
+            X = np.array(B, self.lower.dtype, order="F")
+            if info := lapack.trtrs(self.lower, X, transposed):
                 raise NumericalError(f"LAPACK trtrs found a zero on the diagonal at {info}")
             return X
         if is_cupy(self.lower):
@@ -386,9 +381,8 @@ class Factor:
         """
         corner = self.lower[-count:, -count:]
         if isinstance(corner, np.ndarray):
-            (trtri,) = lapack.get_lapack_funcs(("trtri",), (corner,))
-            inverse, info = trtri(np.array(corner, order="F"), lower=1, overwrite_c=1)
-            if info != 0:
+            inverse = np.array(corner, order="F")
+            if info := lapack.trtri(inverse):
                 raise NumericalError(f"LAPACK trtri found a zero on the diagonal at {info}")
             return np.tril(inverse)
         return Factor(corner).half_solve(like(np.eye(count), self.lower))
@@ -396,12 +390,11 @@ class Factor:
     def inverse_diagonal(self) -> Array:
         """The diagonal of A⁻¹; overwrites the factor on the host, which is the cheapest way."""
         if isinstance(self.lower, np.ndarray):
-            (potri,) = lapack.get_lapack_funcs(("potri",), (self.lower,))
             with metered("factorise"):
-                inverse, info = potri(self.lower, lower=1, overwrite_c=1)
-            if info != 0:
+                info = lapack.potri(self.lower)
+            if info:
                 raise NumericalError(f"LAPACK potri failed with code {info}")
-            return np.diagonal(inverse).copy()
+            return np.diagonal(self.lower).copy()
         xp = namespace_of(self.lower)
         n = self.lower.shape[0]
         eye = like(np.eye(n), self.lower)
@@ -429,11 +422,9 @@ def cholesky(A: Array) -> Factor:
 
 def _lower_factor(A: Array) -> Array:
     if isinstance(A, np.ndarray):
-        (potrf,) = lapack.get_lapack_funcs(("potrf",), (A,))
-        in_place = A if A.flags.f_contiguous else np.asfortranarray(A)
-        L, info = potrf(in_place, lower=1, overwrite_a=1, clean=0)
+        L = A if A.flags.f_contiguous else np.asfortranarray(A)
         # LAPACK's test of each pivot misses a NaN in the last rows, so the diagonal is checked too.
-        if info != 0 or not np.isfinite(np.diagonal(L)).all():
+        if lapack.potrf(L) or not np.isfinite(np.diagonal(L)).all():
             raise _not_positive_definite(A.shape[0], A.dtype)
         return L
     xp = namespace_of(A)

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.linalg import blas
 
+from kme_dist import lapack
 from kme_dist.backend import Array, cholesky, empty_square, like, namespace_of
 from kme_dist.core.embedding import log_loss
 from kme_dist.core.risk import column
@@ -173,7 +173,8 @@ def _symmetric_product(A: Array, V: Array) -> Array:
     """A V from the lower triangle of A."""
     xp = namespace_of(A)
     if isinstance(A, np.ndarray):
-        (symm,) = blas.get_blas_funcs(("symm",), (A, V))
-        return symm(1.0, A if A.flags.f_contiguous else np.asfortranarray(A), V, lower=1)
+        found = np.empty(V.shape, order="F")
+        lapack.symm(A, V, found)
+        return found
     lower = xp.tril(A, k=-1)
     return (xp.tril(A) + lower.T) @ V

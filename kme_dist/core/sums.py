@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-from scipy.linalg import blas
 
+from kme_dist import lapack
 from kme_dist.backend import Array, astype, empty_square, like, namespace_of, precision, to_host
 from kme_dist.core.kernels.base import FeatureMap, Kernel, row_blocks, row_count, take, tiles_that_fit
 from kme_dist.core.objective import one_hot
@@ -336,8 +336,7 @@ class Accumulator:
             rows = X[few].astype(np.float64)
             Z = self._basis.wide.rows(rows, self._buffer(rows, len(rows), "_wide"))
             parts.append(Z @ self._Q)
-            # Z -= A Qᵀ in place; in Fortran order everything here is transposed
-            blas.dgemm(-1.0, self._Q.T, parts[-1].T, beta=1.0, c=Z.T, trans_a=1, overwrite_c=1)
+            lapack.subtract_product(parts[-1], self._Q, Z)  # in place
             rest[few] = Z
         return rest, np.concatenate(parts)
 
@@ -356,8 +355,7 @@ class Accumulator:
             if self._product is None:
                 self._product = np.zeros((Z.shape[1], Z.shape[1]), Z.dtype, order="F")
             product = self._product
-            (syrk,) = blas.get_blas_funcs(("syrk",), (product,))
-            syrk(1.0, Z.T, beta=0.0, c=product, trans=0, lower=1, overwrite_c=1)
+            lapack.syrk(Z, product)
             for left in range(0, len(product), _STRIPE):
                 stripe = (slice(left, None), slice(left, left + _STRIPE))
                 self._G[stripe] += product[stripe]
