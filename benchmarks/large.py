@@ -40,8 +40,8 @@ from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import Scaling
 from kme_dist.ops.cluster import open_executor
-from kme_dist.pipelines.scaling import PROCESS_BYTES
-from kme_dist.run.fit import SOLVERS, Size, falkon, fit_on_dataset
+from kme_dist.pipelines.scaling import fit_bytes
+from kme_dist.run.fit import Size, falkon, fit_on_dataset
 
 CONFIG = Path(__file__).parents[1] / "configs" / "covtype.yaml"
 
@@ -223,7 +223,7 @@ def iterations(folder, rows, count, before=2, after=2):
                 )  # fmt: skip
         peak = max(executor.client.run(_peak_gib).values())
     bare.append(bare_on_workers(rows, *shape))
-    planned = SOLVERS["falkon"].cost(Size(rows, data.n_classes, count, width=data.features)).memory + PROCESS_BYTES
+    planned = fit_bytes("falkon", Size(rows, data.n_classes, count, width=data.features))
     steps = np.concatenate([np.diff(found, axis=0) for found in marks])
     ratios = np.median(steps, axis=0) / np.mean(bare, axis=0)
     say(

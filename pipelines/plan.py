@@ -24,11 +24,11 @@ from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.ops.cluster import open_unchecked, worker_count
 from kme_dist.pipelines import recipes, scaling, tables
-from kme_dist.pipelines.scaling import MATRICES, PROCESS_BYTES, Scenario, batch_bytes
+from kme_dist.pipelines.scaling import MATRICES, Scenario, batch_bytes
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.learn import Batches, batch_gradient, kernel_batches
 from kme_dist.run.learners import KernelLearner, Learner, kernel_start
-from kme_dist.run.scaling_model import Machine
+from kme_dist.run.scaling_model import PROCESS_BYTES, Machine
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import Recipe

@@ -23,11 +23,10 @@ from kme_dist.run.fit import SOLVERS, Choice, Size, choose
 from kme_dist.run.learn import Batches, kernel_batches
 from kme_dist.run.learners import KernelLearner
 from kme_dist.run.machine import measured_machine
-from kme_dist.run.scaling_model import Estimate, Machine, Pass, Stage, estimate
+from kme_dist.run.scaling_model import PROCESS_BYTES, Estimate, Machine, Pass, Stage, estimate
 from kme_dist.run.spectral import SpectralWork
 from kme_dist.run.train import AUTO, Recipe
 
-PROCESS_BYTES = 260 << 20  # an idle worker with NumPy, SciPy, Zarr and Dask loaded
 # n x n matrices held at a time, by objective
 MATRICES = {"rcb": 1, "erm": 1, "validation": 2, "loo": 4, "calibrated": 4}
 PREDICTED_ROWS = 8_192  # of a prediction task, where the rows have no chunks
@@ -304,9 +303,13 @@ def _evaluating(stage: Stage, numbers: int) -> Stage:
 
 
 def _fit(chosen: Choice, size: Size) -> Stage:
-    solver = SOLVERS[chosen.solver]
-    held = PROCESS_BYTES + solver.cost(size).memory
-    return Stage("fit", size.rows, solver.passes(size), held, f"{chosen.solver}: {chosen.reason}")
+    held, passes = fit_bytes(chosen.solver, size), SOLVERS[chosen.solver].passes(size)
+    return Stage("fit", size.rows, passes, held, f"{chosen.solver}: {chosen.reason}")
+
+
+def fit_bytes(solver: str, size: Size) -> int:
+    """Peak memory of a fit on a worker."""
+    return PROCESS_BYTES + 2 * CACHE_BYTES + SOLVERS[solver].cost(size).memory
 
 
 def _predict(size: Size, chunk: int, features: Any) -> Stage:

@@ -21,8 +21,8 @@ from kme_dist.core.kernels.base import Kernel, row_blocks, row_count, take
 from kme_dist.errors import ConfigError
 
 CHOICES = ("rpcholesky", "leverage", "kmeans++", "uniform")
-_ROWS = 2_048  # of a tile
-_SCORE_RANK = 500  # pivots from which leverage scores are computed
+TILE_ROWS = 2_048  # of a tile
+SCORE_RANK = 500  # pivots from which leverage scores are computed
 _EXHAUSTED = {"float32": 1e-5, "float64": 1e-12}  # share of the trace that is rounding, not kernel
 
 
@@ -89,7 +89,7 @@ def rpcholesky(kernel: Kernel, X: Any, rank: int, seed: int, threads: int = 1) -
                 F[tile, new] = part
                 residual[tile] -= np.einsum("ij,ij->i", part, part, dtype=np.float64)
 
-            for _ in pool.map(extend, row_blocks(n, _ROWS)):
+            for _ in pool.map(extend, row_blocks(n, TILE_ROWS)):
                 pass  # raises the error of a tile
             residual[chosen] = 0.0
             np.maximum(residual, 0.0, out=residual)
@@ -149,13 +149,13 @@ def by_leverage(kernel: Kernel, X: Any, count: int, seed: int, threads: int = 1)
     n = row_count(X)
     if count >= n:
         return np.arange(n), np.ones(n)
-    _, F = rpcholesky(kernel, X, min(_SCORE_RANK, count), seed, threads)
+    _, F = rpcholesky(kernel, X, min(SCORE_RANK, count), seed, threads)
     rest = np.maximum(kernel.diag(X) - np.einsum("ij,ij->i", F, F), 0.0).astype(np.float64)
     shift = max(float(rest.mean()), 1e-6 * float(np.mean(kernel.diag(X))))
     H = np.asfortranarray(F.T @ F, dtype=np.float64)
     np.einsum("ii->i", H)[...] += shift
     half, scores = cholesky(H), rest / (rest + shift)
-    for part in row_blocks(n, _ROWS):
+    for part in row_blocks(n, TILE_ROWS):
         scores[part] += np.sum(half.half_solve(F[part].T.astype(np.float64)) ** 2, axis=0)
     rates = scores / scores.mean()
     # The largest log rate + Gumbel noise: a draw without replacement in proportion to the rates.
@@ -188,7 +188,7 @@ def unexplained(kernel: Kernel, X: Any, centres: Any) -> float:
     jitter = 1e-14 * len(K_cc) * float(np.trace(K_cc)) / len(K_cc)
     K_cc[np.diag_indices(len(K_cc))] += jitter
     factor, prepared, left = cholesky(K_cc), kernel.prepare(X), 0.0
-    for tile in row_blocks(row_count(X), _ROWS):
+    for tile in row_blocks(row_count(X), TILE_ROWS):
         half = factor.half_solve(kernel.evaluate(take(prepared, tile), C).T)
         left += float(np.sum(diagonal[tile], dtype=np.float64) - np.sum(half * half))
     return max(left, 0.0) / float(np.sum(diagonal, dtype=np.float64))

@@ -51,12 +51,12 @@ from kme_dist.run.predict import (
     run_chunks,
     store_chunk,
 )
+from kme_dist.run.scaling_model import PROCESS_BYTES
 from kme_dist.run.workers import executor_for
 
 FORMATS = ("zarr", "parquet", "csv")
 MODEL_CHANGES = ("refuse", "recompute")
 MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier", "CMERegressor")  # what batch inference can apply
-PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 
 
 @dataclass(frozen=True)

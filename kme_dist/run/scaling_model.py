@@ -25,6 +25,7 @@ from kme_dist.errors import ConfigError
 from kme_dist.run.executors import FAN_IN
 from kme_dist.run.streams import MOST_CALLS, TASKS_PER_S
 
+PROCESS_BYTES = 300 << 20  # of a worker with Python and all libraries, before any data
 TERMS = ("reading", "compute", "scheduler", "reduction", "driver")
 
 

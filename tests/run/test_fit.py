@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.ops.cluster import open_client
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
 from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
+from kme_dist.run.fit.centres import MOST_PIVOTS, centres_on_worker, choice_bytes
 from kme_dist.run.fit.choose import MANY_WORK, WORK
 from kme_dist.run.fit.panels import labels, make_panels, measured_spans
 from kme_dist.run.fit.pcg import GramSystem, Preconditioner
@@ -522,7 +524,7 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
     assert auto(60_000, room=3 * 10**8).centres < auto(60_000, room=10**9).centres < auto(60_000).centres
     assert auto(5_000, seconds=1.0).solver == "nystrom"
     assert auto(5_000, seconds=60.0).solver == "cholesky"
-    assert auto(700, room=2**20).centres == 12, "fewer than 100 where memory is too small for these"
+    assert auto(700, room=2**21).centres == 12, "fewer than 100 where memory is too small for these"
     with pytest.raises(errors.ConfigError, match="fit_seconds=0"):
         auto(5_000, seconds=0)
 
@@ -552,6 +554,19 @@ def test_a_fit_holds_no_more_than_its_cost_says(solver, fit):
     found = fit(solver, tile_rows=100)
     cost = SOLVERS[solver].cost(Size(480, columns=M, dtype="float64", tile_rows=100))
     assert found.bytes <= 1.5 * (cost.scratch or cost.memory)
+
+
+@pytest.mark.parametrize("count", [1_500, MOST_PIVOTS + 500])
+def test_choosing_centres_holds_no_more_than_its_cost_says(count):
+    width, dtype = 12, "float32"
+    X = np.random.default_rng(0).random((3 * count, width), dtype=dtype)
+    rows = RowsRef.of(ArrayRows(X, np.zeros(len(X), int), range(1)), dtype=dtype)
+    how = "rpcholesky" if count <= MOST_PIVOTS else "leverage"
+    tracemalloc.start()
+    centres_on_worker(rows, Gaussian(length_scale=np.full(width, 0.1)), count, how, len(X), 0, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.5 < peak / choice_bytes(Size(len(X), 1, count, width, dtype=dtype)) <= 1.0
 
 
 def test_centres_are_a_function_of_the_seed(data):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kme_dist.core.kernels.base import Kernel
-from kme_dist.core.pivots import by_leverage, choose_centres
+from kme_dist.core.pivots import SCORE_RANK, TILE_ROWS, by_leverage, choose_centres
 from kme_dist.core.sums import Centres
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.fit import equations
@@ -22,11 +23,33 @@ _SAMPLE = (5_000, 3)  # rows to choose centres from: at least the first, or the 
 
 
 def cost(size: Size) -> Cost:
-    return equations.cost(size)
+    found = equations.cost(size)
+    return replace(found, memory=max(found.memory, choice_bytes(size)))
+
+
+def choice_bytes(size: Size) -> int:
+    """Of the worker that chooses the centres: the sample, read, scaled and prepared, its factor, and tiles."""
+    few = size.basis <= MOST_PIVOTS
+    rank, item = (size.basis, 8) if few else (min(SCORE_RANK, size.basis), size.item)
+    return (
+        _sample_rows(size.rows, size.basis) * (rank + 4 * size.width) * item + 3 * TILE_ROWS * min(rank, SCORE_RANK) * 8
+    )
+
+
+def choice_pass(size: Size) -> Pass:
+    # Pivots are products of a matrix with vectors, which move twice as many numbers as a factorisation computes.
+    sample = _sample_rows(size.rows, size.basis)
+    rank = size.basis if size.basis <= MOST_PIVOTS else min(SCORE_RANK, size.basis)
+    values = float(sample) * rank
+    return Pass(1, sample * size.width * size.item, factor_flops=2.0 * values * rank, exps=values)
+
+
+def _sample_rows(rows: int, centres: int) -> int:
+    return min(rows, max(_SAMPLE[0], _SAMPLE[1] * centres))
 
 
 def passes(size: Size) -> tuple[Pass, ...]:
-    return equations.passes(size, sample=min(size.rows, max(_SAMPLE[0], _SAMPLE[1] * size.basis)))
+    return choice_pass(size), *equations.passes(size, kernel=True)
 
 
 def prepare(problem: Problem) -> Prepared:
@@ -59,7 +82,7 @@ def choose_points(problem: Problem) -> Chosen:
     rows, centres, how = problem.rows, problem.centres or CENTRES, problem.centre_choice
     if how == "auto":
         how = "rpcholesky" if centres <= MOST_PIVOTS else "leverage"
-    size = min(rows.count, max(_SAMPLE[0], _SAMPLE[1] * centres))
+    size = _sample_rows(rows.count, centres)
     call = (
         rows, problem.kernel, min(centres, rows.count), how, size, problem.seed, problem.executor.solo_threads,
     )  # fmt: skip

@@ -31,20 +31,17 @@ def cost(size: Size) -> Cost:
     return Cost(memory, scratch=TASKS * 4 * p * p, flops=float(size.rows) * p**2 + p**3 / 3)
 
 
-def passes(size: Size, sample: int = 0) -> tuple[Pass, ...]:
-    """Centres chosen from a sample (none for features), sums over all rows, values of λ, and the solve."""
+def passes(size: Size, kernel: bool = False) -> tuple[Pass, ...]:
+    """Sums over all rows, of the values of a kernel or of features, values of λ, and the solve."""
     n, p, row = size.rows, size.basis, size.width * size.item
     tasks = sum_tasks(n)
-    # Pivots are products of a matrix with vectors, which move twice as many numbers as a factorisation computes.
-    chosen = Pass(1, sample * row, factor_flops=2.0 * sample * p * p, exps=float(sample) * p)
     factor = p**3 / 3 + float(evaluated_rows(p)) * p**2
     return (
-        *((chosen,) if sample else ()),
         Pass(
             tasks,
             n * row,
-            2.0 * n * p * (size.columns + (0 if sample else size.width)),
-            sum_values=float(n) * p if sample else 0.0,
+            2.0 * n * p * (size.columns + (0 if kernel else size.width)),
+            sum_values=float(n) * p if kernel else 0.0,
             sum_flops=float(n) * p * p,
             driver_bytes=tasks * 4.0 * p * p,
             streamed=True,

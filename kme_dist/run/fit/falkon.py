@@ -40,7 +40,7 @@ from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.failpoints import passing
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
-from kme_dist.run.fit.centres import choose_points
+from kme_dist.run.fit.centres import choice_bytes, choice_pass, choose_points
 from kme_dist.run.fit.problem import (
     EXPONENTIAL,
     Cost,
@@ -68,11 +68,13 @@ _JITTER = {"float32": 3e-7, "float64": 1e-13}  # times p, on the diagonal of K i
 
 
 def cost(size: Size) -> Cost:
-    """A tile of rows, a few tiles of the factors and the columns of a step per task; all factors in the scratch."""
+    """The choice of centres, or a tile of rows, a few tiles of the factors and the columns of a step per task; all
+    factors in the scratch."""
     p, columns = size.basis, size.columns * len(_FRACTIONS)
     factors = 2 + len(_FRACTIONS)
+    step = TILE_ROWS * p * size.item + 6 * _TILE**2 * size.item + 6 * p * columns * 8 + p * size.width * 16
     return Cost(
-        memory=TILE_ROWS * p * size.item + 6 * _TILE**2 * size.item + 6 * p * columns * 8 + p * size.width * 16,
+        memory=max(step, choice_bytes(size)),
         scratch=factors * (p * p + p * _TILE) // 2 * size.item,
         flops=_TYPICAL_STEPS * float(size.rows) * p * (2 * size.width + 4 * columns + EXPONENTIAL)
         + (2 + len(_FRACTIONS)) * p**3 / 3,
@@ -80,11 +82,12 @@ def cost(size: Size) -> Cost:
 
 
 def passes(size: Size) -> tuple[Pass, ...]:
-    """The factors, column by column of their tiles, then one pass over the rows for each step and the right side."""
+    """The centres, the factors by columns of tiles, then one pass over the rows for each step and the right side."""
     n, p, columns = size.rows, size.basis, size.columns * len(_FRACTIONS)
     tiles, factors = -(-p // _TILE), 1 + len(_FRACTIONS)
     tasks = -(-n // task_rows(p, n))
     return (
+        choice_pass(size),
         Pass(factors * -(-tiles // 2), flops=factors * p**3 / 3 / tiles, repeats=tiles),
         Pass(tiles * (tiles + 1) // 2, flops=p**3 / 3, exps=0.5 * p * p),
         Pass(
