@@ -19,7 +19,6 @@ import importlib
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kme_dist import lapack
-from kme_dist.errors import ConfigError, NumericalError
+from kme_dist.errors import ConfigError, NumericalError, warn
 from kme_dist.meter import metered
 
 T = TypeVar("T")
@@ -335,7 +334,7 @@ def _module(cupy: ModuleType, name: str, options: tuple[str, ...]) -> Any:
     try:
         module.compile()
     except Exception as error:  # of the compiler, or a missing library: which ones depends on CuPy's version
-        warnings.warn(f"{name} does not compile here, so tiles are computed slower: {error}", stacklevel=2)
+        warn(f"{name} does not compile here, so tiles are computed slower: {error}")
         return None
     return module
 

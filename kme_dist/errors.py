@@ -19,7 +19,10 @@ Numbers in messages have the right noun: `counted(1, "row")` is "1 row", `counte
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Iterator
+from types import FrameType
 
 
 class KMEError(Exception):
@@ -82,6 +85,15 @@ class PrecisionWarning(UserWarning):
 
 class AssumptionWarning(UserWarning):
     """A table could be read in several ways; the message says which was chosen and the option that chooses another."""
+
+
+def warn(words: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that points at the line of the user, the nearest one that is not in this package."""
+    frame: FrameType | None = sys._getframe()
+    package, depth = f"{__name__.partition('.')[0]}.", 1
+    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(package):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(words, category, stacklevel=depth)
 
 
 @contextlib.contextmanager

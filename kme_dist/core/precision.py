@@ -20,7 +20,6 @@ missed by all 64.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ import numpy as np
 from kme_dist.backend import Array, astype, like, namespace_of, precision
 from kme_dist.core.kernels.base import Kernel, row_count
 from kme_dist.core.risk import column, total_weight
-from kme_dist.errors import PrecisionWarning
+from kme_dist.errors import PrecisionWarning, warn
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}
 ERROR_FACTOR = 10.0  # c
@@ -137,12 +136,11 @@ def decide(
 def warn_of_padding(n: float, lam: float, need: Need) -> None:
     """Warn that λ is too small for double precision, and say which λ was used instead."""
     least = lam + need.missing / n
-    warnings.warn(
+    warn(
         f"regularization {lam:.1e} is too small for double precision: n x regularization is {n * lam:.1e} for {n:g} "
         f"rows against a Gram matrix of norm {need.norm:.1e}, and digits are lost below {n * least:.1e}. The fit uses "
         f"regularization {least:.1e}; set it to at least that, or keep `refit_regularization=True`",
         PrecisionWarning,
-        stacklevel=2,
     )
 
 

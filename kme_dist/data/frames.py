@@ -128,6 +128,15 @@ def without_column(X: Any, name: str) -> tuple[Any, Any]:
     return (X.drop(columns=name) if hasattr(X, "isna") else X.drop(name)), np.asarray(X[name])
 
 
+def split_target(X: Any, y: Any) -> tuple[Any, Any]:
+    """X and y, where y may be the name of a column of the table X."""
+    if not isinstance(y, str) or not is_table(X):
+        return X, y
+    if y not in column_names(X):
+        raise DataError(f"y={y!r} is not a column of X; its columns: {', '.join(column_names(X)[:20])}")
+    return without_column(X, y)
+
+
 def unseen_words(unseen: Unseen) -> str:
     """One line on categories and missing values that the training rows did not have; empty without any."""
     found, filled = [], []

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import numpy as np
 
 from kme_dist.data.notation import Notation
 from kme_dist.data.readers import LEAVE_OUT, Kind, MatrixSource, Source, TableSource
-from kme_dist.errors import AssumptionWarning, ConfigError, DataError, counted
+from kme_dist.errors import AssumptionWarning, ConfigError, DataError, counted, warn
 
 Task = Literal["classification", "regression", "none"]
 MISSING = ("auto", "error", "drop", "mean", "median", "indicator")
@@ -291,7 +290,7 @@ def _codes_read_as_numbers(source: TableSource, schema: Schema) -> list[str]:
 def announce(lines: Sequence[str]) -> None:
     """Say how a source was read, as warnings, which the command line shows as notes."""
     for line in lines:
-        warnings.warn(line, AssumptionWarning, stacklevel=3)
+        warn(line, AssumptionWarning)
 
 
 OTHER_RULES = "`missing` is indicator by default; others are error, drop, mean, median or a number"

@@ -48,6 +48,7 @@ from kme_dist.core.spectral import (
 from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.frames import split_target
 from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
@@ -504,6 +505,11 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """R²; y may be the name of a column of X, as in `fit`."""
+        X, y = split_target(X, y)
+        return float(super().score(X, y, sample_weight))
 
     def predict(self, X: Any) -> np.ndarray:
         """The conditional mean."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -43,17 +42,17 @@ from kme_dist.data.frames import (
     for_new_rows,
     is_table,
     needs_encoding,
+    split_target,
     table_schema,
     unseen_words,
     with_names,
-    without_column,
 )
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling, check_magnitude
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
-from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
 from kme_dist.run.executors import Executor
 from kme_dist.run.workers import executor_for, job_count, local_workers
@@ -301,10 +300,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_not_path(X)
         if (objects := self._object_rows(X)) is not None:
             return self._fit_objects(objects, y)
-        if isinstance(y, str) and is_table(X):
-            if y not in column_names(X):
-                raise DataError(f"y={y!r} is not a column of X; its columns: {', '.join(column_names(X)[:20])}")
-            X, y = without_column(X, y)
+        X, y = split_target(X, y)
         encoding, names = None, None
         if needs_encoding(X):
             encoding, names = table_schema(X), column_names(X)
@@ -361,14 +357,11 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                     f"{type(self).__name__} was fitted to a table with the columns "
                     f"{', '.join(map(repr, self.feature_names_in_.tolist()[:12]))}; pass a table with these columns"
                 )
-            warnings.warn(
-                f"X does not have valid feature names, but {type(self).__name__} was fitted with feature names",
-                stacklevel=4,
-            )
+            warn(f"X does not have valid feature names, but {type(self).__name__} was fitted with feature names")
             X = with_names(X, [str(name) for name in self.feature_names_in_])
         rows, unseen = encode_table(X, encoding)
         if unseen:
-            warnings.warn(unseen_words(unseen), stacklevel=4)
+            warn(unseen_words(unseen))
         return check_array(rows, input_name="X", estimator=self, dtype=_NUMBERS)  # type: ignore[no-any-return]
 
     def _query_rows(self, X: Any) -> Any:

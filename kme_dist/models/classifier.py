@@ -27,6 +27,7 @@ from kme_dist.core.kernels.base import row_blocks, row_count
 from kme_dist.core.risk import checked_weights, positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.frames import split_target
 from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
@@ -99,6 +100,11 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities, columns in the order of `classes_`."""
         return self.probabilities(self._decide(X))
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Accuracy; y may be the name of a column of X, as in `fit`."""
+        X, y = split_target(X, y)
+        return float(super().score(X, y, sample_weight))
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """Logarithms of `predict_proba`; -inf only where a probability is exactly 0."""

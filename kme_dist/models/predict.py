@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from kme_dist.data.predictions import OutputLayout, join_as_csv
 from kme_dist.data.readers import Source, open_source
 from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, warn
 from kme_dist.failpoints import passing
 from kme_dist.models.base import Estimator, load, model_place
 from kme_dist.models.outputs import Asked, Outputs, Scorer, classes_of, not_finite, skipped_words
@@ -315,7 +314,7 @@ def _as_table(
         table = pa.concat_tables(tables.tables())
         for words in (unseen_words(tables.unseen), skipped_words(tables.skipped)):
             if words:
-                warnings.warn(words, stacklevel=3)
+                warn(words)
         return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
     _check_rows(fitted, data)
     rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
@@ -326,7 +325,7 @@ def _as_table(
     scorer = Scorer(fitted, dtype)
     table = scorer.table(X, wanted, *ids)
     if scorer.skipped:
-        warnings.warn(skipped_words(scorer.skipped), stacklevel=3)
+        warn(skipped_words(scorer.skipped))
     return table
 
 

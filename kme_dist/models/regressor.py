@@ -27,6 +27,7 @@ from kme_dist.core.kernels.base import row_blocks
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.frames import split_target
 from kme_dist.data.ingest import parse_bytes
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.account import Account
@@ -271,6 +272,11 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return self._shaped(self.target_.width * np.sqrt(np.mean(self.left_out_.residuals**2, axis=0)))
 
     # --- predicting ------------------------------------------------------------------------------
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """R²; y may be the name of a column of X, as in `fit`."""
+        X, y = split_target(X, y)
+        return float(super().score(X, y, sample_weight))
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """E[Y | x], far from all training rows their mean; with `return_std` also the deviation of Y around it."""

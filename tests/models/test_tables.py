@@ -142,8 +142,27 @@ def test_the_labels_may_be_a_column_of_the_table():
         model = WAYS["mce"]().fit(given, "kind")
         assert model.feature_names_in_.tolist() == frame.columns.tolist()
         np.testing.assert_array_equal(model.predict_proba(given), wanted)
-    with pytest.raises(DataError, match="y='kinds' is not a column of X"):
-        WAYS["mce"]().fit(whole, "kinds")
+        assert model.score(given, "kind") == model.score(frame, y)
+    for use in (WAYS["mce"]().fit, model.score):
+        with pytest.raises(DataError, match="y='kinds' is not a column of X"):
+            use(whole, "kinds")
+
+
+@pytest.mark.parametrize("way", [kme.CMERegressor, kme.ASKLRegressor])
+def test_the_targets_may_be_a_column_of_the_table(way):
+    frame, _ = table()
+    whole = frame.drop(columns="size").assign(price=np.linspace(0, 1, len(frame)))
+    model = way(random_state=0).fit(whole, "price")
+    assert model.score(whole, "price") == model.score(whole.drop(columns="price"), whole["price"])
+
+
+def test_warnings_point_at_the_line_of_the_user():
+    frame, y = table()
+    model = WAYS["mce"]().fit(frame, y)
+    for use in (model.predict, model.predict_proba, lambda rows: kme.predict(model, rows)):
+        with pytest.warns(UserWarning, match="purple") as found:
+            use(frame.assign(colour="purple"))
+        assert {warning.filename for warning in found} == {__file__}
 
 
 def test_numbers_without_holes_are_used_as_they_are():
