@@ -84,7 +84,7 @@ def run(folder):
     (X, y), (X_test, y_test) = data.read("train"), data.read("test")
     say(f"{len(y)} rows of covtype to learn from, {len(y_test)} to test on")
     began = time.perf_counter()
-    command = [sys.executable, "-m", "kme_dist", "run", str(CONFIG), "--out", "runs/covtype"]
+    command = [sys.executable, "-m", "kme_dist", "run", str(CONFIG)]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - began
     found = json.loads((Path(folder) / "runs" / "covtype" / "metrics.json").read_text())

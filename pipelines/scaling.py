@@ -174,6 +174,8 @@ def _learn_kernel(recipe: Recipe, data: RowSource, rows: int, batch_s: BatchSeco
         found.append(replace(work, tasks=recipe.batches_per_step, repeats=settings.steps // local, messages=True))
         held = max(held, batch_bytes(size, batches, objective))
     note = f"batches of {size} rows" if found else "no steps"
+    if found and recipe.dtype == "float32":
+        note += "; up to twice the seconds once λ is too small for float32"
     return Stage("learn", rows, tuple(found), PROCESS_BYTES + 2 * CACHE_BYTES + held, note)
 
 
@@ -317,6 +319,6 @@ def _predict(size: Size, chunk: int, features: Any) -> Stage:
     products = 2 * n * p * (d + m)
     exps = n * p if features is None else 0.0
     tasks = -(-size.rows // chunk)
-    work = Pass(tasks, n * d * size.item, products, exps=exps, row_values=n * (d + m), streamed=True)
+    work = Pass(tasks, n * d * size.item, products, exps=exps, row_values=n * (d + m), streamed=True, published=tasks)
     held = PROCESS_BYTES + 2 * size.item * p * (2 * d + m) + chunk * (40 * d + 32 * m)
     return Stage("predict", size.rows, (work,), held, f"chunks of {chunk} rows")

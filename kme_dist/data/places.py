@@ -233,12 +233,15 @@ class Place:
     def move(self, key: str, target: str) -> bool:
         """On a local disk: give an object another name, atomically; False if it does not exist."""
         with store_errors(self):
-            (self.path / target).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.replace(self.path / key, self.path / target)
-            except FileNotFoundError:
-                return False
-            return True
+            own, new = self.path / key, self.path / target
+            for attempt in range(2):
+                try:
+                    os.replace(own, new)
+                    return True
+                except FileNotFoundError:
+                    if attempt == 0:
+                        new.parent.mkdir(parents=True, exist_ok=True)
+            return False
 
     def delete_below(self, prefix: str) -> None:
         """Remove all objects in one folder of this place."""

@@ -90,12 +90,13 @@ class OutputLayout:
         return ["/".join([f.name, "c", str(chunk), *["0"] * len(f.row_shape)]) for f in self.fields]
 
     def files(self, chunk: int, attempt: str = "") -> list[Path]:
-        """The folder of an attempt that is not published, or the published files; on a local disk."""
-        keys = [self._unpublished(chunk, attempt)] if attempt else self.keys(chunk)
+        """The files of an attempt that is not published, or the published ones; on a local disk."""
+        keys = self._unpublished(chunk, attempt) if attempt else self.keys(chunk)
         return [self.place.path / key for key in keys]
 
-    def _unpublished(self, chunk: int, attempt: str) -> str:
-        return f"{PARTS}/{self.epoch}/{chunk:08d}-{attempt}"
+    def _unpublished(self, chunk: int, attempt: str) -> list[str]:
+        """Files side by side: a folder of its own would cost the driver more than their new names."""
+        return [f"{PARTS}/{self.epoch}/{chunk:08d}-{attempt}.{number}" for number in range(len(self.keys(chunk)))]
 
     def write(
         self, chunk: int, arrays: Mapping[str, Any], before: Receipt | None = None
@@ -127,7 +128,7 @@ class OutputLayout:
 
     def _write_object(self, chunk: int, attempt: str, number: int, parts: list[Any]) -> None:
         if attempt:
-            self.place.write(f"{self._unpublished(chunk, attempt)}/{number}", parts, sync=False)
+            self.place.write(self._unpublished(chunk, attempt)[number], parts, sync=False)
         else:
             write_final(self.place, self.keys(chunk)[number], parts, self.epoch, sync=False)
 
@@ -135,10 +136,8 @@ class OutputLayout:
         """Give the objects of a chunk the names that readers see. For the holder of the writer's lock."""
         if not attempt:
             return
-        folder = self._unpublished(chunk, attempt)
-        for number, key in enumerate(self.keys(chunk)):
-            self.place.move(f"{folder}/{number}", key)  # without an effect where it has been done before
-        self.place.delete_below(folder)
+        for own, key in zip(self._unpublished(chunk, attempt), self.keys(chunk), strict=True):
+            self.place.move(own, key)  # without an effect where it has been done before
 
     def read_array(self, chunk: int, field: Field, receipt: Receipt) -> np.ndarray:
         """The rows of a receipt in one array of its chunk, verified."""

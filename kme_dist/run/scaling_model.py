@@ -7,7 +7,7 @@
 A stage is a sequence of passes. A pass is a number of tasks that do not depend on each other, and then a reduction of
 their results by the tree of `kme_dist.run.executors`; it may be repeated. Its time is
 
-    max(reading + compute, scheduler, driver per task) + reduction + driver
+    max(reading + compute, scheduler, driver per task and chunk) + reduction + driver
 
 where reading and compute are divided by the workers (in whole turns), the scheduler spends a fixed time on each task,
 and what is done once is not divided by anything. The largest of the five terms is the bottleneck.
@@ -43,7 +43,8 @@ class Machine:
     row_value_s: float = 2e-8  # one number of a row that is predicted, or of its outputs: scaled, calibrated, stored
     scheduler_task_s: float = 1.3e-3  # of the scheduler's core, for one task
     driver_task_s: float = 0.5e-3
-    task_s: float = 1e-3  # of the worker's core, for one task
+    publish_s: float = 1e-3  # of the driver, which gives the files of a predicted chunk their names
+    task_s: float = 3e-3  # of the worker's core, for one task
     round_s: float = 2e-3  # a round of learning, beyond its batches
     message_s: float = 1e-3  # and for every batch in it
     reduce_bytes_per_s: float = 2e8  # results moved to another worker and added
@@ -77,6 +78,7 @@ class Pass:
     result_bytes: float = 0.0  # of one task, reduced by the tree
     driver_bytes: float = 0.0  # fetched by the driver from the scratch folder
     driver_s: float = 0.0  # done by the driver alone
+    published: int = 0  # chunks that the driver makes visible while the workers go on
     repeats: int = 1
     streamed: bool = False  # by `kme_dist.run.streams`, which makes several calls per task if they are short
     messages: bool = False  # sent straight to the workers: no tasks of the scheduler
@@ -163,6 +165,7 @@ def pass_terms(work: Pass, machine: Machine, workers: int) -> dict[str, float]:
     reading = share * work.read_bytes / machine.read_bytes_per_s
     tasks = scheduled_tasks(work, reading + share * computed)
     sent = machine.round_s + work.tasks * machine.message_s if work.messages else tasks * machine.driver_task_s
+    sent += work.published * machine.publish_s
     reduced = reduction_s(work.tasks, work.result_bytes, machine, workers) if work.result_bytes else 0.0
     return {
         "reading": reading,

@@ -74,6 +74,13 @@ def test_short_calls_of_a_stream_share_tasks():
     assert scheduled_tasks(replace(work, streamed=False), seconds=10.0) == 10_000
 
 
+def test_the_driver_becomes_the_bottleneck_of_predictions_when_workers_are_many():
+    work = Pass(10**6, compute_s=10**6 * 0.5, streamed=True, published=10**6)
+    found = [estimate(stage(work), replace(MACHINE, publish_s=1e-3), workers) for workers in (100, 10_000)]
+    assert [one.bottleneck for one in found] == ["compute", "driver"]
+    assert found[1].seconds == pytest.approx(1e3, rel=0.1), "the workers go on meanwhile"
+
+
 def test_time_falls_in_whole_turns():
     work = Pass(10, compute_s=10.0)
     ideal = replace(MACHINE, task_s=1e-12, scheduler_task_s=1e-12, driver_task_s=1e-12)

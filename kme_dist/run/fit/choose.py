@@ -70,9 +70,11 @@ def choose(
         raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"fit_seconds={seconds!r}: must be a positive number")
-    found = (
-        _affordable(size, centres, room, seconds, iterate) if solver == "auto" else Choice(solver, "requested", centres)
-    )
+    if solver == "auto":
+        found = _affordable(size, centres, room, seconds, iterate)
+    else:
+        default = CENTRES if solver in ("nystrom", "falkon") else None
+        found = Choice(solver, "requested", centres or default)
     n, size = size.rows, replace(size, basis=min(found.centres or CENTRES, size.rows))
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room:
