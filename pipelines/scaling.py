@@ -19,7 +19,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import CACHE_BYTES, RowSource
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import recipes
-from kme_dist.run.fit import SOLVERS, Choice, Size, choose
+from kme_dist.run.fit import SOLVERS, Choice, Room, Size, choose
 from kme_dist.run.learn import Batches, kernel_batches
 from kme_dist.run.learners import KernelLearner
 from kme_dist.run.machine import measured_machine
@@ -94,7 +94,7 @@ def stages(
         learn, features, dtype = _learn_network(model, data, rows), _network(model, data), model.dtype
         solver, centres, seconds = "features", None, None
     size, numeric = _size(data, rows, dtype), config.model.kind == recipes.REGRESSION
-    chosen = choose(solver, size, centres, features, room or 2**63, seconds, iterate=not numeric)
+    chosen = choose(solver, size, centres, features, Room.of_workers(room), seconds, iterate=not numeric)
     width = _width(features, data)
     size = replace(size, basis=width if features is not None else min(chosen.centres or rows, rows))
     fit = _fit(chosen, size) if config.model.kind != "askl" else Stage("fit", rows, (), PROCESS_BYTES, "none needed")

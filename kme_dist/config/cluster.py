@@ -83,5 +83,7 @@ class ClusterConfig(Section):
     )
     dashboard: bool = Field(default=True, description="whether a local cluster serves the Dask dashboard")
     patience_s: Positive = Field(
-        default=60.0, description="seconds after which a worker that does not respond is considered hung"
+        default=60.0,
+        description="seconds without progress, and ten times what such tasks took before, after which a worker is "
+        "considered hung",
     )

@@ -60,9 +60,10 @@ from kme_dist.run.conditional import (
     left_out,
     project,
 )
-from kme_dist.run.fit import SOLVERS, Size, choose
+from kme_dist.run.fit import SOLVERS, Room, Size, choose
 from kme_dist.run.maps import as_features
 from kme_dist.run.means import random_features
+from kme_dist.run.scratch import Scratch
 
 _SELECTION_ROWS = 1_200  # pairs used to choose kernel and λ
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
@@ -255,7 +256,7 @@ class ConditionalMeanEmbedding(Estimator):
         return kernel, lam
 
     def _choose_solver(self, pairs: Pairs, features: FeatureMap | None) -> tuple[str, str]:
-        room = int(0.6 * free_bytes("numpy") / max(1, self._executor().workers))
+        room = Room.of(self._executor(), Scratch())
         centres = self.centres or self.target_centres
         found = choose(self.solver, Size(pairs.count, dtype="float64", labelled=False), centres, features, room)
         if self.solver == "auto" and found.solver == "tiled" and not pairs.inputs.source.features:

@@ -96,8 +96,8 @@ class MCEClassifier(EmbeddingClassifier):
         with steps=0 it uses them as they are. A kernel of another form is learned from its own start.
     fit_seconds, memory : what the final solve may take under solver="auto", processor seconds of this machine and bytes
         (or "4GiB") of one worker. Exact if it fits, else as many centres as do. None: an amount of work that does not
-        depend on the machine (all rows up to 32,000, 16,000 centres for 100,000 rows), and the share of the free
-        memory.
+        depend on the machine (all rows up to 32,000, 16,000 centres for 100,000 rows), and 60 % of the free memory, or
+        of the memory limit of a worker.
     client, n_jobs : a dask.distributed.Client, or a number of worker processes of this machine that `fit` opens and
         closes (None: this process with a thread for each core, or for OMP_NUM_THREADS of them; 1: one thread; -1: a
         process for each core). The same bits in any case; pays from minutes on.

@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import Factor, blas_threads, cholesky, free_bytes
+from kme_dist.backend import Factor, blas_threads, cholesky
 from kme_dist.core import optim
 from kme_dist.core.conditional import (
     ConditionalEmbedding,
@@ -74,7 +74,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.errors import ConfigError, DataError, NumericalError
 from kme_dist.run.executors import Executor
-from kme_dist.run.fit import Problem
+from kme_dist.run.fit import Problem, Room
 from kme_dist.run.fit.panels import Panels, make_panels
 from kme_dist.run.fit.pcg import GramSystem, Preconditioner, default_rank
 from kme_dist.run.fit.tiled import Tiles, apply_inverse, factorise
@@ -406,9 +406,9 @@ class Inverse:
 
     @property
     def _problem(self) -> Problem:
-        room = int(0.6 * free_bytes("numpy") / max(1, self.executor.workers))
         rows, scratch = self._stored
-        return Problem(rows, self.kernel, self.executor, scratch, room, seed=self.seed, tolerance=self.tolerance)
+        room = Room.of(self.executor, scratch)
+        return Problem(rows, self.kernel, self.executor, scratch, room.task, seed=self.seed, tolerance=self.tolerance)
 
     @functools.cached_property
     def _stored(self) -> tuple[RowsRef, Scratch]:

@@ -32,11 +32,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures as local
 from typing import Any, Generic, Protocol, TypeVar
 
-from kme_dist.backend import blas_threads
+from kme_dist.backend import blas_threads, free_bytes
 from kme_dist.errors import RetryError
 from kme_dist.failpoints import passing
 from kme_dist.meter import metered, observed
-from kme_dist.run.gathering import fetch, gather
+from kme_dist.run.gathering import Stalled, fetch, gather_from_live
 from kme_dist.run.lanes import Lanes, aligned
 from kme_dist.run.streams import Calls, Done, Stream, shorten_logs, trim_notes
 
@@ -48,6 +48,7 @@ _COUNT_EVERY_S = 5.0
 _QUICK_S = 0.25  # rounds shorter than this bypass the scheduler, whose 10 to 20 ms would be a tenth of them
 _SHOWN_EVERY_S = 1.0  # and still use it about this often, to show on the dashboard
 _TRIM_EVERY = 500  # rounds of plain tasks
+USABLE = 0.6  # of the memory of a worker: the rest is for the process, rows and copies
 FAN_IN = 4  # results that a task of a reduction combines: a power of 2, so that the tree is the same as in pairs
 GPU = "GPU"  # the resource of workers with a device: `dask worker --resources GPU=1`
 # Calls whose results become the last argument of each call: function, calls, calls of the next round, name.
@@ -75,6 +76,8 @@ class Executor(Protocol):
     def workers(self) -> int: ...
     @property
     def solo_threads(self) -> int: ...
+    @property
+    def memory(self) -> tuple[int, int]: ...
     @property
     def has_readers(self) -> bool: ...
     def map(
@@ -109,6 +112,7 @@ class Executor(Protocol):
     def stream(
         self, function: Function[T], calls: Calls, *, name: str, ahead: int | None = None
     ) -> Iterator[tuple[int, T | Exception]]: ...
+    def failure(self, what: str, error: Exception) -> Exception: ...
 
 
 def tree_combine(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
@@ -131,6 +135,12 @@ class SerialExecutor:
 
     def __init__(self, threads: int = 1) -> None:
         self.workers = self.solo_threads = max(1, threads)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes for each of as many calls as run at the same time, and for a call that runs by itself."""
+        found = int(USABLE * free_bytes("numpy"))
+        return found // self.workers, found
 
     def map(
         self,
@@ -188,6 +198,10 @@ class SerialExecutor:
                 for future in local.wait(in_flight, return_when=local.FIRST_COMPLETED).done:
                     yield in_flight.pop(future), future.result()
 
+    def failure(self, what: str, error: Exception) -> Exception:
+        """What to raise for the error of a call of a stream."""
+        return error
+
 
 class DaskExecutor:
     """The workers of a `distributed.Client`.
@@ -195,8 +209,8 @@ class DaskExecutor:
     Parameters
     ----------
     client : distributed.Client
-    patience_s : a round that takes longer than this, and ten times longer than any before it, has a hung worker (for
-        the first round, ten times this)
+    patience_s : a worker that holds the same tasks for longer than this, and ten times longer than earlier tasks of
+        their name took, is hung (before any task of that name has finished, ten times this)
     attempts : how often a round is tried before giving up
     direct : fetch results from the workers instead of through the scheduler: faster, if they can be reached
     solo_threads : threads that a call may use when it is the only one: more than one if the workers have the machine
@@ -210,7 +224,7 @@ class DaskExecutor:
         self.patience_s, self.attempts = patience_s, attempts
         self.retried = 0  # calls that had to be repeated
         self._run, self._round = uuid.uuid4().hex[:8], 0
-        self._slowest: float | None = None
+        self._slowest: dict[str, float] = {}  # seconds of a task, by name
         self._suspects: set[str] = set()
         self._kinds, self._count_again = (1, 0), 0.0  # workers without and with a GPU
         self._lanes = Lanes(client)
@@ -222,6 +236,15 @@ class DaskExecutor:
     def workers(self) -> int:
         """Number of workers, at most a few seconds old."""
         return max(1, sum(self._counts()))
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes for each of the tasks that run on a worker at the same time, and for a task that runs there by itself:
+        of the smallest worker, by the limits that the workers were started with."""
+        workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        limits = [(w["memory_limit"] // max(1, w["nthreads"]), w["memory_limit"]) for w in workers if w["memory_limit"]]
+        task, alone = (min(found, default=2**63) for found in (*zip(*limits, strict=True),) or ((), ()))
+        return int(USABLE * task), int(USABLE * alone)
 
     @property
     def gpus(self) -> int:
@@ -309,7 +332,7 @@ class DaskExecutor:
             futures = self._submit_all(function, [calls[i] for i in chosen], name, {**where, **resources}, fed)
             return dict(zip(wanted, futures, strict=True))
 
-        started = self._submitted(submit, len(indices))
+        started = self._submitted(submit, len(indices), name)
         return started.then(lambda found: {index: found[i] for i, index in enumerate(indices)})
 
     def _inputs(self, feed: Feed, indices: list[int]) -> list[Any]:
@@ -345,7 +368,7 @@ class DaskExecutor:
                 futures = self._submit_all(function, list(calls), name, where)
             return {0: self._submit_tree(combine, futures, name, where)}
 
-        result: T = aligned(self._submitted(submit, 1).results()[0])
+        result: T = aligned(self._submitted(submit, 1, name, len(calls)).results()[0])
         return result
 
     def _submit_tree(self, combine: Callable[[T, T], T], futures: list[Any], name: str, where: dict[str, Any]) -> Any:
@@ -391,8 +414,8 @@ class DaskExecutor:
 
     # --- one round, until complete -------------------------------------------------------------------
 
-    def _submitted(self, submit: Submit, count: int) -> Started[dict[int, Any]]:
-        """Submit; results are collected later."""
+    def _submitted(self, submit: Submit, count: int, name: str, tasks: int | None = None) -> Started[dict[int, Any]]:
+        """Submit; results are collected later. `tasks` are made for them, by default one for each."""
         futures: dict[int, Any] = {}
         with contextlib.suppress(*_cluster_errors()):  # submitted again when collected
             self._begin_round()
@@ -402,7 +425,7 @@ class DaskExecutor:
             for future in futures.values():
                 future.release()
 
-        return Started(lambda: self._collect(submit, count, futures), release)
+        return Started(lambda: self._collect(submit, count, futures, name, tasks or count), release)
 
     def _begin_round(self) -> None:
         """A number for the tasks that are submitted together; now and then what Dask notes of them is dropped."""
@@ -412,8 +435,8 @@ class DaskExecutor:
             shorten_logs([self.client.scheduler_comm])
         self._round += 1
 
-    def _collect(self, submit: Submit, count: int, futures: dict[int, Any]) -> dict[int, Any]:
-        """Wait for `futures` with a deadline, and resubmit what is missing."""
+    def _collect(self, submit: Submit, count: int, futures: dict[int, Any], name: str, tasks: int) -> dict[int, Any]:
+        """Wait for `futures` as long as their workers get on, and resubmit what is missing."""
         cluster_errors = _cluster_errors()
         found: dict[int, Any] = {}
         last: BaseException | None = None
@@ -422,7 +445,8 @@ class DaskExecutor:
             try:
                 futures = futures or submit([i for i in range(count) if i not in found], self._away_from_suspects())
                 waiting = list(futures.values())
-                values = self.client.sync(gather, self.client, waiting, self._direct, callback_timeout=self._deadline)
+                limit = self.limit(self._slowest.get(name))
+                values = self.client.sync(gather_from_live, self.client, waiting, self._direct, self._run, limit)
                 found |= dict(zip(futures, values, strict=True))
             except cluster_errors as error:
                 last = error
@@ -430,17 +454,24 @@ class DaskExecutor:
                 self.check_alive(error)
                 found |= self._finished(futures)
                 self.retried += count - len(found)
-                if isinstance(error, TimeoutError):
-                    self.replace_hung()
+                if isinstance(error, Stalled):
+                    self.replace_hung(error.workers)
             finally:
                 for future in futures.values():
                     future.release()
                 futures = {}
             if len(found) == count:
-                if attempt == 0:
-                    self._slowest = max(self._slowest or 0.0, time.monotonic() - began)
+                if attempt == 0:  # a worker makes several tasks, one after the other
+                    task_s = (time.monotonic() - began) / max(1, -(-tasks // self.workers))
+                    self._slowest[name] = max(self._slowest.get(name, 0.0), task_s)
                 return found
         raise self.gave_up(f"a round of {count} tasks", last) from last
+
+    def failure(self, what: str, error: Exception) -> Exception:
+        """What to raise for the error of a call of a stream: one that killed its workers may not do so again."""
+        from distributed import KilledWorker
+
+        return self.gave_up(what, error) if isinstance(error, KilledWorker) else error
 
     def gave_up(self, what: str, last: BaseException | None = None) -> RetryError:
         from distributed import KilledWorker
@@ -458,12 +489,8 @@ class DaskExecutor:
             f"attempts (workers now: {self.workers}); check its logs, then run the same command again"
         )
 
-    @property
-    def _deadline(self) -> float:
-        return self.limit(self._slowest)
-
     def limit(self, slowest: float | None) -> float:
-        """Seconds after which a call or a round has a hung worker."""
+        """Seconds without progress after which a worker is hung."""
         return 10 * self.patience_s if slowest is None else max(self.patience_s, 10 * slowest)
 
     def _label(self, index: int) -> str:
@@ -522,17 +549,18 @@ class DaskExecutor:
         # Only a preference: a task bound to a worker that dies would wait forever.
         return {"workers": good, "allow_other_workers": True} if self._suspects and good else {}
 
-    def replace_hung(self) -> None:
-        """Restart the workers that still hold a task of ours, if they have a nanny; avoid them in any case."""
-        holding = [
-            worker
-            for worker, keys in self.client.processing().items()
-            if any(self._run in str(key) for key in keys) and worker not in self._suspects
-        ]
-        self._suspects |= set(holding)
-        if holding:
+    def replace_hung(self, workers: Iterable[str]) -> None:
+        """Restart these workers, if they have a nanny; avoid them in any case."""
+        fresh = [worker for worker in workers if worker not in self._suspects]
+        self._suspects |= set(fresh)
+        if fresh:
             with contextlib.suppress(OSError, ValueError, RuntimeError, TimeoutError):  # no nanny: only avoid it
-                self.client.restart_workers(holding, timeout=30, raise_for_error=False)
+                self.client.restart_workers(fresh, timeout=30, raise_for_error=False)
+
+    def holding(self, keys: Iterable[str]) -> list[str]:
+        """The workers that hold one of these tasks."""
+        wanted = set(keys)
+        return [worker for worker, held in self.client.processing().items() if wanted & set(map(str, held))]
 
     def check_alive(self, error: BaseException) -> None:
         if self.client.status != "running" or self.client.scheduler is None:

@@ -1,6 +1,7 @@
 """Results of tasks, fetched from the workers that hold them, without waiting for workers that are gone.
 
     await gather(client, futures, direct)       # results in the order of the futures, when all tasks are done
+    await gather_from_live(client, futures, direct, ours, limit_s)     # the same, unless a worker is stalled
     await fetch(client, futures, direct)        # {future: result} of finished tasks: of those that can be had now
 
 If a worker dies while its result is fetched, Dask's own `client.gather` keeps connecting to its address, for minutes
@@ -15,6 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+_LOOK_EVERY_S = 10.0  # how often the tasks of the workers are looked at while a round lasts
 _CHECK_EVERY_S = 1.0  # how often the scheduler is asked during a fetch; most fetches take milliseconds
 _PAUSE_S = 0.05
 _FETCHES = 20  # in vain, of a result that the scheduler believes to be there
@@ -35,6 +37,45 @@ async def gather(client: Any, futures: Sequence[Any], direct: bool) -> list[Any]
             return [found[future] for future in futures]
         await asyncio.sleep(_PAUSE_S)
     raise OSError(f"results of {len(futures) - len(found)} finished tasks cannot be fetched from their workers")
+
+
+class Stalled(TimeoutError):
+    """Workers that hold the same tasks of ours for too long; none if no worker takes them."""
+
+    def __init__(self, workers: Sequence[str], seconds: float) -> None:
+        super().__init__(f"no progress in {seconds:.0f} s on {', '.join(workers) or 'any worker'}")
+        self.workers = tuple(workers)
+
+
+async def gather_from_live(client: Any, futures: Sequence[Any], direct: bool, ours: str, limit_s: float) -> list[Any]:
+    """As `gather`; Stalled if a worker holds the same tasks, of those with `ours` in their keys, for `limit_s`.
+
+    A round as a whole may take as long as it needs: how long depends on the number of tasks.
+    """
+    gathered = asyncio.ensure_future(gather(client, futures, direct))
+    held, since = dict[str, frozenset[str]](), dict[str, float]()
+    waited, clock = 0, asyncio.get_running_loop().time
+    began = clock()
+    try:
+        while not (await asyncio.wait({gathered}, timeout=min(limit_s / 4, _LOOK_EVERY_S)))[0]:
+            now, before = clock(), held
+            processing = (await client.scheduler.processing(workers=None)).items()
+            held = {worker: mine for worker, keys in processing if (mine := _ours(keys, ours))}
+            since = {worker: since[worker] if held[worker] == before.get(worker) else now for worker in held}
+            finished = sum(future.done() for future in futures)
+            if held or finished != waited:
+                began, waited = now, finished
+            if late := [worker for worker, first in since.items() if now - first > limit_s]:
+                raise Stalled(late, limit_s)
+            if now - began > limit_s:
+                raise Stalled((), limit_s)
+        return gathered.result()
+    finally:
+        gathered.cancel()
+
+
+def _ours(keys: Sequence[Any], ours: str) -> frozenset[str]:
+    return frozenset(str(key) for key in keys if ours in str(key))
 
 
 async def fetch(client: Any, futures: Sequence[Any], direct: bool) -> dict[Any, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from kme_dist.backend import blas_threads, free_bytes, to_host
+from kme_dist.backend import blas_threads, to_host
 from kme_dist.core import optim
 from kme_dist.core.embedding import Embedding
 from kme_dist.core.intervals import LeftOut, Near
@@ -46,7 +46,7 @@ from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.conditional import Inverse, Pairs, padded_factor, sampled_columns
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Problem, Size, choose, falkon
-from kme_dist.run.fit.problem import CENTRES, silent
+from kme_dist.run.fit.problem import CENTRES, Room, silent
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import (
     STEP_TOLERANCE,
@@ -337,7 +337,8 @@ def fit_regression(
     began, report = time.perf_counter(), report or silent
     rows = numeric_rows(source, recipe, split)
     target, n = target_of(rows, executor), rows.positive
-    room = recipe.memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
+    exchanged = Scratch.at(scratch)
+    room = Room.of(executor, exchanged, recipe.memory)
     size = Size(n, len(target.mean), width=max(1, source.features), dtype=rows.dtype)
     chosen = choose(recipe.solver, size, recipe.centres, None, room, recipe.fit_seconds, iterate=False)
     if chosen.solver not in SOLVERS:
@@ -348,7 +349,7 @@ def fit_regression(
     if chosen.solver == "nystrom" and centres < n:
         fit = common.on_centres(centres)
     elif chosen.solver == "falkon" and centres < n >= _LEAST_HELD_FROM:
-        fit = common.on_many_centres(centres, room, Scratch.at(scratch), report)
+        fit = common.on_many_centres(centres, room.task, exchanged, report)
     elif chosen.solver in ("tiled", "pcg"):
         fit = common.out_of_core(chosen.solver)
     else:

@@ -11,6 +11,7 @@ partial array. If all tasks run in this process, the arrays are in a dictionary.
 from __future__ import annotations
 
 import io
+import shutil
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,15 @@ class Scratch:
         if self._place is None:
             return sum(array.nbytes for array in self._held.values())
         return sum(self._place.sizes().values()) if not self._place.is_local or self._place.path.exists() else 0
+
+    def free_bytes(self) -> int:
+        """Space in the folder; without a limit in an object store."""
+        if self._place is None or not self._place.is_local:
+            return 2**63
+        folder = self._place.path.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
 
     def clear(self) -> None:
         if self._place is None:

@@ -16,10 +16,16 @@ from threadpoolctl import threadpool_info
 from kme_dist.backend import available_cores, thread_count
 from kme_dist.errors import DataError, RetryError
 from kme_dist.run.executors import FAN_IN, DaskExecutor, SerialExecutor, aligned, tree_combine
+from kme_dist.run.fit.additive import ordered
 
 
 def square(x):
     return x * x
+
+
+def nap(seconds, x):
+    time.sleep(seconds)
+    return x
 
 
 def process_and_square(x):
@@ -214,6 +220,26 @@ def test_a_worker_that_hangs_is_noticed_and_its_call_made_elsewhere(client, tmp_
     assert found[0] in client.run(os.getpid).values(), "a worker that is well answered"
 
 
+@pytest.mark.chaos(17, 19)
+def test_a_round_of_many_tasks_may_take_longer_than_a_worker_may_be_silent(client):
+    client.wait_for_workers(2, timeout=30)
+    executor = DaskExecutor(client, patience_s=1.0, attempts=1)
+    pids = client.run(os.getpid)
+    for wanted in (executor.map, lambda *of, **named: executor.map_reduce(*of, max, **named)):
+        executor.map(nap, [(0.0, 1)], name="nap")
+        began = time.monotonic()
+        wanted(nap, [(0.25, i) for i in range(20)], name="nap")
+        assert time.monotonic() - began > 2.0, "twice as long as that"
+    assert executor.retried == 0
+    assert client.run(os.getpid) == pids, "nobody was restarted"
+
+
+def test_how_long_a_task_may_take_is_known_by_its_name(client):
+    executor = DaskExecutor(client, patience_s=0.3, attempts=1)
+    executor.map(nap, [(0.0, 1)], name="quick")
+    assert executor.map(nap, [(1.5, 1)], name="slow") == [1], "the first of its name has ten times as long"
+
+
 @pytest.mark.parametrize("who", ["serial", "threads", "dask"])
 def test_a_stream_gives_every_result_with_its_place_and_errors_as_results(client, who):
     executor = {"serial": SerialExecutor(), "threads": SerialExecutor(threads=3)}.get(who) or DaskExecutor(client)
@@ -261,9 +287,11 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(client):
 
 @pytest.mark.chaos(5)
 def test_a_call_that_kills_every_worker_is_given_up(client):
-    with pytest.raises(RetryError, match="1 attempts") as caught:
-        DaskExecutor(client, patience_s=10.0, attempts=1).map(os.abort, [()], name="abort")
-    assert caught.value.exit_code == 75
+    executor = DaskExecutor(client, patience_s=10.0, attempts=1)
+    for made in (executor.map, lambda *of, **named: list(ordered(executor, *of, **named))):
+        with pytest.raises(RetryError, match="1 attempts") as caught:
+            made(os.abort, [()], name="abort")
+        assert caught.value.exit_code == 75
 
 
 @pytest.mark.chaos(6)

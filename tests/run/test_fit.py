@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import sys
 import tracemalloc
@@ -25,7 +26,7 @@ from kme_dist.data.ingest import ingest
 from kme_dist.data.rows import RowsRef
 from kme_dist.ops.cluster import open_client
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
-from kme_dist.run.fit import SOLVERS, Problem, Size, choose, fit_on_dataset, pcg, refit, tiled
+from kme_dist.run.fit import SOLVERS, Problem, Room, Size, choose, fit_on_dataset, pcg, refit, tiled
 from kme_dist.run.fit.centres import MOST_PIVOTS, centres_on_worker, choice_bytes
 from kme_dist.run.fit.choose import MANY_WORK, WORK
 from kme_dist.run.fit.panels import labels, make_panels, measured_spans
@@ -165,7 +166,7 @@ def test_tiles_that_are_there_are_not_made_again(fit, monkeypatch):
 def test_a_disk_or_worker_that_is_too_small_is_refused_beforehand(fit, monkeypatch):
     with pytest.raises(errors.ConfigError, match=r"tiles of 400 rows need .* set `tile_rows` lower"):
         fit("tiled", tile_rows=400, memory=1_000_000)
-    monkeypatch.setattr(tiled.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(errors.ConfigError, match=r"GB of disk for 480 rows, 0.0 GB are free"):
         fit("tiled")
 
@@ -483,7 +484,7 @@ def test_a_worker_that_dies_changes_nothing(solver, fit, client):
 
 def test_auto_goes_by_rows_and_memory_never_by_workers_and_says_why():
     def auto(n, room=10**10, **more):
-        return choose("auto", Size(n), more.get("centres"), None, room)
+        return choose("auto", Size(n), more.get("centres"), None, Room(room, room, room))
 
     assert auto(1000)[0] == "cholesky"
     assert auto(1000, room=6 * 10**6)[0] == "tiled"
@@ -507,7 +508,7 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
     monkeypatch.setattr(choose_module, "measured_speed", lambda: 1e9)
 
     def auto(n, seconds=None, room=10**11):
-        return choose("auto", Size(n), None, None, room, seconds)
+        return choose("auto", Size(n), None, None, Room(room, room, room), seconds)
 
     for n in (40_000, 100_000, 1_000_000):
         found, allowed = auto(n), MANY_WORK * max(1.0, n / 1e5)
@@ -529,14 +530,46 @@ def test_the_number_of_centres_follows_from_the_work_that_is_allowed(monkeypatch
         auto(5_000, seconds=0)
 
 
+def test_threads_and_workers_do_not_change_the_choice_where_memory_is_enough(monkeypatch):
+    monkeypatch.setattr("kme_dist.run.executors.free_bytes", lambda backend: 14 * 10**9)
+    big = Size(100_000, 7, width=54)
+
+    def auto(threads):
+        return choose("auto", big, room=Room.of(SerialExecutor(threads), Scratch()))
+
+    assert auto(1) == auto(8)
+    assert auto(1).centres == choose("auto", big).centres > 10_000
+    monkeypatch.setattr("kme_dist.run.executors.free_bytes", lambda backend: 2 * 10**9)
+    assert auto(8).centres < choose("auto", big).centres
+    assert f"there would be {choose('auto', big).centres}" in auto(8).reason
+
+
+def test_workers_have_the_memory_that_they_were_started_with(client, tmp_path):
+    limits = [worker["memory_limit"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()]
+    room = Room.of(DaskExecutor(client), Scratch.at(tmp_path / "not" / "there"))
+    assert room.task == room.alone == int(0.6 * min(limits)), "one thread each"
+    assert room.scratch == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+    assert Room.of(DaskExecutor(client), Scratch(), memory=10**9) == (10**9, 10**9, 10**9)
+
+
+@pytest.mark.parametrize("more", [{"dtype": "float64"}, {"tolerance": 1e-5}])
+def test_more_digits_do_not_take_rows_from_the_fit(more, fit, monkeypatch):
+    """Here every fit may iterate, and none may factorise."""
+    monkeypatch.setattr(choose_module, "FACTOR_WORK", 0.0)
+    monkeypatch.setattr(choose_module, "_iterates", lambda *given: True)
+    settings = {"dtype": "float32", **more}
+    assert fit("auto", **settings, regularization=1e-3).solver == "pcg"
+    assert fit("auto", **settings, regularization=1e-9).solver != "pcg", "hundreds of steps"
+
+
 def test_the_speed_of_this_machine_is_measured():
     assert 1e7 < choose_module.measured_speed() < 1e14
 
 
 def test_a_solver_that_is_asked_for_is_taken_where_it_fits():
-    assert choose("nystrom", Size(500), None, None, 10**10)[:3] == ("nystrom", "requested", None)
+    assert choose("nystrom", Size(500), None, None, Room(10**10))[:3] == ("nystrom", "requested", CENTRES)
     with pytest.raises(errors.ConfigError, match=r"needs 166.6 GB on one worker for 100000 centres.* fewer `centres`"):
-        choose("nystrom", Size(10**6, dtype="float64"), 100_000, None, 10**10)
+        choose("nystrom", Size(10**6, dtype="float64"), 100_000, None, Room(10**10))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

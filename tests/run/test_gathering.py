@@ -140,7 +140,7 @@ def test_a_reduction_has_the_same_bits_when_its_result_dies_with_its_worker(clie
     killed = []
 
     def sync(function, *arguments, **options):
-        if function is gathering.gather and not killed:
+        if function is gathering.gather_from_live and not killed:
             killed.append(process_of_a_holder(client))
             die_during_the_fetch(killed[0])
         return wait(function, *arguments, **options)

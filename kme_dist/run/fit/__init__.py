@@ -33,7 +33,7 @@ Adding a solver:
 from kme_dist.run.fit.additive import FitStatistics, add_rows, gather, remove_rows
 from kme_dist.run.fit.choose import SOLVERS, Choice, choose
 from kme_dist.run.fit.driver import fit_on_dataset, refit
-from kme_dist.run.fit.problem import Cost, Fit, Prepared, Problem, Size, Solved, Solver
+from kme_dist.run.fit.problem import Cost, Fit, Prepared, Problem, Room, Size, Solved, Solver
 
 __all__ = [
     "SOLVERS",
@@ -43,6 +43,7 @@ __all__ = [
     "FitStatistics",
     "Prepared",
     "Problem",
+    "Room",
     "Size",
     "Solved",
     "Solver",

@@ -436,7 +436,7 @@ def ordered(executor: Executor, function: Any, calls: Sequence[tuple[Any, ...]],
     wanted = 0
     for place, result in executor.stream(function, calls, name=name):
         if isinstance(result, Exception):
-            raise result
+            raise executor.failure(f"a task named {name}", result)
         early[place] = result
         while wanted in early:
             yield early.pop(wanted)

@@ -20,7 +20,7 @@ from kme_dist.run.fit import centres as nystrom
 from kme_dist.run.fit import cholesky as one_factor
 from kme_dist.run.fit import falkon, features, pcg, tiled
 from kme_dist.run.fit.centres import MOST_PIVOTS
-from kme_dist.run.fit.problem import CENTRES, Size, Solver
+from kme_dist.run.fit.problem import CENTRES, Room, Size, Solver
 
 SOLVERS: dict[str, Solver] = {
     "cholesky": one_factor,
@@ -36,6 +36,7 @@ ITERATED_WORK, _ITERATED_ROWS = 2.5e12, 32_000  # of conjugate gradients on all 
 TOLERANCE = 2e-2  # of conjugate gradients under "auto": decisions at the rows of the fit are off by less than that
 MANY_WORK = 1e13  # the same for centres by conjugate gradients, for each 100,000 rows: about two minutes of one core
 _MOST_CENTRES = 50_000
+NO_LIMIT = Room()
 
 
 class Choice(NamedTuple):
@@ -52,14 +53,14 @@ def choose(
     size: Size,
     centres: int | None = None,
     features: FeatureMap | None = None,
-    room: int = 2**63,
+    room: Room = NO_LIMIT,
     seconds: float | None = None,
     iterate: bool = True,
 ) -> Choice:
     """Resolve "auto", and refuse what does not fit in memory.
 
-    The choice never depends on the number of workers. `room`, the memory of one worker, matters only if it is too small
-    for what the work allows; `seconds` is a budget of processor time for the solve. Without
+    The choice never depends on the number of workers. `room` matters only if it is too small for what the work
+    allows; the reason says so. `seconds` is a budget of processor time for the solve. Without
     `iterate` all rows are fitted by a factorisation only.
     """
     if features is not None and solver in ("auto", "features"):
@@ -77,16 +78,16 @@ def choose(
         found = Choice(solver, "requested", centres or default)
     n, size = size.rows, replace(size, basis=min(found.centres or CENTRES, size.rows))
     held = SOLVERS[found.solver].cost(size).memory
-    if found.solver == "cholesky" and held > room:
+    if found.solver == "cholesky" and held > room.alone:
         raise ConfigError(
-            f"solver='cholesky' needs {_size(held)} on one worker for {n} rows, {_size(room)} are "
+            f"solver='cholesky' needs {_size(held)} on one worker for {n} rows, {_size(room.alone)} are "
             "available; use solver='tiled', 'pcg', or 'nystrom' with `centres`"
         )
-    if found.solver in ("nystrom", "falkon") and held > room:
-        iterated = found.solver == "nystrom" and size.labelled and falkon.cost(size).memory <= room
+    if found.solver in ("nystrom", "falkon") and held > room.task:
+        iterated = found.solver == "nystrom" and size.labelled and falkon.cost(size).memory <= room.task
         better = "solver='falkon', or fewer `centres`" if iterated else "fewer `centres`, or give it more memory"
         raise ConfigError(
-            f"solver={found.solver!r} needs {_size(held)} on one worker for {size.basis} centres, {_size(room)} "
+            f"solver={found.solver!r} needs {_size(held)} on one worker for {size.basis} centres, {_size(room.task)} "
             f"are available; use {better}"
         )
     return found
@@ -96,7 +97,7 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
-def _affordable(size: Size, centres: int | None, room: int, seconds: float | None, iterate: bool) -> Choice:
+def _affordable(size: Size, centres: int | None, room: Room, seconds: float | None, iterate: bool) -> Choice:
     """An exact solver if the budget allows, else as many centres as it does."""
     if centres is not None:
         asked = f"{counted(centres, 'centre')} requested" + (", there are fewer rows" if centres > size.rows else "")
@@ -106,20 +107,19 @@ def _affordable(size: Size, centres: int | None, room: int, seconds: float | Non
     if iterate and exact > FACTOR_WORK and size.labelled and _iterates(size, seconds and work, room):
         reason = f"all {size.rows} rows, to a residual of {TOLERANCE:g}; solver='cholesky' is exact"
         return Choice("pcg", reason, tolerance=TOLERANCE)
-    if exact <= work and held < room:
+    if exact <= work and held < room.alone:
         return Choice("cholesky", f"one exact factorisation, {_size(held)}")
-    if exact <= work and tiled.cost(size).memory < room:
+    if exact <= work and tiled.cost(size).memory < room.task:
         return Choice("tiled", f"a factorisation needs {_size(held)}, more than a worker has")
-    count = _centres_for(size, work, room, least=100 if seconds is not None else CENTRES)
-    if size.labelled:
-        more = MANY_WORK * max(1.0, size.rows / 1e5) if seconds is None else work
-        count = max(count, _many_centres_for(size, more, room))
+    count, possible = (_count_for(size, work, allowed, seconds) for allowed in (room, NO_LIMIT))
     if exact <= work:
         why = f"a factorisation needs {_size(held)}, more than a worker has"
     elif seconds is None:
         why = f"an exact factorisation of {size.rows} rows is {exact / WORK:.2g} times the work that is affordable"
     else:
         why = f"an exact factorisation of {size.rows} rows takes {exact / measured_speed():.2g} s of {seconds:g} s"
+    if count < possible:
+        why += f"; with more memory on a worker or in the scratch folder there would be {possible}"
     return Choice(
         _with(count, size),
         f"{counted(count, 'centre')}: {why}; fit_seconds or centres change that, solver='tiled' is exact",
@@ -127,12 +127,21 @@ def _affordable(size: Size, centres: int | None, room: int, seconds: float | Non
     )
 
 
-def _iterates(size: Size, work: float | None, room: int) -> bool:
+def _count_for(size: Size, work: float, room: Room, seconds: float | None) -> int:
+    """The number of centres that work and memory allow, by either solver."""
+    count = _centres_for(size, work, room.task, least=100 if seconds is not None else CENTRES)
+    if not size.labelled:
+        return count
+    more = MANY_WORK * max(1.0, size.rows / 1e5) if seconds is None else work
+    return max(count, _many_centres_for(size, more, room))
+
+
+def _iterates(size: Size, work: float | None, room: Room) -> bool:
     """Whether conjugate gradients on all rows are affordable. Tiles that do not fit in memory are computed again in
     every step, so the choice does not depend on it."""
     cost = pcg.cost(size)
     most = min(work or ITERATED_WORK, one_factor.cost(size).flops)
-    return size.rows <= _ITERATED_ROWS and cost.flops <= most and cost.memory <= room
+    return size.rows <= _ITERATED_ROWS and cost.flops <= most and cost.memory <= room.task
 
 
 def _with(centres: int, size: Size) -> str:
@@ -156,15 +165,12 @@ def _centres_for(size: Size, work: float, room: int, least: int) -> int:
     return count
 
 
-def _many_centres_for(size: Size, work: float, room: int) -> int:
-    """The largest multiple of 500 for conjugate gradients, at most half the rows; 0 if it is not above `MOST_PIVOTS`.
-
-    Factors are in the scratch folder, which without a cluster is in memory.
-    """
+def _many_centres_for(size: Size, work: float, room: Room) -> int:
+    """The largest multiple of 500 for conjugate gradients, at most half the rows; 0 if not above `MOST_PIVOTS`."""
     found = 0
     for count in range(MOST_PIVOTS + 500, min(size.rows // 2, _MOST_CENTRES) + 1, 500):
         cost = falkon.cost(replace(size, basis=count))
-        if cost.flops > work or cost.memory + cost.scratch > room:
+        if cost.flops > work or cost.memory > room.task or cost.scratch > room.scratch:
             break
         found = count
     return found

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kme_dist.backend import free_bytes
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.regularization import search_regularization
 from kme_dist.core.sums import Centres
@@ -21,7 +20,7 @@ from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.fit.choose import SOLVERS, TOLERANCE, Choice, choose
 from kme_dist.run.fit.equations import Equations
 from kme_dist.run.fit.exact import raised_regularization
-from kme_dist.run.fit.problem import Fit, Prepared, Problem, Size, silent
+from kme_dist.run.fit.problem import Fit, Prepared, Problem, Room, Size, silent
 from kme_dist.run.scratch import Scratch
 
 
@@ -65,7 +64,7 @@ def fit_on_dataset(
     solver, centres, centre_choice : see `kme_dist.run.fit`; `centres` is their number
     floor : the probability floor used in the losses
     tolerance : of `pcg`, relative residual (None: 1e-6, and 2e-2 if solver "auto" chose it)
-    tile_rows, memory : rows per tile; bytes that one worker may use (None: its share of the free memory)
+    tile_rows, memory : rows per tile; bytes that one worker may use (None: 60 % of its limit, or of the free memory)
     seconds : budget of processor time under solver "auto" (None: a fixed amount of work, the same on every machine)
     features : an explicit feature map for solver "features"
     sampled : sorted ranges of rows of the data set from which solvers "nystrom" and "features" draw the rows for
@@ -78,11 +77,12 @@ def fit_on_dataset(
     if not isinstance(scaling, Scaling):
         scaling = Scaling.of(dataset.split_statistics(split), scaling)
     rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=dtype, classes=True)
-    room = memory or int(0.6 * free_bytes("numpy") / max(1, executor.workers))
+    exchanged = Scratch.at(scratch)
+    room = Room.of(executor, exchanged, memory)
     width = dataset.features  # 0 for rows that are not vectors
     size = Size(rows.positive, rows.n_classes, width=width, dtype=dtype, labelled=bool(width and rows.n_classes))
     problem = Problem(
-        rows, kernel, executor, Scratch.at(scratch), room, floor=floor, seed=seed, tolerance=tolerance or TOLERANCE,
+        rows, kernel, executor, exchanged, room.task, floor=floor, seed=seed, tolerance=tolerance or TOLERANCE,
         tile_rows=tile_rows, backend=backend, centre_choice=centre_choice or "auto", features=features,
         sampled=sampled, retune=bool(retune), report=report,
     )  # fmt: skip

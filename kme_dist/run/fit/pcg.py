@@ -111,8 +111,16 @@ def prepare(problem: Problem) -> ConjugateGradients:
 
 
 def converges(problem: Problem, lam: float) -> bool:
-    """Whether a few dozen steps are enough: at a λ that single precision cannot resolve it takes hundreds."""
-    return "float32" in ConjugateGradients(problem).precisions(lam, *precision_for(problem, lam))
+    """Whether a few dozen steps are enough: at a λ that single precision cannot resolve it takes hundreds, in whatever
+    precision the steps are made."""
+    scale, need = precision_for(replace(problem, rows=problem.rows.in_precision("float32")), lam)
+    return _resolves(problem, lam, scale, need)
+
+
+def _resolves(problem: Problem, lam: float, scale: float, need: Need) -> bool:
+    """Whether single precision tells λ from rounding, at least in a system that is refined."""
+    enough = need.dtype == "float32" or refines(problem.rows.count, scale, need.norm, problem.weight * lam)
+    return enough and not need.missing
 
 
 class ConjugateGradients(Exact):
@@ -131,11 +139,10 @@ class ConjugateGradients(Exact):
 
     def precisions(self, lam: float, scale: float, need: Need) -> list[str]:
         """Of the tiles. Products in single precision cannot bring the residual below 1e-5 or so."""
-        problem, shift = self.problem, self.problem.weight * lam
+        problem = self.problem
         if problem.tolerance < 1e-4 or problem.rows.dtype != "float32":
             return ["float64"]
-        enough = need.dtype == "float32" or refines(problem.rows.count, scale, need.norm, shift)
-        return ["float32", "float64"] if enough and not need.missing else ["float64"]
+        return ["float32", "float64"] if _resolves(problem, lam, scale, need) else ["float64"]
 
     def _solve(self, lam: float, need: Need, dtype: str) -> Solved:
         problem, solved = self.problem, lam + need.missing / self.problem.weight

@@ -11,14 +11,14 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.data.dataset import Span
 from kme_dist.data.rows import RowsRef, Scaling
-from kme_dist.run.executors import Executor
+from kme_dist.run.executors import USABLE, Executor
 from kme_dist.run.fit.additive import FitStatistics
 from kme_dist.run.scaling_model import Pass
 from kme_dist.run.scratch import Scratch
@@ -58,7 +58,7 @@ class Problem:
     kernel: Kernel
     executor: Executor
     scratch: Scratch
-    memory: int  # bytes that one worker may use
+    memory: int  # bytes that one task may use
     floor: float = 0.0  # the probability floor used in the losses
     seed: int = 0
     tolerance: float = 1e-6  # of an iteration: relative residual
@@ -81,6 +81,25 @@ class Problem:
     def columns(self) -> int:
         """Columns of Y: classes, or outputs."""
         return self.rows.n_classes if self.target is None else len(self.target.mean)
+
+
+class Room(NamedTuple):
+    """Bytes that a fit may use."""
+
+    task: int = 2**63  # by each of the tasks that run at the same time
+    alone: int = 2**63  # by a task that runs by itself on a worker
+    scratch: int = 2**63  # by what tasks exchange
+
+    @classmethod
+    def of_workers(cls, limit: int | None) -> Room:
+        """Workers of one thread with this memory limit, and a scratch folder that is large enough."""
+        return cls() if limit is None else cls(int(USABLE * limit), int(USABLE * limit))
+
+    @classmethod
+    def of(cls, executor: Executor, scratch: Scratch, memory: int | None = None) -> Room:
+        """What the workers have, and the scratch folder; `memory` is what one worker may use at most, if given."""
+        task, alone = executor.memory if memory is None else (memory, memory)
+        return cls(task, alone, alone if scratch.in_memory else scratch.free_bytes())
 
 
 @dataclass(frozen=True)

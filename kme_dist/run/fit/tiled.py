@@ -15,7 +15,6 @@ tiles.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,8 +144,7 @@ def _check_room(problem: Problem, size: Size) -> int:
             f"{problem.memory / 1e9:.1f} GB; set `tile_rows` lower"
         )
     if not problem.scratch.in_memory and problem.scratch.place.is_local:
-        problem.scratch.place.path.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(problem.scratch.place.path).free
+        free = problem.scratch.free_bytes()
         if needed.scratch > free:
             raise ConfigError(
                 f"solver='tiled' needs {needed.scratch / 1e9:.1f} GB of disk for {size.rows} rows, "
