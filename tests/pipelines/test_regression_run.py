@@ -12,6 +12,7 @@ from sklearn.datasets import load_diabetes
 
 import kme_dist as kme
 from kme_dist import CMERegressor
+from kme_dist.cli.app import execute
 from kme_dist.config import Config, load_config
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.pipelines import evaluate, fit, learn, predict, recipes, run, tables
@@ -86,6 +87,32 @@ def test_single_stages_are_those_of_the_run(diabetes_run, tmp_path):
     assert found["rmse"] == summary["rmse"]
     assert "Coverage of the intervals" in Path(found["report"]).read_text()
     assert kme.load(tmp_path / "run").kernel_ == kme.load(folder).kernel_
+
+
+@pytest.mark.parametrize(
+    ("solver", "said"),
+    [
+        ("cholesky", "leave-one-out squared error"),
+        ("tiled", "leave-one-out squared error"),
+        ("nystrom", "leave-one-out squared error"),
+        ("falkon", "held-out squared error"),
+    ],
+)
+def test_the_command_fit_names_the_error_of_a_regression(solver, said, tmp_path, capsys):
+    folder = tmp_path / "run"
+    changes = ["cluster.kind=serial", "learn.steps=0", f"fit.solver={solver}", f"output.folder={folder}"]
+    changes += ["fit.centres=60"] if solver in ("nystrom", "falkon") else []
+    command = ["fit", str(ROOT / "configs" / "diabetes.yaml"), *(f"--set={change}" for change in changes), "--quiet"]
+    assert execute(command) == 0
+    out = capsys.readouterr().out
+    assert "log loss" not in out
+    assert ("iteration" in out) == (solver == "falkon")
+    assert execute([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert f"{said} {result['loss']:.4f}" in out
+    assert str(folder / "model.zarr") in out
+    assert 0.2 < result["loss"] < 1
+    assert execute([*command, "--update"]) == 2
 
 
 def test_predictions_as_parquet_have_named_columns(diabetes_run, tmp_path):
