@@ -225,6 +225,20 @@ def test_a_column_of_ids_travels_along(finished, tmp_path, name):
     assert unwarned(kme.predict, finished / "run", finished / "new.csv", id_column="who")["id"][1].as_py() == "p1"
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet", "frame", "arrow"])
+def test_without_a_destination_unknown_categories_are_counted_too(finished, tmp_path, kind):
+    frame = as_typed(new_people())
+    source = frame if kind == "frame" else pa.Table.from_pandas(frame) if kind == "arrow" else tmp_path / f"rows.{kind}"
+    if kind in ("csv", "parquet"):
+        getattr(frame, f"to_{kind}")(source)
+    with pytest.warns(UserWarning, match=r"1 row of column 'city' \(first: 'Berlin'\)"):
+        found = kme.predict(finished / "run", source)
+    stored = kme.predict(finished / "run", source, tmp_path / "scores.parquet", overwrite=True)
+    assert stored.unseen == {"city": (1, "Berlin")}
+    wanted = kme.open_predictions(tmp_path / "scores.parquet").read("probability")
+    np.testing.assert_allclose(np.column_stack([found[name] for name in COLUMNS]), wanted, atol=1e-6)
+
+
 def test_an_existing_file_is_replaced_only_on_request(finished, tmp_path):
     out = tmp_path / "scores.csv"
     out.write_text("precious")
