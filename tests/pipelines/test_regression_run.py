@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +116,29 @@ def test_the_command_fit_names_the_error_of_a_regression(solver, said, tmp_path,
     assert str(folder / "model.zarr") in out
     assert 0.2 < result["loss"] < 1
     assert execute([*command, "--update"]) == 2
+
+
+def test_the_coverage_of_intervals_is_an_option_of_predict_and_score(diabetes_run, tmp_path):
+    _, folder, _ = diabetes_run
+    frame = load_diabetes(as_frame=True).data
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    wanted = kme.load(folder).predict_interval(frame.to_numpy(), coverage=0.5)
+    files = [f"--data={tmp_path / 'new.csv'}", f"--out={tmp_path / 'scores.csv'}", "--quiet"]
+    assert execute(["predict", "--model", str(folder), *files, "--coverage", "0.5"]) == 0
+    command = [sys.executable, "-m", "kme_dist", "score", "--model", str(folder), "--coverage=0.5"]
+    with open(tmp_path / "new.csv", "rb") as rows:
+        streamed = subprocess.run(command, stdin=rows, capture_output=True, timeout=120, check=True).stdout
+    for file in (tmp_path / "scores.csv", io.BytesIO(streamed)):
+        np.testing.assert_allclose(pd.read_csv(file)[["interval_low", "interval_high"]].to_numpy().T, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("command", ["predict", "score"])
+def test_a_coverage_that_is_none_is_refused(command, diabetes_run, tmp_path, capsys):
+    paths = [f"--data={tmp_path / 'new.csv'}", f"--out={tmp_path / 'scores.csv'}"] if command == "predict" else []
+    assert execute([command, "--model", str(diabetes_run[1]), *paths, "--coverage", "1.5"]) == 2
+    error = capsys.readouterr().err
+    assert "coverage" in error
+    assert "1.5" in error
 
 
 def test_predictions_as_parquet_have_named_columns(diabetes_run, tmp_path):
