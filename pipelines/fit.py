@@ -285,8 +285,8 @@ def _check_update(run: Run, remove: str | None) -> None:
     path = run.folder.path
     if run.config.model.kind == recipes.REGRESSION:
         raise ConfigError(
-            "--update adds chunks to the sums of a model of classes, and this one predicts numbers; fit it again on all "
-            "rows: kme-dist fit CONFIG"
+            "--update is for models of classes, which keep their sums over the rows, and this one predicts numbers; "
+            "fit it again on all rows: kme-dist fit CONFIG"
         )
     if not all((path / output).exists() for output in (MODEL, STATISTICS)):
         raise ConfigError(

@@ -85,6 +85,14 @@ class Encoder:
         for block in self._blocks():
             yield block, self._features(block)
 
+    def targets(self) -> Iterator[np.ndarray]:
+        """Only the labels, as numbers, without missing ones."""
+        for block in self._blocks():
+            labels, _ = self._labels(block)
+            assert labels is not None
+            values = labels.to_numpy(zero_copy_only=False)
+            yield values[~np.isnan(values)]
+
     def _blocks(self) -> Iterator[Block]:
         if isinstance(self.source, MatrixSource):
             return self.source.blocks()
@@ -336,11 +344,11 @@ class Encoder:
         if block.table is not None:
             array = self._as_number(block, self.schema.weight, block.table.column(self.schema.weight))
             return np.array(array.to_numpy(zero_copy_only=False), np.float64)
-        if block.weights is not None:
-            return np.asarray(block.weights, np.float64)
-        if self.schema.weight_position is None or block.matrix is None:
+        if self.schema.weight_position is not None and block.matrix is not None:
+            return np.asarray(block.matrix[:, self.schema.weight_position], np.float64)
+        if block.weights is None:
             raise DataError(f"{block.origin} has no weights, the data set has {self.schema.weight!r}.")
-        return np.asarray(block.matrix[:, self.schema.weight_position], np.float64)
+        return np.asarray(block.weights, np.float64)
 
     def _check_weights(self, block: Block, weights: np.ndarray, keep: np.ndarray) -> None:
         """Numbers >= 0. Rows without one are dropped where missing values are dropped, otherwise an error."""

@@ -15,13 +15,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kme_dist.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from kme_dist.data.schema import Schema
 
 Kind = Literal["number", "integer", "boolean", "text", "category", "date", "other"]
 FORMATS = ("csv", "parquet", "npy", "npz", "libsvm", "idx", "zarr")
@@ -110,6 +113,11 @@ class MatrixSource:
     blocks: Callable[[], Iterator[Block]]
     class_names: tuple[Any, ...] | None = None  # of targets 0, 1, 2, ..., if the source has them
     whole_targets: bool = False  # float targets whose values are all integers (as LIBSVM writes classes)
+    # Of rows that are encoded already: their encoding, the column of the weights that come with the blocks, and where
+    # rows were before they came in another order.
+    encoding: Schema | None = None
+    weight: str | None = None
+    positions: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 Source = TableSource | MatrixSource
