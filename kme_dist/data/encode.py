@@ -275,11 +275,11 @@ class Encoder:
             array = array.dictionary_decode()
         if kind_of(array.type) == "date" or pa.types.is_null(array.type):
             return days_of(array)
-        if not pa.types.is_string(array.type) and not pa.types.is_large_string(array.type):
+        if kind_of(array.type) != "text":
             raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
-        if (found := _parsed_days(array)) is not None:
+        if (found := parsed_days(array)) is not None:
             return found
-        parsed = [_parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
+        parsed = [parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
         for row, value in enumerate(parsed):
             if value is None:
                 what = f"{array[row].as_py()[:60]!r} is not a date or time (as 2026-01-31, 2026-01-31 12:00 or 12:00)"
@@ -490,13 +490,18 @@ def days_of(array: pa.Array) -> np.ndarray:
     return np.asarray(whole.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / in_one)
 
 
-def _parsed_days(texts: pa.Array) -> np.ndarray | None:
+def parsed_days(texts: pa.Array) -> np.ndarray | None:
     """The days of texts of one format: ISO 8601 with a time zone or without, or a time of the day; None if they are
     not."""
-    clock = pc.binary_join_element_wise(pa.scalar("1970-01-01", texts.type), texts, pa.scalar(" ", texts.type))
-    for array, kind in [*((texts, kind) for kind in _DATE_TYPES), (clock, _DATE_TYPES[0])]:
+    texts = texts.cast(pa.string()) if pa.types.is_string_view(texts.type) else texts
+    for kind in _DATE_TYPES:
         with contextlib.suppress(pa.ArrowInvalid):
-            return days_of(array.cast(kind))
+            return days_of(texts.cast(kind))
+    if not pc.all(pc.match_substring(texts, ":")).as_py():  # 12 may be anything, 12:00 is a time
+        return None
+    clock = pc.binary_join_element_wise(pa.scalar("1970-01-01", texts.type), texts, pa.scalar(" ", texts.type))
+    with contextlib.suppress(pa.ArrowInvalid):
+        return days_of(clock.cast(_DATE_TYPES[0]))
     return None
 
 
