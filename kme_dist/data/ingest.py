@@ -160,6 +160,9 @@ def ingest(
                 f"{place}: a data set already exists; replace it with overwrite (--overwrite), or "
                 "add rows with append (--append)."
             )
+        if like is not None:
+            like = like if isinstance(like, Dataset | Schema) else open_dataset(like)
+            files = (like if isinstance(like, Schema) else like.schema).file_options(files)
         opened = table_source(source, files) if isinstance(source, Table) else open_source(source, files)
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         if like is None:
@@ -167,7 +170,6 @@ def ingest(
             if isinstance(opened, MatrixSource) and table.weight is None:
                 schema = replace(schema, weight=opened.weight)
         else:
-            like = like if isinstance(like, Dataset | Schema) else open_dataset(like)
             schema = _schema_like(like, opened, table)
         if division is not None and division.stratify and schema.task != "classification":
             raise ConfigError("stratify requires classes; this data set has none.")

@@ -44,6 +44,8 @@ _SUFFIXES = {
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".lz4")
 MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A", "?", "-nan", "<NA>")
 
+UTF8 = "utf-8"  # unless another encoding of a text file is given
+
 # Advice for a column that cannot be used; an option of `kme-dist ingest` and a key of section `data` of a config.
 LEAVE_OUT = "leave the column out: list it in `exclude`"
 
@@ -58,7 +60,7 @@ class FileOptions:
     names: tuple[str, ...] = ()  # csv: columns that it should have; a first line with all of them is the header
     decimal: str = "."  # csv: "." or ","
     quote: str = '"'
-    encoding: str = "utf-8"
+    encoding: str = UTF8
     missing_texts: tuple[str, ...] = MISSING_TEXTS
     target: str | None = None  # the labels: a second file, or a second array of the same npz or zarr
     array: str | None = None  # the array of features of an npz or zarr; None: X, or the only one
@@ -97,6 +99,7 @@ class TableSource:
     rows: int | None
     blocks: Callable[[Mapping[str, pa.DataType]], Iterator[Block]]
     notes: tuple[str, ...] = ()  # what was assumed, in lines
+    options: FileOptions | None = None  # of text files: how they are read
     codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007 or above 64 bits, with one
 
 
