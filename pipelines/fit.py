@@ -181,6 +181,7 @@ def _fit_regressor(run: Run, learned: LearnedResult | None) -> dict[str, Any]:
         "folder": str(path),
         "model": str(path / MODEL),
         **{name: getattr(fit, name) for name in FACTS if hasattr(fit, name)},
+        "loss_name": "squared error",  # in units of the targets' variance
         **fit.facts,
         "best": 0,
         "fits": [],
@@ -282,6 +283,11 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
 def _check_update(run: Run, remove: str | None) -> None:
     """Check that the update is possible, before the record of the fit is changed."""
     path = run.folder.path
+    if run.config.model.kind == recipes.REGRESSION:
+        raise ConfigError(
+            "--update is for models of classes, which keep their sums over the rows, and this one predicts numbers; "
+            "fit it again on all rows: kme-dist fit CONFIG"
+        )
     if not all((path / output).exists() for output in (MODEL, STATISTICS)):
         raise ConfigError(
             f"{path} has no sums to update: only the solvers nystrom and features keep them; fit again, with "

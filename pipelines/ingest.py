@@ -108,7 +108,7 @@ def _number_or_word(value: str | float) -> str | float:
 
 
 def _work(run: Run) -> dict[str, Any]:
-    client = getattr(run.executor, "client", None) if run.source is None else None
+    client = getattr(run.executor, "client", None) if isinstance(run.source, tables.Large) else None
     dest = run.folder.path / DATA
     data = tables.stored(run.config.data, dest, run.source, client=client, progress=run.listener.progress)
     divided = tables.is_divided(data)

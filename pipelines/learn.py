@@ -371,7 +371,7 @@ STAGE = Stage("learn", _work, _inputs, lambda run: [LEARNED, METRICS])
 
 def rehearse(run: Run) -> None:
     """Try the settings on a few rows, unless learning is done, before anything stored is changed."""
-    if run.source is None or run.is_current(ingest.STAGE, STAGE):
+    if isinstance(run.source, tables.Large) or run.is_current(ingest.STAGE, STAGE):
         return
     rows = tables.sample(run.source, 1000) if isinstance(run.source, Dataset) else run.source
     recipes.rehearse(run.config, rows.X_train, rows.y_train)

@@ -155,6 +155,11 @@ def settled_for(config: Config, numeric: bool, label: str) -> tuple[Config, str]
         return config, ""
     if config.model.kind == REGRESSION:
         return config, ""
+    if config.data.task == "classification":
+        raise ConfigError(
+            f"data.task is classification, but the label {label!r} is stored as numbers; ingest the table again with "
+            "--task classification, or remove data.task"
+        )
     if "kind" in config.model.model_fields_set:
         raise ConfigError(
             f"model.kind {config.model.kind} predicts classes, but the label {label!r} is a number; set data.task: "

@@ -35,6 +35,7 @@ def run(
     *,
     format: str = "csv",
     outputs: Sequence[str] | None = None,
+    coverage: float = 0.9,
     id_column: str | None = None,
     unseen: str = "zeros",
 ) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def run(
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'csv' or 'jsonl'")
     fitted = load(model)
-    wanted = Asked(outputs).of(fitted)
+    wanted = Asked(outputs, coverage=coverage).of(fitted)
     with tempfile.TemporaryDirectory(prefix="kme-score-") as folder:
         file = Path(folder) / "stdin.csv"
         with open(file, "wb") as copy:  # the reader looks at the first rows before it reads all of them

@@ -77,7 +77,7 @@ class Run:
     config: Config
     name: str
     resolved: dict[str, Any]  # the config with all defaults
-    source: Dataset | tables.Tables | None
+    source: Dataset | tables.Tables | tables.Large
     folder: RunFolder
     listener: Listener
     workers: Workers
@@ -108,13 +108,12 @@ class Run:
         config = recipes.settled(config)
         recipes.check(config)
         source = tables.checked(config.data, test_rows=test_rows)
-        if source is not None:
-            numeric = source.classes is None if isinstance(source, Dataset) else source.numeric
-            config, assumed = recipes.settled_for(config, numeric, str(source.label or "target"))
-            if assumed:
-                listener.say(assumed)
+        numeric = source.classes is None if isinstance(source, Dataset) else source.numeric
+        config, assumed = recipes.settled_for(config, numeric, str(source.label or "target"))
+        if assumed:
+            listener.say(assumed)
         resolved = recipes.resolved(config)
-        if source is not None:
+        if not isinstance(source, tables.Large):
             recipes.starts_of(config, len(source.feature_names))
             recipes.feature_map_of(config, len(source.feature_names))
         opened = RunFolder.open(config, name=name, command=command, fresh=False, listener=listener)

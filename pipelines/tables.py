@@ -25,10 +25,13 @@ from sklearn.model_selection import train_test_split
 
 from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import DATASET_FORMAT, Dataset, open_dataset
+from kme_dist.data.encode import Encoder
 from kme_dist.data.ingest import ingest
+from kme_dist.data.matrix_readers import dataset_source
 from kme_dist.data.places import Place
-from kme_dist.data.reading import Table, read_table
-from kme_dist.data.schema import Schema
+from kme_dist.data.readers import FileOptions, MatrixSource, Source, TableSource, open_source
+from kme_dist.data.reading import Table, read_table, sort_options
+from kme_dist.data.schema import Schema, TableOptions, draft_schema
 from kme_dist.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -71,22 +74,30 @@ def _fingerprint(source: str) -> str:
     return sha.hexdigest()
 
 
-def checked(settings: DataConfig, *, test_rows: bool = True) -> Dataset | Tables | None:
-    """What can be checked before anything is stored: the data set that is used in place, or the rows of a table.
+@dataclass(frozen=True)
+class Large:
+    """A source that is not held in memory, and what is known of it before it is stored."""
 
-    None for a source that is too large to read beforehand. Without `test_rows` a data set need not have the splits
-    `train` and `test`.
+    label: str
+    numeric: bool  # the label is a number to predict, not a class
+    data: Dataset | None = None
+    task: str = "auto"  # of a file: how to read the label
+
+
+def checked(settings: DataConfig, *, test_rows: bool = True) -> Dataset | Tables | Large:
+    """What can be checked before anything is stored: the data set that is used in place, or the rows of a table; of a
+    large source only the label. Without `test_rows` a data set need not have the splits `train` and `test`.
     """
     data = dataset_at(settings.source)
     if data is not None and in_place(settings, data, test_rows=test_rows):
         return data
-    return None if _bytes(settings.source, data) > IN_MEMORY_BYTES else load(settings)
+    return _large(settings, data) if _bytes(settings.source, data) > IN_MEMORY_BYTES else load(settings)
 
 
 def stored(
     settings: DataConfig,
     dest: Path,
-    found: Dataset | Tables | None,
+    found: Dataset | Tables | Large,
     *,
     client: Any = None,
     progress: Callable[[str, int, int | None], None] | None = None,
@@ -97,8 +108,8 @@ def stored(
     """
     if isinstance(found, Dataset):
         return found
-    if found is None:
-        return _streamed(settings, dest, client, progress)
+    if isinstance(found, Large):
+        return _streamed(settings, found, dest, client, progress)
     train, total = len(found.y_train), len(found.y_train) + len(found.y_test)
     y = np.concatenate([found.y_train, found.y_test])
     classes, codes = (None, y) if found.numeric else np.unique(y, return_inverse=True)
@@ -145,7 +156,7 @@ def in_place(settings: DataConfig, data: Dataset, *, test_rows: bool = True) -> 
     plain = all(getattr(settings, key) is None for key in changing)
     parts = is_divided(data) or not test_rows
     own_weight = settings.weight is None or settings.weight == data.schema.weight
-    return settings.stored_split and parts and plain and own_label and own_weight and data.classes is not None
+    return settings.stored_split and parts and plain and own_label and own_weight and data.y is not None
 
 
 def is_divided(data: Dataset) -> bool:
@@ -162,28 +173,49 @@ def _bytes(source: str, data: Dataset | None) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _streamed(settings: DataConfig, dest: Path, client: Any, progress: Any) -> Dataset:
-    """A source larger than memory: read, shuffled, split and stored in one pass."""
+def _large(settings: DataConfig, data: Dataset | None) -> Large:
+    source = settings.source
     if settings.test_source is not None:
         raise ConfigError(
-            f"data.test_source is for tables that fit in memory, and {settings.source} is larger than "
+            f"data.test_source is for tables that fit in memory, and {source} is larger than "
             f"{IN_MEMORY_BYTES >> 20} MiB; put both into one data set with `kme-dist ingest --split-column`"
         )
-    share = settings.test_fraction
-    data = ingest(
-        settings.source,
-        dest,
-        shuffle=settings.split_seed,
-        split={"train": 1 - share, "test": share},
-        stratify=settings.stratify and settings.task != "regression",
-        overwrite=True,
-        progress=progress,
-        client=client,
-        **_reading(settings),
-    )
-    if data.classes is None and data.y is None:
-        raise ConfigError(f"data.label is missing: name the column of {settings.source} that holds the classes")
-    return data
+    if data is not None:
+        if data.y is None:
+            raise _without_labels(data)
+        weight = (data.schema.weight or "weight") if data.has_weights else None
+        _check_own_columns(settings, source, data.label or "target", weight)
+        return Large(data.label or "target", data.classes is None, data)
+    files, options = sort_options(source, _reading(settings))
+    opened = open_source(source, files)
+    schema = draft_schema(opened, options)
+    if schema.label is None:
+        names = opened.kinds if isinstance(opened, TableSource) else opened.feature_names
+        raise _without_label(source, names)
+    task = _task_of(opened, options)
+    return Large(schema.label, (task or schema.task) == "regression", None, task or settings.task)
+
+
+def _streamed(settings: DataConfig, found: Large, dest: Path, client: Any, progress: Any) -> Dataset:
+    """A source larger than memory: read, divided into training and test rows, and stored in one pass."""
+    data, share = found.data, settings.test_fraction
+    by_chance = {
+        "shuffle": settings.split_seed,
+        "split": {"train": 1 - share, "test": share},
+        "stratify": settings.stratify and not found.numeric,
+    }
+    stored: dict[str, Any] = {"overwrite": True, "progress": progress}
+    if data is None:
+        reading = {**_reading(settings), "task": found.task}
+        return ingest(settings.source, dest, client=client, **stored, **reading, **by_chance)
+    features = None
+    if settings.features is not None or settings.exclude is not None:
+        features = tuple(data.feature_names[i] for i in _chosen(settings, data.feature_names, settings.source))
+    if not (settings.stored_split and is_divided(data)):
+        return ingest(dataset_source(data, FileOptions()), dest, features=features, **stored, **by_chance)
+    train, test = data.split_rows("train"), data.split_rows("test")
+    rows = dataset_source(data, FileOptions(), ("train", "test"))
+    return ingest(rows, dest, features=features, split=f"train=0:{train},test={train}:{train + test}", **stored)
 
 
 @dataclass(frozen=True)
@@ -300,19 +332,10 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
         rows = _from_file(settings, source, like)
     else:
         rows = _built_in(source, settings.task) if data is None else _from_dataset(data, part)
-        if settings.label is not None and settings.label != rows.label:
-            raise ConfigError(f"data.label is {settings.label!r}, but {source} has its own labels; remove data.label")
-        if settings.weight is not None and (rows.weights is None or settings.weight != rows.weight):
-            raise ConfigError(
-                f"data.weight is {settings.weight!r}, but {source} "
-                + ("has no weights" if rows.weights is None else f"has its own, {rows.weight!r}")
-                + "; remove data.weight, or ingest the table with --weight"
-            )
+        _check_own_columns(settings, source, rows.label, None if rows.weights is None else rows.weight)
         if settings.features is not None or settings.exclude is not None:
             names = rows.feature_names
-            chosen = range(len(names)) if settings.features is None else settings.features
-            without = {_position(column, names, source, "exclude") for column in settings.exclude or ()}
-            columns = [i for i in (_position(column, names, source) for column in chosen) if i not in without]
+            columns = _chosen(settings, names, source)
             rows = replace(rows, X=rows.X[:, columns], feature_names=[names[i] for i in columns], schema=None)
     X = np.ascontiguousarray(rows.X, dtype=np.float64)
     bad = np.argwhere(~np.isfinite(X))
@@ -324,6 +347,25 @@ def _read(settings: DataConfig, source: str, part: str | None = None, like: Sche
             f"({len(np.unique(bad[:, 0]))} of {len(X)} rows are affected)"
         )
     return replace(rows, X=X)
+
+
+def _check_own_columns(settings: DataConfig, source: str, label: str, weight: str | None) -> None:
+    """The columns of a source that has its own label, and weights or not (None), cannot be chosen."""
+    if settings.label is not None and settings.label != label:
+        raise ConfigError(f"data.label is {settings.label!r}, but {source} has its own labels; remove data.label")
+    if settings.weight is not None and settings.weight != weight:
+        raise ConfigError(
+            f"data.weight is {settings.weight!r}, but {source} "
+            + ("has no weights" if weight is None else f"has its own, {weight!r}")
+            + "; remove data.weight, or ingest the table with --weight"
+        )
+
+
+def _chosen(settings: DataConfig, names: list[str], source: str) -> list[int]:
+    """The positions of the features that a config chooses."""
+    chosen = range(len(names)) if settings.features is None else settings.features
+    without = {_position(column, names, source, "exclude") for column in settings.exclude or ()}
+    return [i for i in (_position(column, names, source) for column in chosen) if i not in without]
 
 
 def _built_in(source: str, task: str) -> _Source:
@@ -355,7 +397,7 @@ def dataset_at(source: str) -> Dataset | None:
 def _from_dataset(data: Dataset, part: str | None) -> _Source:
     X, codes = data.read(part)
     if codes is None:
-        raise DataError(f"{data.path} has no labels; ingest it with the column of the classes or targets as label")
+        raise _without_labels(data)
     labels = codes if data.classes is None else np.asarray(data.classes)[codes]
     names = (data.feature_names, data.label or "target")
     weights = data.weights(part)
@@ -364,19 +406,27 @@ def _from_dataset(data: Dataset, part: str | None) -> _Source:
     return _Source(X.reshape(len(X), -1), labels, *names, data.schema, *weighted, data.classes is None, positions)
 
 
+def _without_labels(data: Dataset) -> DataError:
+    return DataError(f"{data.path} has no labels; ingest it with the column of the classes or targets as label")
+
+
+def _without_label(source: str, names: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"data.label is missing: name the column of {source} that holds the classes or targets; "
+        f"its columns are {', '.join(map(repr, list(names)[:12]))}"
+    )
+
+
 def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Source:
     reading = _reading(settings)
     if like is not None:  # columns are those of the other table
         reading.pop("weight", None)
+    else:
+        files, options = sort_options(source, reading)
+        reading["task"] = _task_of(open_source(source, files), options) or settings.task
     table = read_table(source, schema=like, dtype="float64", **reading)
-    if like is None and settings.task == "auto" and (task := _task_of(table)) is not None:
-        table = read_table(source, dtype="float64", **{**reading, "task": task})
     if table.y is None:
-        columns = dict.fromkeys(name.partition("=")[0] for name in table.feature_names)
-        raise ConfigError(
-            f"data.label is missing: name the column of {source} that holds the classes or targets; "
-            f"its columns are {', '.join(map(repr, list(columns)[:12]))}"
-        )
+        raise _without_label(source, dict.fromkeys(name.partition("=")[0] for name in table.feature_names))
     if not len(table.y):
         raise DataError(f"{source} has no rows; at least two rows of two classes are required")
     names = (list(table.feature_names), table.label or "target")
@@ -391,16 +441,25 @@ def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Sourc
     return _Source(table.X, np.asarray(table.class_names)[table.y], *names, *known, rows=table.rows)
 
 
-def _task_of(table: Table) -> str | None:
-    """Another task than the one assumed from the type of the label column: fractions of few values are classes,
-    integers of many values are numbers."""
-    if table.y is None or not len(table.y):
+def _task_of(source: Source, options: TableOptions) -> str | None:
+    """The task by the values of the label column, which are read until they tell; None if its type does.
+
+    Fractions are numbers. Whole numbers are classes if they have few values: integers up to 100, those with a decimal
+    point up to 20.
+    """
+    schema = draft_schema(source, options)
+    named = isinstance(source, MatrixSource) and source.class_names is not None
+    if options.task != "auto" or schema.label_kind not in ("integer", "number") or named:
         return None
-    if table.class_names is None:
-        values = np.unique(table.y)
-        return "classification" if len(values) <= FEW_VALUES and (values == np.round(values)).all() else None
-    integers = all(isinstance(name, int | np.integer) for name in table.class_names)
-    return "regression" if integers and len(table.class_names) > MANY_VALUES else None
+    most = MANY_VALUES if schema.label_kind == "integer" else FEW_VALUES
+    of_label = replace(schema, columns=(), label_kind="number", task="regression", weight=None, weight_position=None)
+    known: set[float] = set()
+    for values in Encoder(source, of_label).targets():
+        found = np.unique(values)
+        known.update(found[: most + 1].tolist())
+        if len(known) > most or (found != np.round(found)).any():
+            return "regression"
+    return "classification" if known else None
 
 
 def _reading(settings: DataConfig) -> dict[str, Any]:

@@ -166,13 +166,17 @@ def fit(
     """Fit the embedding on all rows on a cluster, with the kernel that `learn` has written to the run folder."""
     result = _run_stage("fit", config, options, output, fresh=fresh, **asdict(update))
     rows = "held-out" if result["solver"] == "falkon" else "leave-one-out"
-    loss = "" if result["loss"] is None else f", {rows} log loss {result['loss']:.4f}"
+    facts = [f"regularisation {result['regularization']:.4g}"]
+    if result["loss"] is not None:
+        facts.append(f"{rows} {result.get('loss_name', 'log loss')} {result['loss']:.4f}")
+    if "residual" in result:  # of a solve by iterations
+        facts.append(f"residual {result['residual']:.1e}")
+    if "iterations" in result:
+        facts.append(f"{result['iterations']} {plural(result['iterations'], 'iteration')}")
     output.result(
         result,
         f"{result['solver']} ({result['reason']}) on {result['rows']} {plural(result['rows'], 'row')} "
-        f"in {result['seconds']:.1f} s: "
-        f"regularisation {result['regularization']:.4g}{loss}, residual {result['residual']:.1e}, "
-        f"{result['iterations']} {plural(result['iterations'], 'iteration')}",
+        f"in {result['seconds']:.1f} s: {', '.join(facts)}",
         f"model: {result['model']}",
     )
 

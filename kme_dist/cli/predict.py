@@ -39,6 +39,9 @@ def add_commands(app: typer.Typer) -> None:
         app.command()(expand_options(command))
 
 
+Coverage = Annotated[
+    float | None, typer.Option(help="Share of new targets inside the intervals of a regressor; default 0.9.")
+]
 Unseen = Annotated[
     str | None, typer.Option(help="Categories that training rows did not have: zeros (default) or error.")
 ]
@@ -52,8 +55,13 @@ class PredictOptions:
     data: Annotated[str | None, typer.Option(help="Data set, CSV, Parquet or npy file, or folder.")] = None
     out: Annotated[str | None, typer.Option(help="Where to write the predictions: NAME.zarr, .parquet or .csv.")] = None
     outputs: Annotated[
-        str | None, typer.Option(help="Comma-separated: label, probability, decision, entropy, rkhs_entropy.")
+        str | None,
+        typer.Option(
+            help="Comma-separated: label, probability, decision, entropy, rkhs_entropy; of a regressor mean, std, "
+            "interval."
+        ),
     ] = None
+    coverage: Coverage = None
     expectation: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help=r"E\[g(Y) | x] for the g in a YAML or JSON file.")
     ] = None
@@ -67,8 +75,8 @@ class PredictOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that were given, by the keys of the section."""
-        texts = ("model", "data", "out", "top_k", "format", "split", "like", "id_column", "unseen", "on_model_change")
-        found = {key: getattr(self, key) for key in texts}
+        plain = ("model", "data", "out", "coverage", "top_k", "format", "split", "like", "id_column", "unseen")
+        found = {key: getattr(self, key) for key in (*plain, "on_model_change")}
         found |= {"outputs": split_names(self.outputs), "expectations": split_pairs(self.expectation, "--expectation")}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -145,6 +153,7 @@ def score(
             "regressor mean, std, interval (all by default)."
         ),
     ] = None,
+    coverage: Coverage = None,
     id_column: Annotated[str | None, typer.Option(help="Column to copy to the output.")] = None,
     format: Annotated[str, typer.Option(help="Output format: csv or jsonl.")] = "csv",
     unseen: Unseen = None,
@@ -158,6 +167,7 @@ def score(
         sys.stdout.buffer,
         format=format,
         outputs=split_names(outputs),
+        coverage=0.9 if coverage is None else coverage,
         id_column=id_column,
         unseen=unseen or "zeros",
     ):

@@ -71,6 +71,7 @@ def append(
             else None
         )
         files, _ = sort_options(source, {**options, "label": target})
+        files = data.schema.file_options(files)
         opened = open_source(source, files)
         if isinstance(opened, MatrixSource):
             needed = 1 + max(data.schema.positions)

@@ -86,7 +86,7 @@ def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
             yield from shape.blocks(dict(columns))
 
     name = str(files[0]) if len(files) == 1 else str(files[0].parent)
-    return TableSource(name, kinds, None, blocks, first.notes, first.codes)
+    return TableSource(name, kinds, None, blocks, first.notes, options, first.codes)
 
 
 class _Shape:

@@ -85,6 +85,14 @@ class Encoder:
         for block in self._blocks():
             yield block, self._features(block)
 
+    def targets(self) -> Iterator[np.ndarray]:
+        """Only the labels, as numbers, without missing ones."""
+        for block in self._blocks():
+            labels, _ = self._labels(block)
+            assert labels is not None
+            values = labels.to_numpy(zero_copy_only=False)
+            yield values[~np.isnan(values)]
+
     def _blocks(self) -> Iterator[Block]:
         if isinstance(self.source, MatrixSource):
             return self.source.blocks()
@@ -267,11 +275,11 @@ class Encoder:
             array = array.dictionary_decode()
         if kind_of(array.type) == "date" or pa.types.is_null(array.type):
             return days_of(array)
-        if not pa.types.is_string(array.type) and not pa.types.is_large_string(array.type):
+        if kind_of(array.type) != "text":
             raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
-        if (found := _parsed_days(array)) is not None:
+        if (found := parsed_days(array)) is not None:
             return found
-        parsed = [_parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
+        parsed = [parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
         for row, value in enumerate(parsed):
             if value is None:
                 what = f"{array[row].as_py()[:60]!r} is not a date or time (as 2026-01-31, 2026-01-31 12:00 or 12:00)"
@@ -336,11 +344,11 @@ class Encoder:
         if block.table is not None:
             array = self._as_number(block, self.schema.weight, block.table.column(self.schema.weight))
             return np.array(array.to_numpy(zero_copy_only=False), np.float64)
-        if block.weights is not None:
-            return np.asarray(block.weights, np.float64)
-        if self.schema.weight_position is None or block.matrix is None:
+        if self.schema.weight_position is not None and block.matrix is not None:
+            return np.asarray(block.matrix[:, self.schema.weight_position], np.float64)
+        if block.weights is None:
             raise DataError(f"{block.origin} has no weights, the data set has {self.schema.weight!r}.")
-        return np.asarray(block.matrix[:, self.schema.weight_position], np.float64)
+        return np.asarray(block.weights, np.float64)
 
     def _check_weights(self, block: Block, weights: np.ndarray, keep: np.ndarray) -> None:
         """Numbers >= 0. Rows without one are dropped where missing values are dropped, otherwise an error."""
@@ -482,13 +490,18 @@ def days_of(array: pa.Array) -> np.ndarray:
     return np.asarray(whole.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / in_one)
 
 
-def _parsed_days(texts: pa.Array) -> np.ndarray | None:
+def parsed_days(texts: pa.Array) -> np.ndarray | None:
     """The days of texts of one format: ISO 8601 with a time zone or without, or a time of the day; None if they are
     not."""
-    clock = pc.binary_join_element_wise(pa.scalar("1970-01-01", texts.type), texts, pa.scalar(" ", texts.type))
-    for array, kind in [*((texts, kind) for kind in _DATE_TYPES), (clock, _DATE_TYPES[0])]:
+    texts = texts.cast(pa.string()) if pa.types.is_string_view(texts.type) else texts
+    for kind in _DATE_TYPES:
         with contextlib.suppress(pa.ArrowInvalid):
-            return days_of(array.cast(kind))
+            return days_of(texts.cast(kind))
+    if not pc.all(pc.match_substring(texts, ":")).as_py():  # 12 may be anything, 12:00 is a time
+        return None
+    clock = pc.binary_join_element_wise(pa.scalar("1970-01-01", texts.type), texts, pa.scalar(" ", texts.type))
+    with contextlib.suppress(pa.ArrowInvalid):
+        return days_of(clock.cast(_DATE_TYPES[0]))
     return None
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kme_dist.data.encode import Encoder
-from kme_dist.data.readers import LEAVE_OUT, TableSource, open_source
+from kme_dist.data.encode import Encoder, parsed_days
+from kme_dist.data.readers import LEAVE_OUT, Source, TableSource, open_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.survey import plan_schema
 from kme_dist.errors import DataError
@@ -47,7 +47,7 @@ def needs_encoding(X: Any) -> bool:
 def table_schema(X: Any) -> Schema:
     """How to encode the rows of a table: the means of numbers and dates, all zeros for a category, and a further
     feature that is 1 where the value is missing, for every column with missing values."""
-    source = open_source(_with_dates(X))
+    source = _with_dates(open_source(X))
     try:
         schema = plan_schema(source, TableOptions(missing="indicator"))
     except DataError as error:
@@ -68,23 +68,26 @@ def _for_frames(message: str) -> str:
     return message
 
 
-def _with_dates(X: Any) -> Any:
-    """A table whose text columns that hold ISO 8601 dates only are dates, as they are in a CSV file."""
-    try:
-        table = X if isinstance(X, pa.Table) else pa.Table.from_pandas(X.rename(columns=str), preserve_index=False)
-    except (AttributeError, TypeError, pa.ArrowException):  # `open_source` says what is wrong
-        return X
-    for i, field in enumerate(table.schema):
-        column = table.column(i)
-        if not (pa.types.is_string(field.type) or pa.types.is_large_string(field.type)):
-            continue
-        if column.null_count == len(column):
-            continue
-        try:
-            table = table.set_column(i, field.name, column.cast(pa.timestamp("us")))
-        except pa.ArrowInvalid:
-            continue
-    return table if any(pa.types.is_timestamp(field.type) for field in table.schema) else X
+def _with_dates(source: Source) -> Source:
+    """A table whose columns of texts that are all dates or times are columns of dates, as they are in a CSV file."""
+    assert isinstance(source, TableSource)
+    dates = [name for name, kind in source.kinds.items() if kind == "text" and _holds_dates(source, name)]
+    return replace(source, kinds={**source.kinds, **dict.fromkeys(dates, "date")})
+
+
+def _holds_dates(source: TableSource, column: str) -> bool:
+    """Whether all texts of a column are dates or times for the encoder; a column of categories holds none."""
+    found = False
+    for block in source.blocks({column: pa.string()}):
+        assert block.table is not None
+        values = block.table.column(0)
+        if pa.types.is_dictionary(values.type):
+            return False
+        values = values.drop_null()
+        if len(values) and parsed_days(values) is None:
+            return False
+        found = found or len(values) > 0
+    return found
 
 
 def encode_table(X: Any, schema: Schema, unseen: str = "zeros") -> tuple[np.ndarray, Unseen]:

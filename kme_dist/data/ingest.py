@@ -160,14 +160,16 @@ def ingest(
                 f"{place}: a data set already exists; replace it with overwrite (--overwrite), or "
                 "add rows with append (--append)."
             )
+        if like is not None:
+            like = like if isinstance(like, Dataset | Schema) else open_dataset(like)
+            files = (like if isinstance(like, Schema) else like.schema).file_options(files)
         opened = table_source(source, files) if isinstance(source, Table) else open_source(source, files)
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         if like is None:
             schema = plan_schema(opened, table, reserved=extras)
-            if isinstance(source, Table) and source.weights is not None:
-                schema = replace(schema, weight=source.weight)
+            if isinstance(opened, MatrixSource) and table.weight is None:
+                schema = replace(schema, weight=opened.weight)
         else:
-            like = like if isinstance(like, Dataset | Schema) else open_dataset(like)
             schema = _schema_like(like, opened, table)
         if division is not None and division.stratify and schema.task != "classification":
             raise ConfigError("stratify requires classes; this data set has none.")
@@ -183,9 +185,9 @@ def ingest(
                 budget,
                 progress or silent,
                 (str(source), files) if isinstance(source, (str, Path)) else None,
-                encoding=source.schema if isinstance(source, Table) else None,
-                asked_for_classes=table.task == "classification" or isinstance(source, Table),
-                positions=source.rows if isinstance(source, Table) and len(source.rows) == len(source.X) else None,
+                encoding=_own_encoding(opened, schema) if like is None else None,
+                asked_for_classes=table.task == "classification",
+                positions=opened.positions if isinstance(opened, MatrixSource) else None,
             )
             with _staging(place, scratch) as (target, scratch_folder):
                 writer = job.new_writer(target, job.layout(*sizes))
@@ -204,6 +206,14 @@ def ingest(
             store(schema)
         announce([*schema.notes, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
     return open_dataset(place)
+
+
+def _own_encoding(source: Source, schema: Schema) -> Schema | None:
+    """The encoding of rows that are encoded already and stored as they are."""
+    own = source.encoding if isinstance(source, MatrixSource) else None
+    if own is None or (schema.feature_names, schema.task) != (own.feature_names, own.task):
+        return None
+    return own
 
 
 def silent(stage: str, done: int, total: int | None) -> None:
@@ -268,7 +278,7 @@ class IngestPlan:
     part: str = "all"  # the split of all rows, without a rule
     encoding: Schema | None = None  # of rows that are already encoded: their encoding
     asked_for_classes: bool = True  # the user said that labels are classes
-    positions: np.ndarray | None = None  # of rows that came in another order: those in their own source
+    positions: Callable[[np.ndarray], np.ndarray] | None = None  # where rows were before they came in another order
     seen: int = 0  # rows of the source
     kept: int = 0
 
@@ -307,7 +317,7 @@ class IngestPlan:
             writer.abandon()
 
     def _in_source(self, rows: np.ndarray) -> np.ndarray:
-        return rows if self.positions is None else self.positions[rows]
+        return rows if self.positions is None else self.positions(rows)
 
     def blocks(self, stage: str) -> Iterator[Encoded]:
         with Prefetched(self.encoder.encoded) as ahead:
@@ -408,7 +418,8 @@ class IngestPlan:
         classes = None
         if self.schema.task == "classification":
             classes, places = self.encoder.sorted_classes()
-            if not self.encoder.fixed_classes:
+            read_before = isinstance(self.source, MatrixSource) and self.source.class_names is not None
+            if not self.encoder.fixed_classes and not read_before:
                 check_class_names(self.source.name, self.schema, classes, asked=self.asked_for_classes)
             if not np.array_equal(places, np.arange(len(classes))):
                 _recode(writer, target, places)

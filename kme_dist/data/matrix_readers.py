@@ -14,11 +14,11 @@ import tempfile
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -26,6 +26,9 @@ from numpy.lib import format as npy
 from kme_dist.data.places import Place
 from kme_dist.data.readers import COMPRESSIONS, Block, FileOptions, MatrixSource, open_bytes
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
+
+if TYPE_CHECKING:
+    from kme_dist.data.dataset import Dataset
 
 # What the parsers of npy and zip files raise for damaged ones.
 _DAMAGED = (
@@ -367,7 +370,9 @@ def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
         raise DataError(f"{place} is not a Zarr v3 array or group (looked for zarr.json).") from None
     attributes = metadata.get("attributes")
     if isinstance(attributes, dict) and attributes.get("format") == "kme-dist/dataset":
-        return _open_dataset(place, options)
+        from kme_dist.data.dataset import open_dataset
+
+        return dataset_source(open_dataset(place, cache_bytes=0), options)
     if metadata.get("node_type") == "array":
         X, y = foreign_array(place), None
         if options.target is not None:
@@ -396,15 +401,63 @@ def open_zarr(place: Place, options: FileOptions) -> MatrixSource:
     return _matrix_source(str(place), X.shape, np.dtype(X.dtype), reader(X), target, aligned)
 
 
-def _open_dataset(place: Place, options: FileOptions) -> MatrixSource:
-    """A data set of kme-dist: names are kept, and a missing chunk is an error."""
-    from kme_dist.data.dataset import open_dataset
+def dataset_source(data: Dataset, options: FileOptions, splits: Sequence[str] | None = None) -> MatrixSource:
+    """The rows of a data set, or of some of its splits one after another, with names, weights and encoding.
 
-    data = open_dataset(place, cache_bytes=0)
+    A missing chunk is an error.
+    """
+    spans = [span for name in splits or (None,) for span in data.ranges(name)]
+    whole = spans == [(0, data.rows)]
+    rows = sum(stop - start for start, stop in spans)
+
+    def reader(read: RowReader) -> RowReader:
+        return (
+            read if whole else lambda start, stop: np.concatenate([read(*part) for part in _within(spans, start, stop)])
+        )
+
     target: tuple[tuple[int, ...], np.dtype[Any], RowOpener] | None = None
     if (y := data.y) is not None:
-        target = ((data.rows,), y.layout.dtype, lambda _: y.read)
-    shape = (data.rows, *data.sample_shape)
-    source = _matrix_source(str(place), shape, data.dtype, lambda _: data.X.read, target, options)
-    names = None if data.classes is None else tuple(data.classes)
-    return replace(source, feature_names=data.feature_names, class_names=names)
+        target = ((rows,), y.layout.dtype, lambda _: reader(y.read))
+    shape = (rows, *data.sample_shape)
+    source = _matrix_source(str(data.place), shape, data.dtype, lambda _: reader(data.X.read), target, options)
+    source = replace(
+        source,
+        feature_names=data.feature_names,
+        class_names=None if data.classes is None else tuple(data.classes),
+        encoding=data.schema,
+        positions=None if whole else lambda numbers: _positions(spans, numbers),
+    )
+    if data.weight is None:
+        return source
+    return with_weights(source, data.schema.weight or "weight", reader(data.weight.read))
+
+
+def with_weights(source: MatrixSource, name: str, read: RowReader) -> MatrixSource:
+    """The same rows with their weights."""
+    plain = source.blocks
+
+    def blocks() -> Iterator[Block]:
+        for block in plain():
+            assert block.matrix is not None
+            yield replace(block, weights=read(block.first_row, block.first_row + len(block.matrix)))
+
+    return replace(source, weight=name, blocks=blocks)
+
+
+def _within(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of `spans` that are rows [start, stop) if spans are counted one after another."""
+    found, at = [], 0
+    for low, high in spans:
+        first, last = max(start - at, 0), min(stop - at, high - low)
+        if first < last:
+            found.append((low + first, low + last))
+        at += high - low
+    return found
+
+
+def _positions(spans: Sequence[tuple[int, int]], numbers: np.ndarray) -> np.ndarray:
+    """Where rows are that are counted over the spans, one after another."""
+    starts = np.array([low for low, _ in spans])
+    begins = np.cumsum([0, *(high - low for low, high in spans)])[:-1]
+    span = np.searchsorted(begins, numbers, side="right") - 1
+    return np.asarray(numbers - begins[span] + starts[span])

@@ -41,9 +41,12 @@ class ModelColumns:
 
     @property
     def file_options(self) -> FileOptions:
-        """How to read a text file of new rows: its first line is the header if it names the columns of the model."""
-        columns = [] if self.encoding is None else [column.name for column in self.encoding.columns]
-        return FileOptions(names=tuple(columns or self.names or ()))
+        """How to read a text file of new rows: like that of the fit; its first line is the header if it names the
+        columns of the model."""
+        if self.encoding is None:
+            return FileOptions(names=self.names or ())
+        columns = tuple(column.name for column in self.encoding.columns)
+        return self.encoding.file_options(FileOptions(names=columns or self.names or ()))
 
     def schema_for(self, source: Source, id_column: str | None = None) -> Schema:
         """How to read the rows of a source; an error names the columns that it lacks."""

@@ -15,13 +15,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kme_dist.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from kme_dist.data.schema import Schema
 
 Kind = Literal["number", "integer", "boolean", "text", "category", "date", "other"]
 FORMATS = ("csv", "parquet", "npy", "npz", "libsvm", "idx", "zarr")
@@ -41,6 +44,8 @@ _SUFFIXES = {
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".lz4")
 MISSING_TEXTS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A", "?", "-nan", "<NA>")
 
+UTF8 = "utf-8"  # unless another encoding of a text file is given
+
 # Advice for a column that cannot be used; an option of `kme-dist ingest` and a key of section `data` of a config.
 LEAVE_OUT = "leave the column out: list it in `exclude`"
 
@@ -55,7 +60,7 @@ class FileOptions:
     names: tuple[str, ...] = ()  # csv: columns that it should have; a first line with all of them is the header
     decimal: str = "."  # csv: "." or ","
     quote: str = '"'
-    encoding: str = "utf-8"
+    encoding: str = UTF8
     missing_texts: tuple[str, ...] = MISSING_TEXTS
     target: str | None = None  # the labels: a second file, or a second array of the same npz or zarr
     array: str | None = None  # the array of features of an npz or zarr; None: X, or the only one
@@ -94,6 +99,7 @@ class TableSource:
     rows: int | None
     blocks: Callable[[Mapping[str, pa.DataType]], Iterator[Block]]
     notes: tuple[str, ...] = ()  # what was assumed, in lines
+    options: FileOptions | None = None  # of text files: how they are read
     codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007 or above 64 bits, with one
 
 
@@ -110,6 +116,11 @@ class MatrixSource:
     blocks: Callable[[], Iterator[Block]]
     class_names: tuple[Any, ...] | None = None  # of targets 0, 1, 2, ..., if the source has them
     whole_targets: bool = False  # float targets whose values are all integers (as LIBSVM writes classes)
+    # Of rows that are encoded already: their encoding, the column of the weights that come with the blocks, and where
+    # rows were before they came in another order.
+    encoding: Schema | None = None
+    weight: str | None = None
+    positions: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 Source = TableSource | MatrixSource

@@ -7,7 +7,6 @@ files, columns = sort_options(source, {"header": False, "missing": "mean"})
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kme_dist.data.encode import Encoder, MissingValueError, check_class_names, check_single
-from kme_dist.data.readers import Block, FileOptions, MatrixSource, Source, open_source
+from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.survey import plan_schema, with_indicators
@@ -127,19 +126,17 @@ def check_width(source: Source, schema: Schema, options: TableOptions) -> None:
 
 def table_source(table: Table, options: FileOptions) -> MatrixSource:
     """Encoded rows as a source of numbers."""
-    from kme_dist.data.matrix_readers import numpy_source
+    from kme_dist.data.matrix_readers import numpy_source, with_weights
 
     source = numpy_source(table.X, table.y, "table", options)
-    names = None if table.class_names is None else tuple(table.class_names)
-    shape = source.sample_shape if table.schema is None else table.schema.sample_shape
-    source = replace(source, feature_names=list(table.feature_names), class_names=names, sample_shape=shape)
+    source = replace(
+        source,
+        feature_names=list(table.feature_names),
+        class_names=None if table.class_names is None else tuple(table.class_names),
+        sample_shape=source.sample_shape if table.schema is None else table.schema.sample_shape,
+        encoding=table.schema,
+        positions=table.rows.__getitem__ if len(table.rows) == len(table.X) else None,
+    )
     if (weights := table.weights) is None:
         return source
-    plain = source.blocks
-
-    def blocks() -> Iterator[Block]:
-        for block in plain():
-            assert block.matrix is not None
-            yield replace(block, weights=weights[block.first_row : block.first_row + len(block.matrix)])
-
-    return replace(source, blocks=blocks)
+    return with_weights(source, table.weight, lambda start, stop: weights[start:stop])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kme_dist.data.notation import Notation
-from kme_dist.data.readers import LEAVE_OUT, Kind, MatrixSource, Source, TableSource
+from kme_dist.data.readers import LEAVE_OUT, UTF8, FileOptions, Kind, MatrixSource, Source, TableSource
 from kme_dist.errors import AssumptionWarning, ConfigError, DataError, counted, warn
 
 Task = Literal["classification", "regression", "none"]
@@ -118,6 +118,8 @@ class Schema:
     weight_position: int | None = None  # of a matrix
     notation: Notation | None = None  # of numbers that are texts; None: as 1234.5
     strip: bool | None = None  # spaces around texts
+    delimiter: str | None = None  # of text files, where it was given
+    charset: str | None = None  # of text files, where it is not utf-8
     # How the source was read, where it could be read in another way; only until it is read.
     holes: Mapping[str, int] = field(default_factory=dict, compare=False)  # rows with missing values, by column
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -141,6 +143,8 @@ class Schema:
             **({} if self.weight is None else {"weight": self.weight, "weight_position": self.weight_position}),
             **({} if self.notation is None else {"notation": self.notation.to_json()}),
             **({} if self.strip is None else {"strip": self.strip}),
+            **({} if self.delimiter is None else {"delimiter": self.delimiter}),
+            **({} if self.charset is None else {"charset": self.charset}),
         }
 
     @classmethod
@@ -162,12 +166,20 @@ class Schema:
             stored.get("weight_position"),
             Notation.from_json(stored["notation"]) if stored.get("notation") else None,
             stored.get("strip"),
+            stored.get("delimiter"),
+            stored.get("charset"),
         )
 
     @property
     def encodes(self) -> bool:
-        """Whether features differ from the columns that they are read from."""
-        return self.notation is not None or not all(column.is_plain for column in self.columns)
+        """Whether features differ from the columns that they are read from, or files must be read in a given way."""
+        given = (self.notation, self.delimiter, self.charset) != (None, None, None)
+        return given or not all(column.is_plain for column in self.columns)
+
+    def file_options(self, given: FileOptions) -> FileOptions:
+        """How to read a file of further rows: as the first one, where nothing else is given."""
+        charset = self.charset if given.encoding == UTF8 else None
+        return replace(given, delimiter=given.delimiter or self.delimiter, encoding=charset or given.encoding)
 
     def encoding_json(self) -> dict[str, Any]:
         """Only how features are encoded, as a model keeps it; `from_json` restores it."""
@@ -232,6 +244,8 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
         notation=None if options.notation.is_plain or isinstance(source, MatrixSource) else options.notation,
         strip=options.strip,
     )
+    if isinstance(source, TableSource) and (read := source.options) is not None:
+        schema = replace(schema, delimiter=read.delimiter, charset=None if read.encoding == UTF8 else read.encoding)
     if isinstance(source, TableSource):
         schema = replace(schema, notes=(*source.notes, *_codes_read_as_numbers(source, schema)))
     if not schema.sample_shape:

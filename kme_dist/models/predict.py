@@ -312,9 +312,7 @@ def _as_table(
         opened = open_source(Place.of(data).address if isinstance(data, str | Path) else data, columns.file_options)
         tables = TableScorer(fitted, opened, wanted, like=like, id_column=id_column, unseen=unseen, dtype=dtype)
         table = pa.concat_tables(tables.tables())
-        for words in (unseen_words(tables.unseen), skipped_words(tables.skipped)):
-            if words:
-                warn(words)
+        _warn(tables.unseen, tables.skipped)
         return table.to_pandas().set_axis(data.index) if hasattr(data, "isna") else table
     _check_rows(fitted, data)
     rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
@@ -324,9 +322,15 @@ def _as_table(
     ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
     scorer = Scorer(fitted, dtype)
     table = scorer.table(X, wanted, *ids)
-    if scorer.skipped:
-        warn(skipped_words(scorer.skipped))
+    _warn(rows.source.unseen_in(*rows.ranges[0]) if isinstance(rows.source, ParquetRows) else {}, scorer.skipped)
     return table
+
+
+def _warn(unseen: Unseen, skipped: dict[int, str]) -> None:
+    """Warn of rows in memory with unknown categories, and of those without a prediction."""
+    for words in (unseen_words(unseen), skipped_words(skipped)):
+        if words:
+            warn(words)
 
 
 def predict_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Receipt:

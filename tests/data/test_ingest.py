@@ -420,6 +420,17 @@ def test_the_median_is_exact(tmp_path):
     assert table.X[0, 0] == there[(len(there) - 1) // 2]
 
 
+def test_the_median_of_doubles_is_one_of_them():
+    """Of values that single precision cannot tell apart, of both signs, and of all sizes."""
+    random = np.random.default_rng(4)
+    seconds = 1.7e9 + random.permutation(601)
+    tiny = np.concatenate([-seconds[:301], 10.0 ** random.uniform(-300, 300, 300)])
+    columns = {"seconds": seconds, "negative": -seconds / 3, "sizes": tiny, "zeros": np.zeros(601)}
+    holes = {name: [None, *values.tolist()] for name, values in columns.items()}
+    table = read_table(pa.table(holes), missing="median")
+    assert table.X[0].tolist() == [np.sort(values)[300] for values in columns.values()]
+
+
 def test_a_missing_label_is_an_error_or_dropped(tmp_path):
     (tmp_path / "t.csv").write_text("a,label\n1,x\n2,\n3,y\n")
     with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'label'"):

@@ -11,6 +11,8 @@ import pytest
 
 import kme_dist as kme
 from kme_dist.cli import app as cli
+from kme_dist.data.frames import encode_table, table_schema
+from kme_dist.data.reading import read_table
 from kme_dist.errors import AssumptionWarning, DataError
 
 # What is assumed about missing values is said by one test below.
@@ -239,6 +241,54 @@ def test_dates_as_text_are_dates_as_they_are_in_a_file(tmp_path):
     assert list(model.encoded_feature_names_) == list(stored.feature_names)
     as_dates = kme.MCEClassifier(steps=2).fit(frame.assign(day=days), y)
     np.testing.assert_array_equal(model.predict_proba(frame), as_dates.predict_proba(frame.assign(day=days)))
+
+
+class Stream:
+    """A table of another library (polars and others): its rows are an Arrow stream."""
+
+    def __init__(self, table):
+        self.table, self.columns, self.shape = table, table.column_names, table.shape
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+@pytest.mark.parametrize("way", ["pandas", "arrow", "batch", "stream", "views"])
+def test_texts_that_a_file_reads_as_dates_are_dates_in_every_table(way, tmp_path):
+    """With a time zone, times of the day; codes such as 07, and columns declared as categories, stay categories."""
+    hours = [f"{hour:02d}" for hour in range(12)] * 5
+    frame = pd.DataFrame({"zone": [f"2024-{m:02d}-03T10:00:00Z" for m in range(1, 13)] * 5})
+    frame["shifted"] = [text.replace("Z", "+02:00") for text in frame["zone"]]
+    frame["clock"], frame["code"], frame["x"] = [f"{hour}:30" for hour in hours], hours, np.arange(60.0)
+    frame.loc[3, "zone"] = None
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    views = pa.schema([(f.name, pa.string_view() if f.type == pa.string() else f.type) for f in table.schema])
+    X = {
+        "pandas": lambda: frame.assign(declared=frame["clock"].astype("category")),
+        "arrow": lambda: table,
+        "batch": lambda: pa.RecordBatch.from_pandas(frame, preserve_index=False),
+        "stream": lambda: Stream(table),
+        "views": lambda: Stream(table.cast(views)),
+    }[way]()
+    with pytest.warns(AssumptionWarning, match="'zone'"):
+        schema = table_schema(X)
+    kinds = {column.name: column.kind for column in schema.columns}
+    assert kinds.pop("declared", "one_hot") == "one_hot"
+    assert kinds == {"zone": "date", "shifted": "date", "clock": "date", "code": "one_hot", "x": "number"}
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    wanted = read_table(tmp_path / "rows.csv", categories=["code"], missing="indicator")
+    rows, unseen = encode_table(X, schema)
+    at = [schema.feature_names.index(name) for name in wanted.feature_names if not name.startswith("code")]
+    np.testing.assert_allclose(rows[:, at], wanted.X[:, [not n.startswith("code") for n in wanted.feature_names]])
+    assert not unseen
+
+
+def test_a_number_among_dates_is_no_time_of_the_day():
+    frame = pd.DataFrame({"clock": ["10:00", "11:30", "12:00"] * 4})
+    schema = table_schema(frame)
+    assert encode_table(frame, schema)[0][0, 0] == pytest.approx(10 / 24)
+    with pytest.raises(DataError, match="row 1, column 'clock': '12' is not a date or time"):
+        encode_table(pd.DataFrame({"clock": ["10:00", "12"]}), schema)
 
 
 def test_a_regressor_keeps_the_encoding_of_a_data_set(tmp_path, capsys):

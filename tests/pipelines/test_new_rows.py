@@ -225,6 +225,60 @@ def test_a_column_of_ids_travels_along(finished, tmp_path, name):
     assert unwarned(kme.predict, finished / "run", finished / "new.csv", id_column="who")["id"][1].as_py() == "p1"
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet", "frame", "arrow"])
+def test_without_a_destination_unknown_categories_are_counted_too(finished, tmp_path, kind):
+    frame = as_typed(new_people())
+    source = frame if kind == "frame" else pa.Table.from_pandas(frame) if kind == "arrow" else tmp_path / f"rows.{kind}"
+    if kind in ("csv", "parquet"):
+        getattr(frame, f"to_{kind}")(source)
+    with pytest.warns(UserWarning, match=r"1 row of column 'city' \(first: 'Berlin'\)"):
+        found = kme.predict(finished / "run", source)
+    stored = kme.predict(finished / "run", source, tmp_path / "scores.parquet", overwrite=True)
+    assert stored.unseen == {"city": (1, "Berlin")}
+    wanted = kme.open_predictions(tmp_path / "scores.parquet").read("probability")
+    np.testing.assert_allclose(np.column_stack([found[name] for name in COLUMNS]), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_delimiter_and_encoding_of_a_file_are_kept_for_new_rows(tmp_path, plain, capsys):
+    """Those of the config hold for files of new rows, wherever they are read; also of a table of numbers only."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"größe": rng.normal(size=60).round(3), "y": rng.normal(size=60).round(3)})
+    if not plain:
+        frame["ort"] = rng.choice(["Köln", "Łódź", "Rom"], 60)
+    frame["kind"] = np.where(frame["größe"] > 0, "ja", "nö")
+    written = {"sep": "!", "encoding": "iso8859-2", "index": False}
+    frame.to_csv(tmp_path / "train.csv", **written)
+    frame.drop(columns="kind").iloc[::-2].to_csv(tmp_path / "new.csv", **written)
+    config = {
+        "data": {"source": str(tmp_path / "train.csv"), "label": "kind", "delimiter": "!", "encoding": "iso8859-2"},
+        "learn": {"steps": 1},
+        "cluster": {"kind": "serial"},
+        "output": {"folder": str(tmp_path / "run")},
+    }
+    run(parse_config(config), name="rows")
+    model = kme.load(tmp_path / "run")
+    wanted = model.predict_proba(frame.drop(columns="kind").iloc[::-2])
+    files = [f"--data={tmp_path / 'new.csv'}", f"--out={tmp_path / 'scores.csv'}"]
+    assert execute(["predict", f"--model={tmp_path / 'run'}", *files]) == 0
+    assert "unknown" not in capsys.readouterr().err
+    sink = io.BytesIO()
+    score.run(str(tmp_path / "run"), io.BytesIO((tmp_path / "new.csv").read_bytes()), sink)
+    table = kme.predict(model, tmp_path / "new.csv")
+    tables = [pd.read_csv(tmp_path / "scores.csv"), pd.read_csv(io.BytesIO(sink.getvalue())), table.to_pandas()]
+    for found in tables:
+        np.testing.assert_allclose(found[["probability_ja", "probability_nö"]], wanted, atol=1e-6)
+    held = tmp_path / "run" / "data.zarr"
+    assert kme.ingest(tmp_path / "new.csv", tmp_path / "new.zarr", like=held).rows == 30
+    whole = kme.ingest(
+        tmp_path / "train.csv", tmp_path / "train.zarr", label="kind", delimiter="!", encoding="iso8859-2"
+    )
+    assert whole.append(tmp_path / "train.csv").rows == 120
+    frame.drop(columns="kind").to_csv(tmp_path / "plain.csv", index=False, encoding="utf-8")
+    other = kme.ingest(tmp_path / "plain.csv", tmp_path / "p.zarr", like=held, delimiter=",", encoding="UTF-8")
+    assert other.rows == 60, "what is given goes before what is kept"
+
+
 def test_an_existing_file_is_replaced_only_on_request(finished, tmp_path):
     out = tmp_path / "scores.csv"
     out.write_text("precious")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from sklearn.datasets import load_diabetes
 
 import kme_dist as kme
 from kme_dist import CMERegressor
+from kme_dist.cli.app import execute
 from kme_dist.config import Config, load_config
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.pipelines import evaluate, fit, learn, predict, recipes, run, tables
@@ -86,6 +90,55 @@ def test_single_stages_are_those_of_the_run(diabetes_run, tmp_path):
     assert found["rmse"] == summary["rmse"]
     assert "Coverage of the intervals" in Path(found["report"]).read_text()
     assert kme.load(tmp_path / "run").kernel_ == kme.load(folder).kernel_
+
+
+@pytest.mark.parametrize(
+    ("solver", "said"),
+    [
+        ("cholesky", "leave-one-out squared error"),
+        ("tiled", "leave-one-out squared error"),
+        ("nystrom", "leave-one-out squared error"),
+        ("falkon", "held-out squared error"),
+    ],
+)
+def test_the_command_fit_names_the_error_of_a_regression(solver, said, tmp_path, capsys):
+    folder = tmp_path / "run"
+    changes = ["cluster.kind=serial", "learn.steps=0", f"fit.solver={solver}", f"output.folder={folder}"]
+    changes += ["fit.centres=60"] if solver in ("nystrom", "falkon") else []
+    command = ["fit", str(ROOT / "configs" / "diabetes.yaml"), *(f"--set={change}" for change in changes), "--quiet"]
+    assert execute(command) == 0
+    out = capsys.readouterr().out
+    assert "log loss" not in out
+    assert ("iteration" in out) == (solver == "falkon")
+    assert execute([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert f"{said} {result['loss']:.4f}" in out
+    assert str(folder / "model.zarr") in out
+    assert 0.2 < result["loss"] < 1
+    assert execute([*command, "--update"]) == 2
+
+
+def test_the_coverage_of_intervals_is_an_option_of_predict_and_score(diabetes_run, tmp_path):
+    _, folder, _ = diabetes_run
+    frame = load_diabetes(as_frame=True).data
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    wanted = kme.load(folder).predict_interval(frame.to_numpy(), coverage=0.5)
+    files = [f"--data={tmp_path / 'new.csv'}", f"--out={tmp_path / 'scores.csv'}", "--quiet"]
+    assert execute(["predict", "--model", str(folder), *files, "--coverage", "0.5"]) == 0
+    command = [sys.executable, "-m", "kme_dist", "score", "--model", str(folder), "--coverage=0.5"]
+    with open(tmp_path / "new.csv", "rb") as rows:
+        streamed = subprocess.run(command, stdin=rows, capture_output=True, timeout=120, check=True).stdout
+    for file in (tmp_path / "scores.csv", io.BytesIO(streamed)):
+        np.testing.assert_allclose(pd.read_csv(file)[["interval_low", "interval_high"]].to_numpy().T, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("command", ["predict", "score"])
+def test_a_coverage_that_is_none_is_refused(command, diabetes_run, tmp_path, capsys):
+    paths = [f"--data={tmp_path / 'new.csv'}", f"--out={tmp_path / 'scores.csv'}"] if command == "predict" else []
+    assert execute([command, "--model", str(diabetes_run[1]), *paths, "--coverage", "1.5"]) == 2
+    error = capsys.readouterr().err
+    assert "coverage" in error
+    assert "1.5" in error
 
 
 def test_predictions_as_parquet_have_named_columns(diabetes_run, tmp_path):
