@@ -236,6 +236,7 @@ class Trainer:
     ) -> TrainingOutcome:
         """Run all remaining rounds, resuming from the last checkpoint if there is one."""
         if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
+            checkpoints.refuse_beyond(self.settings.steps)
             self.restore(found)
         in_flight: deque[Started[Round]] = deque()
         with self._saved_on_exit(checkpoints, identity), _cancelled_on_exit(in_flight):
