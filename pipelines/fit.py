@@ -14,7 +14,8 @@ With the sums a model can be updated without reading old rows again:
     kme-dist fit CONFIG --update --remove D      removes the chunks of another data set (e.g. last year's)
     kme-dist fit CONFIG --update --merge M       adds the rows of another model with the same centres
 
-Kernel, scaling and centres are kept; the regularisation is re-tuned. A chunk is never counted twice.
+Kernel, scaling, centres and the factors of class weights are kept; the regularisation is re-tuned. A chunk is never
+counted twice.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from kme_dist.pipelines.folder import CONFIG, Listener, to_yaml
 from kme_dist.pipelines.learn import LearnedResult
 from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.fit import Fit, FitStatistics, add_rows, fit_on_dataset, refit, remove_rows
+from kme_dist.run.fit.additive import stored_class_factors
 from kme_dist.run.regression import fit_regression
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import Candidate, Recipe, Trained, fit_candidates
@@ -240,8 +243,9 @@ def _update_stage(remove: str | None, merge: str | None) -> Stage:
 
 
 def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
-    path, data = run.folder.path, run.data
+    path = run.folder.path
     model, statistics = load(path / MODEL), FitStatistics.load(path / STATISTICS)
+    data = run.data.with_class_factors(statistics.class_factors)  # those of the fit: "balanced" ones have changed
     recipe, basis = _recipe(run, run.starts[0].settings), statistics.basis
     dtype = str(basis.points.dtype) if isinstance(basis, Centres) else recipe.dtype
     scratch = Scratch.at(path / SCRATCH)
@@ -260,15 +264,19 @@ def _update(run: Run, remove: str | None, merge: str | None) -> dict[str, Any]:
         changes["added_rows"] = add_rows(statistics, present, executor=run.executor, scratch=scratch)
     run.say(f"fit: {changes['added_rows']} rows added, {changes['removed_rows']} removed, "
             f"{changes['merged_rows']} merged; {statistics.rows} in all")  # fmt: skip
+    # Features φ with k(x, x') = variance φ(x)·φ(x') were solved with λ / variance.
+    solved = model.regularization_ if isinstance(model, CENClassifier) else model.embedding_.regularization
+    variance = model.regularization_ / solved
     fit = refit(
         statistics,
-        model.regularization_,
+        solved,
         executor=run.executor,
         scratch=path / SCRATCH,
         scaling=model.scaling_,
         retune=recipe.refit_regularization,
         floor=recipe.floor(statistics.weight, data.n_classes),
     )
+    fit = replace(fit, regularization=fit.regularization * variance)
     if isinstance(model, CENClassifier):
         assert isinstance(basis, FeatureBasis)
         updated = CENClassifier(regularization=model.regularization, dtype=recipe.dtype)
@@ -300,6 +308,13 @@ def _check_update(run: Run, remove: str | None) -> None:
                 f"{part.path} has the classes {part.classes}, the model {known}; "
                 "only chunks with the same classes can be added or removed"
             )
+    weighted, given = stored_class_factors(path / STATISTICS), run.config.model.class_weight
+    if (weighted is None) if given == "balanced" else (run.training_data.class_factors != weighted):
+        raise ConfigError(
+            f"model.class_weight is {given!r}, and the sums of {path} were weighted by "
+            f"{'no class weights that they record' if weighted is None else list(weighted)}; restore "
+            "model.class_weight as it was, or fit again without --update"
+        )
 
 
 def _statistics_at(path: str) -> FitStatistics:

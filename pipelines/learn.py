@@ -44,6 +44,7 @@ from kme_dist.pipelines.stages import Run, Stage
 from kme_dist.run.checkpoints import Checkpoints
 from kme_dist.run.full import learn_features
 from kme_dist.run.regression import learn_regression
+from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import LearnedMap
 from kme_dist.run.train import Candidate, learn_candidates
 
@@ -252,6 +253,14 @@ class CheckpointFolder:
                 "--fresh, or restore those settings and data."
             )
 
+    def refuse_longer(self) -> None:
+        """ConfigError if more steps were learned than are asked for, before anything stored is changed."""
+        if "steps" in _lasting_inputs(self.run) or self.run.config.model.features == SPECTRAL:
+            return  # other steps have other checkpoints, or follow from the number of rows
+        if (steps := self.run.resolved["learn"]["steps"]) is not None:
+            for folder in self.path.glob("*/"):
+                Checkpoints(folder).refuse_beyond(steps)
+
     def watched(self, name: str) -> Any:
         """Checkpoints called `name`; the dashboard is notified when one is written."""
         self.opened.append(checkpoints_at(self.run, self.path / name))
@@ -399,7 +408,9 @@ def run(
             ingest.check_source(config, current.folder.path)  # before the rows are replaced
         current.do(ingest.STAGE)
         if not fresh:
-            CheckpointFolder.of(current).refuse_others()  # hours of learning must not be lost by mistake
+            saved = CheckpointFolder.of(current)  # hours of learning must not be lost by mistake
+            saved.refuse_others()
+            saved.refuse_longer()
         summary = current.do(STAGE)
         if STAGE.name not in current.folder.done_now:
             return {**summary, "steps_now": 0}

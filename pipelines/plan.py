@@ -244,7 +244,7 @@ def _full(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> 
 
 def _spectral(plan: LearnPlan, workers: int, limit: int | None, calibrate: bool) -> dict[str, Any]:
     """The plan of spectral features: several networks, each with its own steps."""
-    settings = plan.recipe.spectral(plan.data.split_rows(plan.split))
+    settings = plan.recipe.spectral(plan.data.split_positive(plan.split))
     work = SpectralWork.of(plan.data, settings, plan.split)
     steps, batches = work.learner.settings.steps, work.batches
     held = sum(int(value.nbytes) for start in work.starts for value in start.values())

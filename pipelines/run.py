@@ -59,6 +59,7 @@ def run(
         learn.rehearse(current)
         current.do(ingest.STAGE)
         if not fresh:
+            learn.CheckpointFolder.of(current).refuse_longer()
             current.keep_previous(REPLACED, learn.STAGE, fit.STAGE)
         for stage in STAGES[1:]:
             current.do(stage)

@@ -181,9 +181,7 @@ class ArrayRows(RowSource):
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         X, y = self.read_rows(start, stop)
         own = digest(np.asarray(X, np.float64)) if isinstance(X, np.ndarray) else _digest_of(X)
-        found = [own, digest(np.asarray(y))]
-        found += [] if self._weights is None else [digest(self._weights[start:stop])]
-        return (*found, *(() if self.class_factors is None else (repr(self.class_factors),)))
+        return own, digest(np.asarray(y)), *(() if self._weights is None else (digest(self._weights[start:stop]),))
 
     @functools.cached_property
     def digest(self) -> str:

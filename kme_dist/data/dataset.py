@@ -168,13 +168,13 @@ class RowSource:
         """The number of rows of a split with a positive weight."""
         return int(self.weight_totals(split)[self._factors > 0, 1].sum()) if self.weighted else self.split_rows(split)
 
-    def with_class_factors(self, factors: Sequence[float]) -> Self:
-        """The same rows, whose weights have a further factor for each class."""
+    def with_class_factors(self, factors: Sequence[float] | None) -> Self:
+        """The same rows, whose weights have a further factor for each class (None: no more than their own)."""
         other = object.__new__(type(self))  # `copy` would go through pickle, and return an object that tasks share
         other.__dict__.update(self.__dict__)
         for name in ("_factors", "digest"):
             other.__dict__.pop(name, None)
-        other.class_factors = tuple(float(factor) for factor in factors)
+        other.class_factors = None if factors is None else tuple(float(factor) for factor in factors)
         return other
 
     @property
@@ -214,7 +214,7 @@ class RowSource:
         return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
-        """Digests of X and y (and of the weights, if there are any) in rows [start, stop)."""
+        """Digests of X and y (and of the weights as given, if there are any) in rows [start, stop)."""
         raise ConfigError(f"{type(self).__name__} must define span_digests(start, stop)")
 
     @property
@@ -381,7 +381,7 @@ class Dataset(RowSource):
             X, y = self.read_rows(start, stop)
             w = self.read_weights(start, stop)
             found = (digest(X), digest(np.asarray(y)), *(() if w is None else (digest(w),)))
-        return found if self.class_factors is None else (*found, repr(self.class_factors))
+        return found
 
     @property
     def class_names(self) -> list[str] | None:

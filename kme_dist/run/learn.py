@@ -141,6 +141,8 @@ class Batches:
             held = _local.block = self.rows, block, planned, order
         (X, y, weights), order = held[2:]
         few = order[len(order) * part // self.per_read : len(order) * (part + 1) // self.per_read]
+        if not few.size:  # most rows of the block have weight 0
+            few = order[part % len(order), None]
         return X[few], y[few], None if weights is None else weights[few]
 
     def _planned(self, number: int) -> Weighted:

@@ -135,6 +135,7 @@ class SpectralWork:
     def of(cls, dataset: RowSource, settings: SpectralSettings, split: str | None) -> SpectralWork:
         scaling = within_reach(dataset, split)
         rows = RowsRef.of(dataset, split=split, scaling=scaling, dtype=settings.dtype, classes=True)
+        rows = rows.with_positive_weight()  # before blocks are held out and batches are divided
         held = held_out(rows.ranges)
         learned_from = replace(rows, ranges=_without(rows.ranges, held), token=f"{rows.token}-learned")
         size = min(settings.batch_size, learned_from.count)

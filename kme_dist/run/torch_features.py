@@ -6,17 +6,19 @@
     named("hnr_cnn", {"side": 28})            # an architecture of this module, by name
 
 Rows and features are exchanged by DLPack, without a copy. The closed-form derivative of the objective by the features
-is backpropagated by autograd, and the gradients are handled like all others. Weights are plain arrays under the names
-of the module's state; stored are those arrays and how to build the module: a name and arguments from `ARCHITECTURES`,
-or the name of your own class, which you pass to `kme_dist.load`. Only this module imports torch, and it is imported
-only when a torch network is used.
+is backpropagated by autograd, and the gradients are handled like all others. Torch computes on one thread here: several
+add in another order, so that a model would have other bits on a machine with other cores. Weights are plain arrays
+under the names of the module's state; stored are those arrays and how to build the module: a name and arguments from
+`ARCHITECTURES`, or the name of your own class, which you pass to `kme_dist.load`. Only this module imports torch, and
+it is imported only when a torch network is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -31,6 +33,20 @@ from kme_dist.errors import ConfigError, DataError
 
 _ROWS_AT_ONCE = 1_000  # activations of a convolution take a hundred times the memory of its features
 _lock = threading.Lock()  # a module's weights are swapped in place; two threads must not share one
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limit torch to one thread inside the block; the number is one of the calling thread, as in OpenMP."""
+    before = torch.get_num_threads()
+    if before == 1:  # setting it makes convolutions forget what they prepared
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- architectures by name --------------------------------------------------------------------------
@@ -99,6 +115,7 @@ class TorchFeatures:
         self._module, self._config = module, dict(config)
         self.arrays = {name: np.asarray(value) for name, value in arrays.items()}
         self._learned = [name for name, value in module.named_parameters() if value.requires_grad]
+        self._buffers = {name for name, _ in module.named_buffers()}
         self._key: tuple[int, ...] | None = None
         missing = set(module.state_dict()) ^ set(self.arrays)
         if missing:
@@ -109,6 +126,13 @@ class TorchFeatures:
     @classmethod
     def of(cls, module: nn.Module, architecture: str | None = None, arguments: Mapping[str, Any] | None = None) -> Self:
         """The module in its current state. `arguments` are those of its class; needed only to load it again."""
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) or getattr(layer, "track_running_stats", False):
+                raise ConfigError(
+                    f"the network has a layer {type(layer).__name__}, by which the features of a row depend on the "
+                    "other rows of its batch, or on the batches seen before; use LayerNorm, GroupNorm, or InstanceNorm "
+                    "with track_running_stats=False"
+                )
         own = copy.deepcopy(module).cpu()
         arrays = {name: value.detach().numpy().copy() for name, value in own.state_dict().items()}
         name = architecture or type(module).__name__
@@ -136,20 +160,22 @@ class TorchFeatures:
         return changed
 
     def forward(self, X: Array) -> Array:
-        with _lock, torch.no_grad():
+        with _lock, _one_thread(), torch.no_grad():
             rows = _to_torch(X)
             if self._key is not None or len(rows) <= _ROWS_AT_ONCE:  # with a key, all rows share one dropout draw
                 return _from_torch(self._run(rows, learn=False)[0], X)
             return _from_torch(torch.cat([self._run(few, learn=False)[0] for few in rows.split(_ROWS_AT_ONCE)]), X)
 
     def linearise(self, X: Array) -> tuple[Array, Callable[..., tuple[Gradients, Array]]]:
-        with _lock, torch.enable_grad():
+        with _lock, _one_thread(), torch.enable_grad():
             rows = _to_torch(X).detach().requires_grad_(True)
             Z, weights = self._run(rows, learn=True)
 
         def pull(Z_bar: Array, inputs: bool = False) -> tuple[Gradients, Array]:
             wanted = [*weights.values(), *([rows] if inputs else [])]
-            found = torch.autograd.grad(Z, wanted, _to_torch(Z_bar).to(Z.dtype), allow_unused=True, retain_graph=True)
+            bar = _to_torch(Z_bar).to(Z.dtype)
+            with _one_thread():
+                found = torch.autograd.grad(Z, wanted, bar, allow_unused=True, retain_graph=True)
             full = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
             gradients = {name: _from_torch(g, X) for name, g in zip(weights, full, strict=False)}
             return gradients, (_from_torch(full[-1], X) if inputs else None)
@@ -173,6 +199,8 @@ class TorchFeatures:
             name: _tensor(value).to(device=rows.device, dtype=rows.dtype if value.dtype.kind == "f" else None)
             for name, value in self.arrays.items()
         }
+        for name in self._buffers:  # a layer may change them in place, and they share the memory of the arrays
+            state[name] = state[name].clone()
         weights = {name: state[name].detach().requires_grad_(learn) for name in self._learned}
         self._module.train(self._key is not None)
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else [], enabled=self._key is not None):
@@ -242,5 +270,11 @@ def from_config(
             f"pass it: load(path, networks={{{name!r}: {name}}})"
         )
     builder = builders[name]
-    module = builder if isinstance(builder, nn.Module) else builder(**arguments)
+    try:
+        module = builder if isinstance(builder, nn.Module) else builder(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"the model's network is of class {name!r}, which cannot be built with the arguments {arguments}: {error}; "
+            f"pass a function that builds it: load(path, networks={{{name!r}: lambda: {name}(...)}})"
+        ) from error
     return TorchFeatures(module, arrays, {"name": "torch", "architecture": name, "arguments": arguments})

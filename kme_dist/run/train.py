@@ -285,7 +285,7 @@ def _learned_features(
 ) -> Candidate:
     learned = learn_spectral(
         dataset,
-        recipe.spectral(dataset.split_rows(split)),
+        recipe.spectral(dataset.split_positive(split)),
         executor=executor,
         split=split,
         checkpoints=None if checkpoints is None else checkpoints(SPECTRAL),

@@ -85,10 +85,17 @@ class Stepper:
     settings: LearnSettings
     names: tuple[str, ...]  # of the learned parameters
     prior: LengthScalePrior | None = None
+    after: Callable[[optim.Named, float], optim.Named] | None = None  # see `Trainer`
 
     @classmethod
-    def of(cls, parameters: optim.Named, settings: LearnSettings, prior: LengthScalePrior | None = None) -> Stepper:
-        return cls(without_schedule(settings), tuple(optim.learnable(parameters, settings.frozen)), prior)
+    def of(
+        cls,
+        parameters: optim.Named,
+        settings: LearnSettings,
+        prior: LengthScalePrior | None = None,
+        after: Callable[[optim.Named, float], optim.Named] | None = None,
+    ) -> Stepper:
+        return cls(without_schedule(settings), tuple(optim.learnable(parameters, settings.frozen)), prior, after)
 
     def start(self, parameters: optim.Named) -> optim.State:
         return self._optimizer.init({name: parameters[name] for name in self.names})
@@ -108,7 +115,8 @@ class Stepper:
         delta, state = self._optimizer.update(optim.clip(gradient, self.settings.clip_norm), state, rate)
         kept = 1 - rate * self.settings.weight_decay
         moved = {name: (kept * parameters[name] if kept < 1 else parameters[name]) + delta[name] for name in delta}
-        return {**parameters, **moved}, state
+        moved = {**parameters, **moved}
+        return (moved if self.after is None else self.after(moved, rate)), state
 
     @property
     def _optimizer(self) -> optim.Optimizer:
@@ -132,17 +140,18 @@ class PlateauWatch:
         self._best, self._since = math.inf, 0
         self._parameters: dict[str, np.ndarray] | None = None
 
-    def should_stop(self, value: float, parameters: dict[str, np.ndarray]) -> bool:
+    def should_stop(self, value: float, parameters: dict[str, np.ndarray], steps: int = 1) -> bool:
+        """`value` is the mean over a round of so many steps that began with these parameters."""
         if self._patience is None:
             return False
-        self._mean = self._smoothing * self._mean + (1 - self._smoothing) * value
-        self._weight = self._smoothing * self._weight + (1 - self._smoothing)
-        smooth = self._mean / self._weight
+        kept = self._smoothing**steps
+        self._mean = kept * self._mean + (1 - kept) * value
+        self._weight = kept * self._weight + (1 - kept)
+        smooth, improved = self._mean / self._weight, False
         if smooth < self._best:
-            if smooth < self._best - self._tolerance * abs(self._best) or math.isinf(self._best):
-                self._since = 0
+            improved = smooth < self._best - self._tolerance * abs(self._best) or math.isinf(self._best)
             self._best, self._parameters = smooth, parameters
-        self._since += 1
+        self._since = 1 if improved else self._since + steps  # a round longer than the patience may have improved
         return self._since > self._patience
 
     def state(self) -> dict[str, Any]:
@@ -212,10 +221,10 @@ class Trainer:
         phase: str | None = None,
         keep_history: bool = False,
     ) -> None:
-        self.settings, self._after, self._average, self._phase = settings, after, average, phase
+        self.settings, self._average, self._phase = settings, average, phase
         self.parameters: optim.Named = dict(start)
         self._sent = self.parameters  # those that the next round to be collected is evaluated at
-        self.stepper = Stepper.of(self.parameters, settings, prior)
+        self.stepper = Stepper.of(self.parameters, settings, prior, after)
         self.state = self.stepper.start(self.parameters)
         self._mean: optim.Named | None = dict(start) if average else None
         schedule = settings.schedule or (lambda rate, steps: optim.constant(rate))
@@ -236,6 +245,7 @@ class Trainer:
     ) -> TrainingOutcome:
         """Run all remaining rounds, resuming from the last checkpoint if there is one."""
         if checkpoints is not None and (found := checkpoints.resume(identity)) is not None:
+            checkpoints.refuse_beyond(self.settings.steps)
             self.restore(found)
         in_flight: deque[Started[Round]] = deque()
         with self._saved_on_exit(checkpoints, identity), _cancelled_on_exit(in_flight):
@@ -282,15 +292,12 @@ class Trainer:
         if self._phase is not None:
             record["phase"] = self._phase
         before = self.parameters
-        if self.watch.should_stop(out.value + self.stepper.penalty(at, rows), at):
+        if self.watch.should_stop(out.value + self.stepper.penalty(at, rows), at, result.steps):
             self.stopped = True
         elif result.reached is not None:
             self.parameters, self.state = result.reached
         else:
-            rate = self.rate(self.step)
-            self.parameters, self.state = self.stepper.move(gradient, self.parameters, self.state, rate)
-            if self._after is not None:
-                self.parameters = self._after(self.parameters, rate)
+            self.parameters, self.state = self.stepper.move(gradient, self.parameters, self.state, self.rate(self.step))
         if self._mean is not None:
             kept = min(self._average, (1 + self.step) / (10 + self.step))  # forgets the large first steps soon
             self._mean = {name: kept * self._mean[name] + (1 - kept) * v for name, v in self.parameters.items()}

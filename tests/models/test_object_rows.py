@@ -8,8 +8,9 @@ import pytest
 
 import kme_dist as kme
 from kme_dist.core.risk import merge_equal_rows
-from kme_dist.errors import DataError
+from kme_dist.errors import ConfigError, DataError
 from kme_dist.kernels import Bags, Gaussian, Spectrum, from_config
+from kme_dist.run.fit import Size, choose
 
 RNG = np.random.default_rng(0)
 Y = np.arange(60) % 2
@@ -23,6 +24,32 @@ ROWS = {
     "bags": (Bags(Gaussian()), BAGS),
     "bags of texts": (Bags(Spectrum(p=2)), BAGS_OF_TEXTS),
 }
+
+
+@pytest.mark.parametrize("name", ["texts", "bags"])
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        *(
+            ({"solver": solver, "centres": 10}, f"solver='{solver}'")
+            for solver in ("nystrom", "pcg", "tiled", "falkon")
+        ),
+        ({"centres": 10}, "centres=10"),
+    ],
+)
+def test_solvers_that_require_numbers_say_which_one_does_not(name, settings, given):
+    kernel, rows = ROWS[name]
+    fit = {"objective": "rcb", "steps": 0, **settings}
+    with pytest.raises(ConfigError, match=f"{given} requires rows of numbers, .* use solver='cholesky' without"):
+        kme.MCEClassifier(kernel, **fit).fit(rows, Y)
+    exact = kme.MCEClassifier(kernel, objective="rcb", steps=0, solver="cholesky").fit(rows, Y)
+    assert kme.MCEClassifier(kernel, objective="rcb", steps=0).fit(rows, Y).solver_ == exact.solver_ == "cholesky"
+
+
+def test_many_rows_that_are_not_numbers_are_fitted_exactly_or_refused():
+    assert choose("auto", Size(20_000, width=0, labelled=False)).solver == "cholesky"
+    with pytest.raises(ConfigError, match=r"for 20000 rows, 1\.0 GB are available; fit fewer rows"):
+        choose("auto", Size(20_000, width=0, labelled=False), room=10**9)
 
 
 @pytest.mark.parametrize("name", ROWS)

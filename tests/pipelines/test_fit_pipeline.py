@@ -11,7 +11,7 @@ from kme_dist import MCEClassifier, kernels, load
 from kme_dist.cli.app import execute
 from kme_dist.config import load_config
 from kme_dist.data.ingest import ingest
-from kme_dist.data.store import load_arrays
+from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import fit, learn
 
@@ -107,6 +107,83 @@ def test_an_update_equals_a_fit_from_scratch(config, data, tmp_path):
     run(config, fixed, update=True, remove=other.path)
     back = load(tmp_path / "run" / "model.zarr")
     assert np.abs(back.decision_probabilities(X) - updated.decision_probabilities(X)).max() < 1e-8
+
+
+def weighted_solution(model, X, y, factors):
+    """f at X by the equations of weighted centres, in plain NumPy."""
+    P, kernel = model.embedding_.centres.astype(np.float64), model.kernel_
+    K, w = kernel(model.scaling_.apply(X, "float64"), P), np.asarray(factors)[y]
+    A = K.T @ (w[:, None] * K) + w.sum() * model.regularization_ * kernel(P, P)
+    return K @ np.linalg.solve(A, K.T @ (w[:, None] * np.eye(2)[y]))
+
+
+@pytest.mark.parametrize("weights", ["balanced", "{0: 1.0, 1: 4.0}"])
+def test_updates_count_no_row_twice_and_keep_the_weights_of_classes(weights, config, data, tmp_path):
+    """Balanced factors change with every row that is appended: those of the fit stay, as kernel and centres do."""
+    changes = ["fit.refit_regularization=false", "model.dtype=float64", f"model.class_weight={weights}"]
+    (X, y), (more, own) = table(400, 1), table(130, 2)
+    few = own == 1  # so that balanced factors differ
+    run(config, *changes)
+    counts = np.bincount(y)
+    factors = 400 / (2 * counts) if weights == "balanced" else [1.0, 4.0]
+    model = load(tmp_path / "run" / "model.zarr")
+    np.testing.assert_allclose(model.decision_probabilities(X), weighted_solution(model, X, y, factors), atol=1e-8)
+    assert run(config, *changes, update=True)["added_rows"] == 0
+    data.append((more[few], own[few]))
+    assert run(config, *changes, update=True)["added_rows"] == few.sum()
+    updated = load(tmp_path / "run" / "model.zarr")
+    both = np.concatenate([X, more[few]]), np.concatenate([y, own[few]])
+    np.testing.assert_allclose(
+        updated.decision_probabilities(both[0]), weighted_solution(updated, *both, factors), atol=1e-8
+    )
+    year = stored(tmp_path / "year.zarr", 64, 3)
+    assert run(config, *changes, f"data.source={year.path}", update=True)["added_rows"] == 64
+    assert run(config, *changes, update=True, remove=year.path)["removed_rows"] == 64
+    back = load(tmp_path / "run" / "model.zarr")
+    assert np.abs(back.decision_probabilities(X) - updated.decision_probabilities(X)).max() < 1e-8
+
+
+def test_an_update_with_other_weights_of_classes_is_refused(config, tmp_path):
+    run(config)
+    with pytest.raises(ConfigError, match=r"model.class_weight is 'balanced', and .* by no class weights"):
+        run(config, "model.class_weight=balanced", update=True)
+    run(config, "model.class_weight={1: 3.0}", fresh=True)
+    with pytest.raises(ConfigError, match=r"is None, and the sums of .* weighted by \[1.0, 3.0\]; restore"):
+        run(config, update=True)
+
+
+def test_models_that_weigh_classes_differently_do_not_merge(config, tmp_path):
+    import shutil
+
+    run(config, "model.class_weight={1: 3.0}")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    arrays, facts = load_arrays(tmp_path / "other" / "statistics.zarr")
+    save_arrays(tmp_path / "other" / "statistics.zarr", arrays, {**facts, "class_factors": [1.0, 2.0]})
+    with pytest.raises(ConfigError, match=r"weigh classes differently, \(1.0, 3.0\) and \(1.0, 2.0\)"):
+        run(config, "model.class_weight={1: 3.0}", update=True, merge=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("solver", ["nystrom", "auto"])
+def test_an_update_of_a_linear_kernel_keeps_its_regularization(solver, config, data, tmp_path):
+    """Features φ with k = variance φ·φ are solved with λ / variance; λ of the model is that of the kernel."""
+    changes = [
+        "model.kernel={name: linear, scale: 3.0}",
+        "model.dtype=float64",
+        "model.scaling=null",
+        "fit.refit_regularization=false",
+        f"fit.solver={solver}",
+        f"fit.centres={'null' if solver == 'auto' else 40}",
+    ]
+    run(config, *changes)
+    model = load(tmp_path / "run" / "model.zarr")
+    data.append(table(130, 2))
+    assert run(config, *changes, update=True)["added_rows"] == 130
+    updated = load(tmp_path / "run" / "model.zarr")
+    assert updated.regularization_ == pytest.approx(model.regularization_)
+    assert updated.embedding_.regularization == pytest.approx(model.embedding_.regularization)
+    run(config, *changes, fresh=True)
+    again, X = load(tmp_path / "run" / "model.zarr"), table(100, 9)[0]
+    assert np.abs(updated.decision_probabilities(X) - again.decision_probabilities(X)).max() < 1e-8
 
 
 def test_models_of_two_places_become_one(config, data, tmp_path):

@@ -71,6 +71,22 @@ def test_the_same_command_again_finds_nothing_to_do_and_a_longer_run_goes_on(con
     assert (longer["steps"], longer["steps_now"]) == (8, 3)
 
 
+def test_fewer_steps_than_were_learned_are_refused_until_asked_to_start_over(config, tmp_path, monkeypatch):
+    """The parameters after fewer steps are not known any more."""
+    monkeypatch.setattr("kme_dist.pipelines.pages.run_page", lambda *arguments, **settings: "<html></html>")
+    runs.run(load_config(config, ["learn.steps=8"]), name="small")
+    shorter = load_config(config, ["learn.steps=3"])
+    for command in (learn.run, runs.run):
+        with pytest.raises(ConfigError, match=r"has learned 8 steps, and 3 are asked for: .* learn\.steps .* --fresh"):
+            command(shorter, name="small")
+    assert (tmp_path / "run" / "model.zarr").exists(), "nothing was replaced"
+    assert not (tmp_path / "run" / "previous").exists()
+    assert runs.run(load_config(config, ["learn.steps=8"]), name="small")["reused"]
+    assert learn.run(shorter, name="small", fresh=True)["steps"] == 3
+    longer = learn.run(load_config(config, ["learn.steps=8"]), name="small")
+    assert (longer["steps"], longer["steps_now"]) == (8, 5)
+
+
 def test_other_settings_are_refused_until_asked_to_start_over(config):
     learn.run(load_config(config), name="small")
     other = load_config(config, ["learn.batch_size=90"])

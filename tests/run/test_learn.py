@@ -217,6 +217,30 @@ def test_one_replica_is_plain_descent_whatever_the_length_of_a_round(data):
     assert bits(run(data, batches_per_step=1, local_steps=12)) == plain
 
 
+def test_replicas_keep_the_limits_of_the_calibrated_objective_in_every_step(data):
+    """With such a rate nλ and the sharpness reach their limits: one replica is still plain descent."""
+    settings = dataclasses.replace(SETTINGS, objective="calibrated", learning_rate=3.0, evaluated=40)
+    plain = run(data, settings=settings, batches_per_step=1)
+    free = learning.learn(
+        KernelLearner(KERNEL, settings, 3), kernel_batches(data, settings),
+        learners.kernel_start(KERNEL, 0.1, "calibrated"), settings,
+    )  # fmt: skip
+    assert plain.regularization != np.exp(free.parameters["regularization"]), "the limits matter here"
+    assert bits(run(data, settings=settings, batches_per_step=1, local_steps=4)) == bits(plain)
+    shift = 100 * run(data, settings=settings, **LOCAL).regularization
+    assert learners.SHIFTS[0] * (1 - 1e-9) <= shift <= learners.SHIFTS[1] * (1 + 1e-9)
+
+
+def test_a_plateau_stops_replicas_after_as_many_steps_as_plain_descent(data):
+    settings = dataclasses.replace(SETTINGS, steps=600, batch_size=40, learning_rate=0.3, patience=20)
+    plain = run(data, settings=settings, batches_per_step=1)
+    found = run(data, settings=settings, batches_per_step=1, local_steps=10)
+    assert plain.stopped_early
+    assert found.stopped_early
+    steps, rounds = plain.history[-1]["step"], found.history[-1]["step"]
+    assert rounds < steps + 60, "not twenty rounds"
+
+
 def test_replicas_that_meet_after_every_step_are_the_mean_gradient(data):
     """Of plain descent, where the mean of the steps is the step of the mean; and to rounding."""
     settings = LearnSettings(steps=6, batch_size=100, optimizer="sgd", learning_rate=1e-3, seed=3)

@@ -9,6 +9,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from kme_dist.core.calibration import calibrated_loss
+from kme_dist.core.kernels import Gaussian
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
 from kme_dist.errors import ConfigError
@@ -21,12 +22,14 @@ from kme_dist.run.learners import LearnSettings, SoftmaxLearner, joined, parted,
 from kme_dist.run.spectral import (
     LearnedMap,
     SpectralSettings,
+    SpectralWork,
     _start,
     held_out,
     learn_spectral,
     rising_and_falling,
     within_reach,
 )
+from kme_dist.run.train import Recipe, learn_candidates
 
 N, D, M = 900, 4, 3
 SMALL = SpectralSettings(
@@ -112,6 +115,43 @@ class TestHeldOutRows:
         assert sorted(map(bytes, sample.X)) == sorted(map(bytes, expected))
         assert len(fit.left_out.codes) == len(numbers)
         assert fit.statistics.rows == N, "the fit itself uses every row"
+
+
+class TestRowsOfWeightZero:
+    """As many rows as they are, wherever they are: what is learned is what is learned without them."""
+
+    @pytest.mark.parametrize("kept", [np.arange(N) >= 500, np.arange(N) % 4 == 0, np.arange(N) // 45 % 20 == 3])
+    def test_they_are_neither_learned_from_nor_held_out(self, kept):
+        X, y = table()
+        X[~kept] = X[kept].mean(axis=0)  # no other ranges and no other scaling
+        one = ArrayRows(X, y, np.arange(M), weights=kept.astype(float))
+        seen: set[int] = set()
+        work = SpectralWork.of(one, SMALL, None)
+        numbers = np.concatenate([np.arange(*span) for span in work.held])
+        assert kept[numbers].all()
+        for number in range(40):
+            rows = work.batches.plan.batch(number // work.batches.per_read).rows
+            seen |= set(rows.tolist())
+            assert len(work.batches.read(number)[1])
+        assert kept[list(seen)].all()
+        assert not seen & set(numbers.tolist())
+        assert np.isfinite([record["objective"] for record in run(one).history]).all()
+
+    def test_weights_that_alternate_too_often_to_be_left_out_still_give_batches(self, monkeypatch):
+        monkeypatch.setattr("kme_dist.data.rows._MOST_RANGES", 5)
+        weights = (np.arange(N) % 60 == 0).astype(float)  # fewer in a block than it has batches
+        work = SpectralWork.of(ArrayRows(*table(), np.arange(M), weights=weights), SMALL, None)
+        assert work.batches.per_read > 1
+        sizes = [len(work.batches.read(number)[1]) for number in range(work.batches.per_read)]
+        assert min(sizes) >= 1
+
+    def test_epochs_are_those_of_the_other_rows(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(Recipe, "spectral", lambda self, rows: asked.append(rows) or SMALL)
+        rows = ArrayRows(*table(), np.arange(M), weights=(np.arange(N) < 700).astype(float))
+        recipe = Recipe(Gaussian(), features="spectral")
+        learn_candidates(rows, recipe, executor=SerialExecutor())
+        assert asked == [700]
 
 
 def _identity():

@@ -115,13 +115,70 @@ def test_dropout_of_the_module_is_decided_by_the_key(X):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+class Counting(torch.nn.Module):
+    """Changes a buffer in place, as layers with running statistics do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(INPUTS, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, rows):
+        self.calls += 1
+        return self.layer(rows) + self.calls.to(rows.dtype)
+
+
 def test_buffers_are_kept_and_frozen_parameters_stay(X):
-    module = torch.nn.Sequential(torch.nn.Linear(INPUTS, 3), torch.nn.BatchNorm1d(3))
-    module[0].bias.requires_grad_(False)
+    module = Counting()
+    module.layer.bias.requires_grad_(False)
     phi = TorchFeatures.of(module)
-    assert "1.running_mean" in phi.arrays
-    assert set(phi.parameters) == {"0.weight", "1.weight", "1.bias"}
+    assert set(phi.arrays) == {"layer.weight", "layer.bias", "calls"}
+    assert set(phi.parameters) == {"layer.weight"}
     assert set(phi.vjp(X, np.ones((12, 3)))) == set(phi.parameters)
+    for rows in (X, X.astype(np.float32)):
+        np.testing.assert_array_equal(phi.sampled((1, 2)).forward(rows), phi.forward(rows))
+    assert phi.arrays["calls"] == 0
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.BatchNorm1d(3),
+        torch.nn.BatchNorm1d(3, track_running_stats=False),
+        torch.nn.InstanceNorm1d(3, track_running_stats=True),
+    ],
+)
+def test_statistics_of_batches_are_refused(layer):
+    """Features would depend on the other rows of a batch, or on the batches that a process has seen."""
+    X, y = load_iris(return_X_y=True)
+    model = CENClassifier(network=torch.nn.Sequential(torch.nn.Linear(INPUTS, 3), layer), steps=1)
+    with pytest.raises(ConfigError, match=f"has a layer {type(layer).__name__}, .* use LayerNorm, GroupNorm, or"):
+        model.fit(X, y)
+
+
+def test_layers_that_normalise_single_rows_learn():
+    X, y = load_iris(return_X_y=True)
+    layers = [torch.nn.Linear(INPUTS, 6), torch.nn.GroupNorm(2, 6), torch.nn.LayerNorm(6)]
+    assert CENClassifier(network=torch.nn.Sequential(*layers), steps=5, regularization=0.01).fit(X, y).score(X, y) > 0.5
+
+
+@pytest.fixture
+def threads_of_torch():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_bits_do_not_depend_on_the_threads_of_torch(threads_of_torch, rng):
+    phi = named("hnr_cnn", {"side": 12, "channels": [8, 16], "features": 32})
+    X, Z_bar = rng.random((100, 144)).astype(np.float32), rng.random((100, 32)).astype(np.float32)
+    found = []
+    for threads in (1, 2):
+        threads_of_torch(threads)
+        found.append({"Z": phi.forward(X), **phi.vjp(X, Z_bar)})
+        assert torch.get_num_threads() == threads
+    for name, value in found[0].items():
+        np.testing.assert_array_equal(found[1][name], value)
 
 
 def test_travels_between_processes(X):
@@ -158,6 +215,21 @@ def test_ones_own_class_is_handed_over_at_load(tmp_path):
     with pytest.raises(ConfigError, match="networks="):
         kme.load(tmp_path / "m.zarr")
     again = kme.load(tmp_path / "m.zarr", networks={"Own": Own})
+    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
+
+
+class Wide(Own):
+    def __init__(self, width):
+        super().__init__(width)
+
+
+def test_a_class_that_requires_arguments_is_handed_over_as_a_function(tmp_path):
+    X, y = load_iris(return_X_y=True)
+    model = CENClassifier(network=Wide(5), steps=1).fit(X, y)
+    model.save(tmp_path / "m.zarr")
+    with pytest.raises(ConfigError, match=r"'width'; pass a function .* networks={'Wide': lambda: Wide\(\.\.\.\)}"):
+        kme.load(tmp_path / "m.zarr", networks={"Wide": Wide})
+    again = kme.load(tmp_path / "m.zarr", networks={"Wide": lambda: Wide(5)})
     np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
 
 

@@ -200,6 +200,20 @@ def test_plateau_stops_and_the_best_parameters_are_kept():
     assert PlateauWatch(5).best_parameters({"x": 1})["x"] == 1
 
 
+def test_patience_counts_steps_also_if_a_round_is_several():
+    values = [10, 8, 6, 5.5, 5.6, 5.7, 5.8, 5.9, 6.0, 6.1]
+    for steps, patience, stop in ((1, 4, 7), (4, 4, 4), (4, 12, 6), (100, 12, 4)):
+        watch = PlateauWatch(patience, smoothing=0.0)
+        assert [watch.should_stop(value, {}, steps) for value in values].index(True) == stop
+    by_step, by_round = PlateauWatch(50), PlateauWatch(50)
+    for value in values:
+        for _ in range(5):
+            by_step.should_stop(value, {})
+        by_round.should_stop(value, {}, 5)
+    assert by_round.state()["mean"] == pytest.approx(by_step.state()["mean"])
+    assert by_round.state()["weight"] == pytest.approx(by_step.state()["weight"])
+
+
 def test_noise_alone_does_not_stop_a_run_that_improves():
     rng = np.random.default_rng(0)
     watch = PlateauWatch(patience=30)

@@ -7,8 +7,9 @@
     statistics.save("statistics.zarr"); FitStatistics.load("statistics.zarr")
 
 `Statistics` holds the sums in a few parts (one for the fit, one for each update), the digest of every chunk included,
-so that no chunk is counted twice, and a sample of rows for leave-one-out. In whatever order chunks were added and
-removed, the result is that of a new fit on the chunks now included, up to rounding in double precision.
+so that no chunk is counted twice, a sample of rows for leave-one-out, and the factors of class weights: those of the
+first rows, since "balanced" ones change with every row. In whatever order chunks were added and removed, the result is
+that of a new fit on the chunks now included, with the same factors, up to rounding in double precision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +29,9 @@ from kme_dist.core import kernels
 from kme_dist.core.kernels.base import FeatureMap, Kernel
 from kme_dist.core.nystrom import Sample
 from kme_dist.core.sums import Accumulator, Basis, Centres, FeatureBasis, OneHot, Sums, packed, unpacked
+from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Span
+from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.store import load_arrays, save_arrays
 from kme_dist.errors import ConfigError, CorruptError, DataError, memory_errors
@@ -180,6 +183,14 @@ class FitStatistics:
     basis: Basis
     parts: list[Part] = field(default_factory=list)
     sample: Sample | None = None
+    class_factors: tuple[float, ...] | None = None  # of the weights of all rows, added and removed ones included
+
+    def weighed(self, rows: RowsRef) -> RowsRef:
+        """The rows, with the factors that the rows of these sums have."""
+        if rows.source.class_factors == self.class_factors:
+            return rows
+        source = rows.source.with_class_factors(self.class_factors)
+        return replace(rows, source=source, token=f"{rows.token}-weighed")
 
     @property
     def rows(self) -> int:
@@ -218,6 +229,11 @@ class FitStatistics:
         """
         if _describe(self.basis) != _describe(other.basis) or not _same_points(self.basis, other.basis):
             raise ConfigError("the models differ in kernel, features or centres; only models with the same basis merge")
+        if self.class_factors != other.class_factors:
+            raise ConfigError(
+                f"the models weigh classes differently, {self.class_factors} and {other.class_factors}; only models "
+                "with the same factors merge: start the second site from a copy of the fitted run folder"
+            )
         both = sum((self.ledger & other.ledger).values())
         if both == sum(other.ledger.values()):
             return 0
@@ -247,7 +263,7 @@ class FitStatistics:
             {"ledger": part.ledger, "variance": part.sums.variance, "rows": part.sums.rows, "excess": part.sums.excess}
             for part in self.parts
         ]
-        attributes = {"basis": _describe(self.basis), "parts": described}
+        attributes = {"basis": _describe(self.basis), "parts": described, "class_factors": self.class_factors}
         save_arrays(path, arrays, {"format": STATISTICS_FORMAT, **attributes})
 
     @classmethod
@@ -266,9 +282,19 @@ class FitStatistics:
             if "sample/X" in arrays:
                 X, y, keys = (arrays[f"sample/{name}"] for name in ("X", "y", "keys"))
                 sample = Sample(X, y, keys, arrays.get("sample/weights"))
-            return cls(_restored(found["basis"], arrays), parts, sample)
+            return cls(_restored(found["basis"], arrays), parts, sample, _factors(found))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"{path} is incomplete ({error!r}); fit the model again") from error
+
+
+def stored_class_factors(path: Any) -> tuple[float, ...] | None:
+    """The factors of class weights of stored statistics; None if they have none, or are those of an older version."""
+    return _factors(read_attributes(Place.of(path)))
+
+
+def _factors(found: Mapping[str, Any]) -> tuple[float, ...] | None:
+    factors = found.get("class_factors")
+    return None if factors is None else tuple(float(factor) for factor in factors)
 
 
 def _describe(basis: Basis) -> dict[str, Any]:
@@ -312,7 +338,7 @@ def gather(
 
     `sampled` are sorted ranges of the source, from which the rows for leave-one-out are drawn; empty: from all rows.
     """
-    statistics = FitStatistics(basis)
+    statistics = FitStatistics(basis, class_factors=rows.source.class_factors)
     statistics.add(*_sum(rows, basis, rows.chunks(), executor, scratch, backend, sampled))
     return statistics
 
@@ -323,7 +349,8 @@ def add_rows(statistics: FitStatistics, rows: RowsRef, *, executor: Executor, sc
     A chunk that was not full when added and has grown since is removed as it was and added as it is now, so that
     chunks are summed whole, as in a new fit.
     """
-    before, (spans, grown) = statistics.rows, _new_chunks(rows, statistics)
+    rows, before = statistics.weighed(rows), statistics.rows
+    spans, grown = _new_chunks(rows, statistics)
     if grown:
         _subtract(statistics, rows, grown, executor, scratch)
     if spans:
@@ -333,7 +360,7 @@ def add_rows(statistics: FitStatistics, rows: RowsRef, *, executor: Executor, sc
 
 def remove_rows(statistics: FitStatistics, rows: RowsRef, *, executor: Executor, scratch: Scratch) -> int:
     """Remove those chunks of `rows` that are included; returns the number of rows removed."""
-    held, spans = statistics.ledger, []
+    rows, held, spans = statistics.weighed(rows), statistics.ledger, []
     for span in rows.chunks():
         key = chunk_key(rows, *span)
         if held[key]:

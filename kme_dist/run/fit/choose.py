@@ -71,7 +71,9 @@ def choose(
         raise ConfigError(f"solver={solver!r} is unknown; choose 'auto', {', '.join(map(repr, SOLVERS))}")
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"fit_seconds={seconds!r}: must be a positive number")
-    if solver == "auto":
+    if not size.width:
+        found = _for_objects(solver, centres)
+    elif solver == "auto":
         found = _affordable(size, centres, room, seconds, iterate)
     else:
         default = CENTRES if solver in ("nystrom", "falkon") else None
@@ -79,9 +81,10 @@ def choose(
     n, size = size.rows, replace(size, basis=min(found.centres or CENTRES, size.rows))
     held = SOLVERS[found.solver].cost(size).memory
     if found.solver == "cholesky" and held > room.alone:
+        other = "use solver='tiled', 'pcg', or 'nystrom' with `centres`" if size.width else "fit fewer rows"
         raise ConfigError(
-            f"solver='cholesky' needs {_size(held)} on one worker for {n} rows, {_size(room.alone)} are "
-            "available; use solver='tiled', 'pcg', or 'nystrom' with `centres`"
+            f"solver='cholesky' needs {_size(held)} on one worker for {n} rows, {_size(room.alone)} are available; "
+            f"{other}"
         )
     if found.solver in ("nystrom", "falkon") and held > room.task:
         iterated = found.solver == "nystrom" and size.labelled and falkon.cost(size).memory <= room.task
@@ -91,6 +94,17 @@ def choose(
             f"are available; use {better}"
         )
     return found
+
+
+def _for_objects(solver: str, centres: int | None) -> Choice:
+    """For texts, sequences and bags, which the other solvers cannot cut into tiles or store as arrays."""
+    if solver not in ("auto", "cholesky") or (solver == "auto" and centres is not None):
+        given = f"solver={solver!r}" if solver != "auto" else f"centres={centres}"
+        raise ConfigError(
+            f"{given} requires rows of numbers, and these are texts, sequences or bags: use solver='cholesky' without "
+            "`centres`, or features of the rows as numbers"
+        )
+    return Choice("cholesky", "one exact factorisation: rows that are not numbers" if solver == "auto" else "requested")
 
 
 def _size(count: int) -> str:

@@ -111,7 +111,7 @@ def task_rows(centres: int, rows: int) -> int:
 def prepare(problem: Problem) -> Falkon:
     """Choose the centres; sums and factors wait for λ."""
     if not problem.rows.source.features:
-        raise ConfigError("solver='falkon' requires rows of numbers; use solver='nystrom' for texts and other rows")
+        raise ConfigError("solver='falkon' requires rows of numbers; use solver='cholesky' for texts and other rows")
     if problem.tolerance < 1e-6:  # more than tiles in single precision can give
         problem = replace(problem, rows=problem.rows.in_precision("float64"))
     chosen = choose_points(problem)
