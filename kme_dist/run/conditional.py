@@ -66,6 +66,7 @@ from kme_dist.core.kernels.base import (
 )
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
+from kme_dist.core.squared import Distinct
 from kme_dist.core.sums import Basis, FeatureBasis, Sums, TargetCentres, sum_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset
@@ -464,19 +465,30 @@ def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed:
 
 
 def sampled_columns(
-    weights: Weights, n: int, regularization: float, seed: int
+    weights: Weights, n: int, regularization: float, seed: int, distinct: Distinct | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows to leave out, their columns of W = (K + nλI)⁻¹, and their entries of its diagonal."""
-    size = min(n, _RESIDUAL_ROWS)
+    """Rows to leave out, their columns of W = (K + nλI)⁻¹, and their entries of its diagonal.
+
+    Copies, the same row of `distinct`, are left out together: W 1_g, and the mean of its entries in g, take the place
+    of column and entry. Of equal rows that are left out in parts it is the share r of W 1_g, and r of that mean with
+    1 - r of 1/nλ.
+    """
+    w = None if distinct is None else distinct.weights
+    first = np.arange(n) if distinct is None or distinct.first is None else distinct.first
+    size = min(len(first), _RESIDUAL_ROWS)
     if isinstance(weights, Inverse):
         size = min(size, max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _COLUMN_BYTES // (8 * n))))
-    chosen = np.arange(n)
-    if size < n:
-        chosen = np.sort(np.random.default_rng([seed, 9]).choice(n, size, replace=False))
-    E = np.zeros((n, size))
+    drawn = np.arange(len(first))
+    if size < len(first):
+        p = None if w is None else w / w.sum()
+        drawn = np.sort(np.random.default_rng([seed, 9]).choice(len(first), size, replace=False, p=p))
+    chosen, E, share = first[drawn], np.zeros((n, size)), np.ones(size)
     E[chosen, np.arange(size)] = 1.0
-    columns = np.asarray(weights.forward(E))
-    own = columns[chosen, np.arange(size)]
+    if distinct is not None and distinct.place is not None and w is not None:
+        E = (distinct.place[:, None] == distinct.place[chosen]).astype(np.float64)
+        share = w[drawn] / E.sum(axis=0)
+    columns = np.asarray(weights.forward(E)) * share
+    own = columns[chosen, np.arange(size)] + (1 - share) / (n * regularization)
     if not (own > 0).all():
         raise NumericalError(
             f"the diagonal of (K + nλI)⁻¹ is lost to rounding at regularization {regularization:.1e}; raise "
