@@ -35,7 +35,7 @@ from kme_dist.models.cme_choice import input_kernels, score_kernels, target_kern
 from kme_dist.models.settings import RandomState, drawn_seed, integer, seed
 from kme_dist.run.conditional import as_targets, column_position
 from kme_dist.run.executors import Executor
-from kme_dist.run.independence import Variable, hsic_sums, residual_features, signed_draws, squared_sum
+from kme_dist.run.independence import Variable, hsic_sums, in_random_order, residual_features, signed_draws, squared_sum
 from kme_dist.run.workers import executor_for
 
 _KERNEL_ROWS = 2_000  # rows for the median distance
@@ -94,8 +94,7 @@ def hsic_test(
     drawn, executor = _checked(permutations, random_state, client)
     x, y = _variables({"X": X, "Y": Y}, data, (kernel, target_kernel), None)
     found = (_kernel(kernel, x, drawn), _kernel(target_kernel, y, drawn))
-    order = np.random.default_rng([drawn, 8]).permutation(x.count)
-    x, y = x.shuffled(order), y.shuffled(order)
+    x, y = in_random_order((x, y), drawn)
     count = permutations if null == "permutation" else 0
     sums = hsic_sums(found, x, y, permutations=count, seed=drawn, executor=executor)
     values = statistics(sums.K, sums.L, sums.forms, sums.orders, method)
