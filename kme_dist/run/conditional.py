@@ -37,7 +37,7 @@ import math
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
-from kme_dist.errors import ConfigError, DataError, NumericalError
+from kme_dist.data.validation import text_among
+from kme_dist.errors import ConfigError, DataError, NumericalError, counted
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Problem
 from kme_dist.run.fit.panels import Panels, make_panels
@@ -103,12 +104,14 @@ class Pairs:
     targets: RowsRef | None  # None: the labels of the inputs
 
     @classmethod
-    def of(cls, data: Dataset, targets: Sequence[str | int] | None, scaling: str | None) -> Pairs:
-        """The rows of a data set; `targets` names the columns to predict from the others (None: the labels)."""
+    def of(cls, data: Dataset, targets: Any, scaling: str | None) -> Pairs:
+        """The rows of a data set; `targets` names the column or columns to predict from the others (None: labels)."""
         if targets is None and data.y is None:
             raise DataError(f"{data.path} has no labels; name the target columns, e.g. fit(data, ['price'])")
-        columns = tuple(column_position(data, name) for name in targets or ())
+        columns = () if targets is None else column_positions(data, targets)
         inputs = tuple(i for i in range(data.features) if i not in columns)
+        if not inputs:
+            raise DataError(f"all {counted(data.features, 'column')} of {data.path} are targets; leave some as inputs")
         whole = Scaling.of(data.split_statistics(data.training_split()), scaling)
         scale = Scaling(whole.shift[list(inputs)], whole.factor[list(inputs)])
         rows = RowsRef.of(data, scaling=scale, dtype="float64", columns=inputs)
@@ -148,13 +151,24 @@ class Pairs:
         return y if classes is None else np.asarray(classes)[y]
 
 
-def column_position(data: Dataset, column: str | int) -> int:
-    """The number of a column given by its name or number."""
-    if isinstance(column, int) and 0 <= column < data.features:
-        return column
+def column_positions(data: Dataset, given: Any) -> tuple[int, ...]:
+    """The numbers of columns given by their names or numbers: one, or a list of them."""
+    columns = given.tolist() if isinstance(given, np.ndarray) else given
+    columns = list(columns) if isinstance(columns, list | tuple) else [columns]
+    shown = ", ".join(data.feature_names[:20])
+    if not columns or not all(isinstance(column, str | int | np.integer) for column in columns):
+        what = "no columns" if not columns else f"{type(given).__name__} values"
+        raise ConfigError(f"columns of {data.path} are named by texts or numbers, got {what}; it has {shown}")
+    return tuple(_column_position(data, column, shown) for column in columns)
+
+
+def _column_position(data: Dataset, column: str | int, shown: str) -> int:
+    if isinstance(column, int | np.integer) and 0 <= column < data.features:
+        return int(column)
     if column in data.feature_names:
         return data.feature_names.index(str(column))
-    raise ConfigError(f"{data.path} has no column {column!r}; it has {', '.join(data.feature_names[:20])}")
+    count = f"; columns are counted from 0 to {data.features - 1}" if isinstance(column, int | np.integer) else ""
+    raise ConfigError(f"{data.path} has no column {column!r}; it has {shown}{count}")
 
 
 @dataclass(frozen=True)
@@ -502,7 +516,17 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
     names = length_scale_names(kernel)
     if not names:
         return kernel
-    width = factor * median_length_scale(np.asarray(take(rows, slice(0, 2000)), dtype=np.float64), seed)
+    few = take(rows, slice(0, 2000))
+    try:
+        values = np.asarray(few, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = text_among(few)
+        what = f"values of type {type(few[0]).__name__}" if found is None else found.words
+        raise DataError(
+            f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "
+            "`target_kernel`), or a kernel of such values, e.g. kme_dist.kernels.Spectrum(p=2) of texts"
+        ) from None
+    width = factor * median_length_scale(values, seed)
     return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
 
 

@@ -50,7 +50,9 @@ class Variable:
         """At most `size` random rows: rows of the same numbers of every variable with this many, wherever they are."""
         if size >= self.count:
             return self.read()
-        drawn = np.sort(BatchPlan(((0, self.count),), size, seed, "rows", "sampling").batch(0).rows)
+        drawn = BatchPlan(((0, self.count),), size, seed, "rows", "sampling").batch(0).rows
+        assert drawn is not None
+        drawn.sort()
         return replace(self, numbers=drawn if self.numbers is None else self.numbers[drawn]).read()
 
     def _chosen(self, X: Any, y: Any) -> Any:

@@ -300,5 +300,11 @@ def test_mistakes_are_named(pair, stored):
         kme.hsic_test(X[:5], y[:5])
     with pytest.raises(ConfigError, match="no column 'q'"):
         kme.hsic_test("q", None, data=stored[2])
+    with pytest.raises(DataError, match=r"the text '[ab]' in row 0; choose 'delta' for labels"):
+        kme.hsic_test(stored[2].feature_names[0], None, data=stored[2])
+    with pytest.raises(DataError, match=r"the text '[ab]' in row 0; choose 'delta' for labels"):
+        kme.conditional_independence_test(stored[0], stored[0], stored[1])
+    with pytest.raises(ConfigError, match="named by texts or numbers, got float values"):
+        kme.hsic_test(1.5, None, data=stored[2])
     with pytest.raises(ConfigError, match="centres=0"):
         kme.conditional_independence_test(X, y, y, centres=0)

@@ -301,6 +301,14 @@ def test_wrong_settings_are_named(settings, message):
         CMERegressor(**settings).fit(*wave(30))
 
 
+@pytest.mark.parametrize("convert", [list, np.array, lambda y: np.array(y, object), lambda y: np.stack([y, y], 1)])
+@pytest.mark.parametrize("kind", [CMERegressor, kme.ASKLRegressor])
+def test_texts_as_targets_are_named(kind, convert):
+    X, _ = wave(30)
+    with pytest.raises(DataError, match=r"among its targets is the text 'low' in row 0.*MCEClassifier"):
+        kind().fit(X, convert(["low", "high"] * 15))
+
+
 def test_wrong_queries_are_named(fitted):
     X, _ = wave(5)
     with pytest.raises(ConfigError, match=r"coverage=1\.5: must be a number between 0 and 1"):
