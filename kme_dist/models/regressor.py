@@ -29,6 +29,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
 from kme_dist.data.ingest import positive_bytes
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
@@ -251,6 +252,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         if isinstance(data, Dataset):
             self._record_dataset(data)
             self._single = True
+        self._record_data(RowsRef.of(data))
         self.embedding_, self.left_out_, self.target_, self.scaling_ = (
             fit.embedding, fit.left_out, fit.target, fit.scaling,
         )  # fmt: skip

@@ -339,9 +339,12 @@ class Inverse:
         executor: Executor,
         tolerance: float,
         seed: int = 0,
+        tile_rows: int | None = None,
+        memory: int | None = None,
     ) -> None:
         self.pairs, self.kernel, self.regularization, self.solver = pairs, kernel, regularization, solver
         self.executor, self.tolerance, self.seed = executor, tolerance, seed
+        self.tile_rows, self.memory = tile_rows, memory
         self.solutions: dict[str, np.ndarray] = {}
 
     def forward(self, K: Any) -> np.ndarray:
@@ -421,9 +424,12 @@ class Inverse:
 
     @property
     def _problem(self) -> Problem:
-        room = int(0.6 * free_bytes("numpy") / max(1, self.executor.workers))
+        room = self.memory or int(0.6 * free_bytes("numpy") / max(1, self.executor.workers))
         rows, scratch = self._stored
-        return Problem(rows, self.kernel, self.executor, scratch, room, seed=self.seed, tolerance=self.tolerance)
+        return Problem(
+            rows, self.kernel, self.executor, scratch, room, seed=self.seed, tolerance=self.tolerance,
+            tile_rows=self.tile_rows,
+        )  # fmt: skip
 
     @functools.cached_property
     def _stored(self) -> tuple[RowsRef, Scratch]:

@@ -379,7 +379,8 @@ class _Fit:
         rows = self.rows.in_precision("float64")
         inverse = Inverse(
             Pairs(rows, None), self.kernel, self.regularization, solver, executor=self.executor,
-            tolerance=self.recipe.fit.get("tolerance", 1e-6), seed=self.recipe.seed,
+            tolerance=self.recipe.fit.get("tolerance") or 1e-6, seed=self.recipe.seed,
+            tile_rows=self.recipe.fit.get("tile_rows"), memory=self.recipe.memory,
         )  # fmt: skip
         X, y = rows.read()
         Y = self.target.standardised(y)
@@ -396,7 +397,8 @@ class _Fit:
     def on_centres(self, count: int) -> RegressionFit:
         """Sums over rows, then systems of the size of the centres here; λ is retuned by leave-one-out of a sample."""
         rows, seed = self.rows.in_precision("float64"), self.recipe.seed
-        call = (rows, self.kernel, count, seed)
+        how = self.recipe.fit.get("centre_choice") or "rpcholesky"
+        call = (rows, self.kernel, count, how, seed)
         C = self.executor.map(centres_on_worker, [call], name="choose-centres")[0]
         X, Y, drawn = _left_out_sample(rows, self.target, seed)
         keys = row_keys(X, Y)
@@ -428,7 +430,7 @@ class _Fit:
             few = _some(len(Y), drawn, seed)
             near = Near(V[:, -1], np.average(np.abs(Y[:, :-1]), axis=0, weights=drawn))
             left = LeftOut.of(columns[:, few], Z[few], e[few, :-1], near, 1 - e[few, -1])
-        return self._made(C, V[:, :-1], left, lam, {"centres": count})
+        return self._made(C, V[:, :-1], left, lam, {"centres": row_count(C), "centre_choice": how})
 
     def on_many_centres(self, count: int, room: int, scratch: Scratch, report: Callable[[str], None]) -> RegressionFit:
         """Conjugate gradients; rows held out end them, choose λ, and have the residuals."""
@@ -473,9 +475,9 @@ def solve_on_worker(
     return solved.weights, left, X, solved.dtype
 
 
-def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, seed: int) -> Any:
+def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, how: str, seed: int) -> Any:
     X, _, _ = _drawn(rows, max(_CENTRE_SAMPLE, 3 * count), seed)
-    return to_host(select(X, choose_centres(kernel, X, min(count, len(X)), "rpcholesky", seed)))
+    return to_host(select(X, choose_centres(kernel, X, min(count, row_count(X)), how, seed)))
 
 
 def sum_part(basis: Centres, rows: RowsRef, target: Target, keys: np.ndarray) -> tuple[Sums, np.ndarray]:

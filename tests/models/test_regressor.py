@@ -262,6 +262,15 @@ def test_the_same_bits_on_workers_and_from_a_data_set(tmp_path):
         np.testing.assert_array_equal(other.predict_interval(X), alone.predict_interval(X))
 
 
+def test_a_stored_model_says_what_it_was_trained_on(fitted, tmp_path):
+    fitted.save(tmp_path / "model.zarr")
+    assert kme.load(tmp_path / "model.zarr").trained_on_["rows"] == 600
+    data = kme.ingest(wave(90), tmp_path / "rows.zarr", dtype="float64", split="train=0.8,test=0.2")
+    CMERegressor(steps=0).fit(data).save(tmp_path / "stored.zarr")
+    again = kme.load(tmp_path / "stored.zarr")
+    assert again.trained_on_ == {"data": "rows.zarr", "split": "train", "rows": 72, "digest": data.digest}
+
+
 def test_names_of_columns_travel_with_the_model(tmp_path):
     table, y = load_diabetes(return_X_y=True, as_frame=True)
     model = CMERegressor(steps=3).fit(table, y)
