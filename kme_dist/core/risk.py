@@ -153,6 +153,29 @@ def _numbers_of_rows(X: Any) -> np.ndarray:
     return _numbers_of([(X.indices[s].tobytes(), X.data[s].tobytes()) for s in spans])
 
 
+def row_keys(X: Any, Y: np.ndarray) -> np.ndarray:
+    """A number for every row of numbers with its targets, to count copies over many tasks: two random sums of its
+    values as one complex number. Those of equal rows are equal; of different rows both would have to round alike."""
+    width = int(X.shape[1])
+    factors = np.random.default_rng(0).uniform(1, 2, (2, width + Y.shape[1]))
+
+    def sums(own: np.ndarray) -> np.ndarray:
+        # Row by row in the same order, whatever the number of rows: a matrix product would round differently.
+        rows = X @ own[:width] if is_sparse(X) else np.sum(np.ascontiguousarray(X) * own[:width], axis=1)
+        return np.asarray(rows + np.sum(np.ascontiguousarray(Y) * own[width:], axis=1))
+
+    return np.asarray(sums(factors[0]) + 1j * sums(factors[1]))
+
+
+def weight_of_copies(keys: np.ndarray, among: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+    """For each of the keys the weight (without weights the number) of the rows `among` which have it."""
+    known, place = np.unique(keys, return_inverse=True)
+    at = np.minimum(np.searchsorted(known, among), len(known) - 1)
+    same = known[at] == among
+    found = np.bincount(at[same], None if weights is None else weights[same], minlength=len(known))
+    return np.asarray(found.astype(np.float64)[place.reshape(-1)])
+
+
 def _is_texts(X: Any) -> bool:
     return isinstance(X, list) and all(isinstance(row, str) for row in X)
 

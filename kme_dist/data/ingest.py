@@ -15,6 +15,7 @@ renamed; in an object store the metadata that make it readable are written last.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -76,26 +77,30 @@ def _schema_like(example: Dataset | Schema, source: Source, options: TableOption
 
 def parse_bytes(value: int | str) -> int:
     """A number of bytes, or a text such as "512MB" or "2GiB"."""
-    if isinstance(value, int):
-        return value
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{value!r} is not a size; use an integer number of bytes, or a text such as 512MB or 2GiB.")
     units = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     text = value.strip().upper()
     binary = text.endswith("IB")
     text = text.removesuffix("IB").removesuffix("B")
     unit = text[-1] if text and text[-1] in units else ""
     try:
-        number = float(text.removesuffix(unit) if unit else text)
-    except ValueError:
+        factor = units[unit] if not binary else 1024 ** ("KMGT".index(unit) + 1)
+        return int(float(text.removesuffix(unit) if unit else text) * factor)
+    except (ValueError, OverflowError):
         raise ConfigError(f"{value!r} is not a size; use e.g. 512MB or 2GiB.") from None
-    factor = units[unit] if not binary else 1024 ** ("KMGT".index(unit) + 1)
-    return int(number * factor)
 
 
 def positive_bytes(name: str, value: int | str) -> int:
     """The bytes of a setting; ConfigError if they are not at least one."""
-    if (found := parse_bytes(value)) < 1:
-        raise ConfigError(f"{name}={value!r}: must be at least 1 byte, such as '512MB' or '2GiB', or None")
-    return found
+    with contextlib.suppress(ConfigError):
+        if (found := parse_bytes(value)) >= 1:
+            return found
+    raise ConfigError(
+        f"{name}={value!r}: must be at least 1 byte, an integer or a text such as '512MB' or '2GiB', or None"
+    )
 
 
 def ingest(

@@ -6,6 +6,7 @@
     check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
     object_rows(X)                     texts, sequences or bags as a list; None for anything else
     check_not_path(X)                  an error for a path, which has to be opened first
+    check_numeric_targets(y, by)       an error for targets of a regression that are texts
     text_among(X)                      the first text in a table that should hold numbers, and where it is
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can be called before scikit-learn's
@@ -166,6 +167,20 @@ def text_among(X: Any) -> FoundText | None:
             column = "" if whole else f", column {_column_names(X, values.shape[1])[at[1]]!r}"
             return FoundText(f"the text {value[:60]!r} in row {at[0]}{column}", whole)
     return None
+
+
+def check_numeric_targets(y: Any, by: str) -> None:
+    """Raise an error for targets of a regression that are texts."""
+    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in _NUMBERS:
+        return
+    try:
+        np.asarray(y, np.float64)
+    except (TypeError, ValueError):
+        if (found := text_among(y)) is not None:
+            raise DataError(
+                f"{by} predicts numbers, and among its targets is {found.words}; pass numbers as y, or fit a "
+                "classifier such as MCEClassifier to class labels"
+            ) from None
 
 
 def _is_float(text: str | bytes) -> bool:

@@ -51,7 +51,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling, check_magnitude
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
-from kme_dist.data.validation import check_columns, check_labels, check_not_path, text_among
+from kme_dist.data.validation import check_columns, check_labels, check_not_path, check_numeric_targets, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
 from kme_dist.run.executors import Executor
@@ -307,6 +307,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             X, _ = encode_table(X, encoding)
         check_columns(X)
         check_labels(y)
+        if settings.get("y_numeric"):
+            check_numeric_targets(y, type(self).__name__)
         self.fitted_to_dataset_, self.encoding_ = False, None
         with self._explained(X):
             rows, labels = validate_data(

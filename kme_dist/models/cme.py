@@ -194,6 +194,11 @@ class ConditionalMeanEmbedding(Estimator):
         return self
 
     def _check_together(self) -> None:
+        if self.solver == "falkon":
+            raise ConfigError(
+                "solver='falkon' is for class labels and numbers (MCEClassifier, CMERegressor); choose 'nystrom' with "
+                "`centres` here, or 'pcg', which is exact"
+            )
         if self.features is not None and self.solver not in ("auto", "features"):
             raise ConfigError(f"features require solver='features', not {self.solver!r}; remove one of them")
 

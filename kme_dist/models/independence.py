@@ -33,9 +33,9 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import check_texts
 from kme_dist.models.cme_choice import input_kernels, score_kernels, target_kernel
 from kme_dist.models.settings import RandomState, drawn_seed, integer, seed
-from kme_dist.run.conditional import as_targets, column_position
+from kme_dist.run.conditional import as_targets, column_positions
 from kme_dist.run.executors import Executor
-from kme_dist.run.independence import Variable, hsic_sums, residual_features, signed_draws, squared_sum
+from kme_dist.run.independence import Variable, hsic_sums, in_random_order, residual_features, signed_draws, squared_sum
 from kme_dist.run.workers import executor_for
 
 _KERNEL_ROWS = 2_000  # rows for the median distance
@@ -94,8 +94,7 @@ def hsic_test(
     drawn, executor = _checked(permutations, random_state, client)
     x, y = _variables({"X": X, "Y": Y}, data, (kernel, target_kernel), None)
     found = (_kernel(kernel, x, drawn), _kernel(target_kernel, y, drawn))
-    order = np.random.default_rng([drawn, 8]).permutation(x.count)
-    x, y = x.shuffled(order), y.shuffled(order)
+    x, y = in_random_order((x, y), drawn)
     count = permutations if null == "permutation" else 0
     sums = hsic_sums(found, x, y, permutations=count, seed=drawn, executor=executor)
     values = statistics(sums.K, sums.L, sums.forms, sums.orders, method)
@@ -203,8 +202,7 @@ def _variable(given: Any, data: Dataset | None, scaling: str | None) -> Variable
             if data.y is None:
                 raise DataError(f"{data.path} has no labels; name columns instead of None")
             return Variable(RowsRef.of(data, dtype="float64"), labels=True)
-        names = [given] if isinstance(given, str | int) else list(given)
-        columns = tuple(column_position(data, name) for name in names)
+        columns = column_positions(data, given)
         scale = None
         if scaling is not None:
             whole = Scaling.of(data.split_statistics(data.training_split()), scaling)

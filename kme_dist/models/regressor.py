@@ -28,7 +28,8 @@ from kme_dist.core.risk import positive_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
-from kme_dist.data.ingest import parse_bytes
+from kme_dist.data.ingest import positive_bytes
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
@@ -241,7 +242,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             dtype=self.dtype,
             seed=self._seed(),
             fit_seconds=None if self.fit_seconds is None else float(self.fit_seconds),
-            memory=None if self.memory is None else parse_bytes(self.memory),
+            memory=None if self.memory is None else positive_bytes("memory", self.memory),
             profiles=any_profile and not warm,
             warm=warm,
         )
@@ -251,6 +252,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         if isinstance(data, Dataset):
             self._record_dataset(data)
             self._single = True
+        self._record_data(RowsRef.of(data))
         self.embedding_, self.left_out_, self.target_, self.scaling_ = (
             fit.embedding, fit.left_out, fit.target, fit.scaling,
         )  # fmt: skip

@@ -37,7 +37,7 @@ import math
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,15 @@ from kme_dist.core.kernels.base import (
 )
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
+from kme_dist.core.squared import Distinct
 from kme_dist.core.sums import Basis, FeatureBasis, Sums, TargetCentres, sum_rows
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
-from kme_dist.errors import ConfigError, DataError, NumericalError
+from kme_dist.data.validation import text_among
+from kme_dist.errors import ConfigError, DataError, NumericalError, counted
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Problem, Room
 from kme_dist.run.fit.panels import Panels, make_panels
@@ -102,12 +104,14 @@ class Pairs:
     targets: RowsRef | None  # None: the labels of the inputs
 
     @classmethod
-    def of(cls, data: Dataset, targets: Sequence[str | int] | None, scaling: str | None) -> Pairs:
-        """The rows of a data set; `targets` names the columns to predict from the others (None: the labels)."""
+    def of(cls, data: Dataset, targets: Any, scaling: str | None) -> Pairs:
+        """The rows of a data set; `targets` names the column or columns to predict from the others (None: labels)."""
         if targets is None and data.y is None:
             raise DataError(f"{data.path} has no labels; name the target columns, e.g. fit(data, ['price'])")
-        columns = tuple(column_position(data, name) for name in targets or ())
+        columns = () if targets is None else column_positions(data, targets)
         inputs = tuple(i for i in range(data.features) if i not in columns)
+        if not inputs:
+            raise DataError(f"all {counted(data.features, 'column')} of {data.path} are targets; leave some as inputs")
         whole = Scaling.of(data.split_statistics(data.training_split()), scaling)
         scale = Scaling(whole.shift[list(inputs)], whole.factor[list(inputs)])
         rows = RowsRef.of(data, scaling=scale, dtype="float64", columns=inputs)
@@ -147,13 +151,24 @@ class Pairs:
         return y if classes is None else np.asarray(classes)[y]
 
 
-def column_position(data: Dataset, column: str | int) -> int:
-    """The number of a column given by its name or number."""
-    if isinstance(column, int) and 0 <= column < data.features:
-        return column
+def column_positions(data: Dataset, given: Any) -> tuple[int, ...]:
+    """The numbers of columns given by their names or numbers: one, or a list of them."""
+    columns = given.tolist() if isinstance(given, np.ndarray) else given
+    columns = list(columns) if isinstance(columns, list | tuple) else [columns]
+    shown = ", ".join(data.feature_names[:20])
+    if not columns or not all(isinstance(column, str | int | np.integer) for column in columns):
+        what = "no columns" if not columns else f"{type(given).__name__} values"
+        raise ConfigError(f"columns of {data.path} are named by texts or numbers, got {what}; it has {shown}")
+    return tuple(_column_position(data, column, shown) for column in columns)
+
+
+def _column_position(data: Dataset, column: str | int, shown: str) -> int:
+    if isinstance(column, int | np.integer) and 0 <= column < data.features:
+        return int(column)
     if column in data.feature_names:
         return data.feature_names.index(str(column))
-    raise ConfigError(f"{data.path} has no column {column!r}; it has {', '.join(data.feature_names[:20])}")
+    count = f"; columns are counted from 0 to {data.features - 1}" if isinstance(column, int | np.integer) else ""
+    raise ConfigError(f"{data.path} has no column {column!r}; it has {shown}{count}")
 
 
 @dataclass(frozen=True)
@@ -324,9 +339,12 @@ class Inverse:
         executor: Executor,
         tolerance: float,
         seed: int = 0,
+        tile_rows: int | None = None,
+        memory: int | None = None,
     ) -> None:
         self.pairs, self.kernel, self.regularization, self.solver = pairs, kernel, regularization, solver
         self.executor, self.tolerance, self.seed = executor, tolerance, seed
+        self.tile_rows, self.memory = tile_rows, memory
         self.solutions: dict[str, np.ndarray] = {}
 
     def forward(self, K: Any) -> np.ndarray:
@@ -407,8 +425,11 @@ class Inverse:
     @property
     def _problem(self) -> Problem:
         rows, scratch = self._stored
-        room = Room.of(self.executor, scratch)
-        return Problem(rows, self.kernel, self.executor, scratch, room.task, seed=self.seed, tolerance=self.tolerance)
+        room = Room.of(self.executor, scratch, self.memory)
+        return Problem(
+            rows, self.kernel, self.executor, scratch, room.task, seed=self.seed, tolerance=self.tolerance,
+            tile_rows=self.tile_rows,
+        )  # fmt: skip
 
     @functools.cached_property
     def _stored(self) -> tuple[RowsRef, Scratch]:
@@ -464,19 +485,30 @@ def left_out(model: ConditionalEmbedding, weights: Weights, Y: np.ndarray, seed:
 
 
 def sampled_columns(
-    weights: Weights, n: int, regularization: float, seed: int
+    weights: Weights, n: int, regularization: float, seed: int, distinct: Distinct | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows to leave out, their columns of W = (K + nλI)⁻¹, and their entries of its diagonal."""
-    size = min(n, _RESIDUAL_ROWS)
+    """Rows to leave out, their columns of W = (K + nλI)⁻¹, and their entries of its diagonal.
+
+    Copies, the same row of `distinct`, are left out together: W 1_g, and the mean of its entries in g, take the place
+    of column and entry. Of equal rows that are left out in parts it is the share r of W 1_g, and r of that mean with
+    1 - r of 1/nλ.
+    """
+    w = None if distinct is None else distinct.weights
+    first = np.arange(n) if distinct is None or distinct.first is None else distinct.first
+    size = min(len(first), _RESIDUAL_ROWS)
     if isinstance(weights, Inverse):
         size = min(size, max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _COLUMN_BYTES // (8 * n))))
-    chosen = np.arange(n)
-    if size < n:
-        chosen = np.sort(np.random.default_rng([seed, 9]).choice(n, size, replace=False))
-    E = np.zeros((n, size))
+    drawn = np.arange(len(first))
+    if size < len(first):
+        p = None if w is None else w / w.sum()
+        drawn = np.sort(np.random.default_rng([seed, 9]).choice(len(first), size, replace=False, p=p))
+    chosen, E, share = first[drawn], np.zeros((n, size)), np.ones(size)
     E[chosen, np.arange(size)] = 1.0
-    columns = np.asarray(weights.forward(E))
-    own = columns[chosen, np.arange(size)]
+    if distinct is not None and distinct.place is not None and w is not None:
+        E = (distinct.place[:, None] == distinct.place[chosen]).astype(np.float64)
+        share = w[drawn] / E.sum(axis=0)
+    columns = np.asarray(weights.forward(E)) * share
+    own = columns[chosen, np.arange(size)] + (1 - share) / (n * regularization)
     if not (own > 0).all():
         raise NumericalError(
             f"the diagonal of (K + nλI)⁻¹ is lost to rounding at regularization {regularization:.1e}; raise "
@@ -490,7 +522,17 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
     names = length_scale_names(kernel)
     if not names:
         return kernel
-    width = factor * median_length_scale(np.asarray(take(rows, slice(0, 2000)), dtype=np.float64), seed)
+    few = take(rows, slice(0, 2000))
+    try:
+        values = np.asarray(few, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = text_among(few)
+        what = f"values of type {type(few[0]).__name__}" if found is None else found.words
+        raise DataError(
+            f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "
+            "`target_kernel`), or a kernel of such values, e.g. kme_dist.kernels.Spectrum(p=2) of texts"
+        ) from None
+    width = factor * median_length_scale(values, seed)
     return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
 
 

@@ -21,6 +21,7 @@ from kme_dist.core.independence import Noise, ResidualFeatures, RowSums, Tested,
 from kme_dist.core.kernels.base import Kernel, select
 from kme_dist.core.sums import Centres, Sums, sum_rows
 from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.plan import BatchPlan
 from kme_dist.data.rows import RowsRef
 from kme_dist.run.conditional import as_targets
 from kme_dist.run.executors import Executor
@@ -46,9 +47,13 @@ class Variable:
         return self._chosen(*(self.rows.read() if self.numbers is None else self.rows.take(self.numbers)))
 
     def sample(self, size: int, seed: int) -> Any:
-        """At most `size` rows: the same ones of every variable with this number of rows from the same source."""
-        drawn = self.rows.draw(size, seed)
-        return self._chosen(*self.rows.read_drawn(drawn))
+        """At most `size` random rows: rows of the same numbers of every variable with this many, wherever they are."""
+        if size >= self.count:
+            return self.read()
+        drawn = BatchPlan(((0, self.count),), size, seed, "rows", "sampling").batch(0).rows
+        assert drawn is not None
+        drawn.sort()
+        return replace(self, numbers=drawn if self.numbers is None else self.numbers[drawn]).read()
 
     def _chosen(self, X: Any, y: Any) -> Any:
         if not self.labels:
@@ -56,16 +61,29 @@ class Variable:
         classes = self.rows.source.classes
         return y if classes is None else np.asarray(classes)[y]
 
+    @property
+    def shuffled_at_ingest(self) -> bool:
+        return not self.rows.in_memory and self.rows.source.shuffled is not None
+
     def shuffled(self, order: np.ndarray) -> Variable:
-        """In random order: rows in memory are copied, rows on disk that were shuffled at ingest stay as they are."""
+        """In this order: rows in memory are copied, rows on disk are read by their numbers."""
         if self.rows.in_memory and not self.labels:
             return Variable(RowsRef.of(ArrayRows(select(self.read(), order), None)))
-        return self if self.rows.source.shuffled is not None else replace(self, numbers=order)
+        return replace(self, numbers=order)
 
     def parts(self, size: int) -> list[Variable]:
         if self.numbers is None:
             return [replace(self, rows=part) for part in self.rows.parts(size)]
         return [replace(self, numbers=self.numbers[at : at + size]) for at in range(0, self.count, size)]
+
+
+def in_random_order(variables: Sequence[Variable], seed: int) -> list[Variable]:
+    """The same random order of all of them. If all were shuffled at ingest they stay as they are; one that stays beside
+    another that does not would be paired with rows of other observations."""
+    if all(variable.shuffled_at_ingest for variable in variables):
+        return list(variables)
+    order = np.random.default_rng([seed, 8]).permutation(variables[0].count)
+    return [variable.shuffled(order) for variable in variables]
 
 
 # --- HSIC ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from kme_dist.core.kernels.base import Kernel, row_count, select
 from kme_dist.core.objective import Objective, Workspace
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.regularization import search_regularization
-from kme_dist.core.risk import positive_rows
+from kme_dist.core.risk import positive_rows, row_keys, weight_of_copies
 from kme_dist.core.squared import distinct_rows, in_order, solve_rows, squared_objective, tune_squared
 from kme_dist.core.sums import Centres, Sums, Values, sum_rows
 from kme_dist.core.tuning import START_SHIFT, Tuned, at_median_distance
@@ -380,13 +380,15 @@ class _Fit:
         rows = self.rows.in_precision("float64")
         inverse = Inverse(
             Pairs(rows, None), self.kernel, self.regularization, solver, executor=self.executor,
-            tolerance=self.recipe.fit.get("tolerance", 1e-6), seed=self.recipe.seed,
+            tolerance=self.recipe.fit.get("tolerance") or 1e-6, seed=self.recipe.seed,
+            tile_rows=self.recipe.fit.get("tile_rows"), memory=self.recipe.memory,
         )  # fmt: skip
         X, y = rows.read()
         Y = self.target.standardised(y)
+        distinct = distinct_rows(X, Y, None)
         with blas_threads(1):
             V = inverse.solve(np.concatenate([Y, np.ones((len(Y), 1))], axis=1))
-            chosen, columns, own = sampled_columns(inverse, len(X), self.regularization, self.recipe.seed)
+            chosen, columns, own = sampled_columns(inverse, len(X), self.regularization, self.recipe.seed, distinct)
             e = V[chosen] / own[:, None]
             near = Near(V[:, -1], np.mean(np.abs(Y), axis=0))
             Z = np.asarray(self.kernel.gram(X[chosen], X))
@@ -396,14 +398,16 @@ class _Fit:
     def on_centres(self, count: int) -> RegressionFit:
         """Sums over rows, then systems of the size of the centres here; λ is retuned by leave-one-out of a sample."""
         rows, seed = self.rows.in_precision("float64"), self.recipe.seed
-        call = (rows, self.kernel, count, seed)
+        how = self.recipe.fit.get("centre_choice") or "rpcholesky"
+        call = (rows, self.kernel, count, how, seed)
         C = self.executor.map(centres_on_worker, [call], name="choose-centres")[0]
+        X, Y, drawn = _left_out_sample(rows, self.target, seed)
+        keys = row_keys(X, Y)
         basis = Centres(self.kernel, C)
-        calls = [(basis, part, self.target) for part in rows.parts(BLOCK_ROWS)]
-        sums: Sums = self.executor.map_reduce(sum_part, calls, Sums.__add__, name="regression-sums")
-        W = sums.weight
-        X, y, w = _drawn(rows, _LEVERAGE_ROWS, seed)
-        Y = np.concatenate([self.target.standardised(y), np.ones((len(y), 1))], axis=1)
+        calls = [(basis, part, self.target, keys) for part in rows.parts(BLOCK_ROWS)]
+        sums, copies = self.executor.map_reduce(sum_part, calls, _add_sums, name="regression-sums")
+        W, w = sums.weight, copies / weight_of_copies(keys, keys, None)  # of the rows that are left out together
+        Y = np.concatenate([Y, np.ones((len(Y), 1))], axis=1)
         with blas_threads(1):
             M = np.asarray(basis.metric(), np.float64)
             Z = np.asarray(basis.rows(X), np.float64)
@@ -412,22 +416,22 @@ class _Fit:
                 """V, A⁻¹ Zᵀ diag(w) and the leave-one-out residuals of the sample; the last target is 1."""
                 factor = padded_factor(sums.G + W * lam * M)
                 V = np.asarray(factor.solve(sums.B))
-                columns = np.asarray(factor.solve(Z.T)) * (1.0 if w is None else w)
+                columns = np.asarray(factor.solve(Z.T)) * w
                 room = np.maximum(1 - np.sum(columns * Z.T, axis=0), 1e-6)
                 return V, columns, (Y - Z @ V) / room[:, None]
 
             def errors(lams: list[float]) -> list[float]:
-                return [float(np.average(np.mean(solved(lam)[2][:, :-1] ** 2, axis=1), weights=w)) for lam in lams]
+                return [float(np.average(np.mean(solved(lam)[2][:, :-1] ** 2, axis=1), weights=drawn)) for lam in lams]
 
             lam = self.regularization
             if self.recipe.refit_regularization and self.recipe.steps:
                 scale = float(np.mean(self.kernel.diag(X))) or 1.0
                 lam, _, _ = search_regularization(errors, scale=scale / W, start=lam)
             V, columns, e = solved(lam)
-            few = slice(0, LEFT_OUT_ROWS)
-            near = Near(V[:, -1], np.average(np.abs(Y[:, :-1]), axis=0, weights=w))
+            few = _some(len(Y), drawn, seed)
+            near = Near(V[:, -1], np.average(np.abs(Y[:, :-1]), axis=0, weights=drawn))
             left = LeftOut.of(columns[:, few], Z[few], e[few, :-1], near, 1 - e[few, -1])
-        return self._made(C, V[:, :-1], left, lam, {"centres": count})
+        return self._made(C, V[:, :-1], left, lam, {"centres": row_count(C), "centre_choice": how})
 
     def on_many_centres(self, count: int, room: int, scratch: Scratch, report: Callable[[str], None]) -> RegressionFit:
         """Conjugate gradients; rows held out end them, choose λ, and have the residuals."""
@@ -472,16 +476,37 @@ def solve_on_worker(
     return solved.weights, left, X, solved.dtype
 
 
-def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, seed: int) -> Any:
+def centres_on_worker(rows: RowsRef, kernel: Kernel, count: int, how: str, seed: int) -> Any:
     X, _, _ = _drawn(rows, max(_CENTRE_SAMPLE, 3 * count), seed)
-    return to_host(select(X, choose_centres(kernel, X, min(count, len(X)), "rpcholesky", seed)))
+    return to_host(select(X, choose_centres(kernel, X, min(count, row_count(X)), how, seed)))
 
 
-def sum_part(basis: Centres, rows: RowsRef, target: Target) -> Sums:
-    """Sums for standardised targets, and for one more that is 1."""
+def sum_part(basis: Centres, rows: RowsRef, target: Target, keys: np.ndarray) -> tuple[Sums, np.ndarray]:
+    """Sums for standardised targets, and for one more that is 1; and the weight of the rows that have these keys."""
     X, y, w = positive_rows(*rows.read(), rows.weights())
-    Y = np.concatenate([target.standardised(y), np.ones((len(y), 1))], axis=1)
-    return sum_rows(basis, X, Y, Values(len(target.mean) + 1), tile_rows=_SLAB_ROWS, weights=w)
+    Y = target.standardised(y)
+    copies = weight_of_copies(keys, row_keys(X, Y), w)
+    Y = np.concatenate([Y, np.ones((len(y), 1))], axis=1)
+    return sum_rows(basis, X, Y, Values(len(target.mean) + 1), tile_rows=_SLAB_ROWS, weights=w), copies
+
+
+def _add_sums(left: tuple[Sums, np.ndarray], right: tuple[Sums, np.ndarray]) -> tuple[Sums, np.ndarray]:
+    return left[0] + right[0], left[1] + right[1]
+
+
+def _left_out_sample(rows: RowsRef, target: Target, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """Random rows to leave out, copies merged, with standardised targets, and their weights in the sample (None: all
+    equal)."""
+    X, y, w = _drawn(rows, _LEVERAGE_ROWS, seed)
+    X, Y, w, *_ = distinct_rows(X, target.standardised(y), w)
+    return X, Y, w
+
+
+def _some(rows: int, weights: np.ndarray | None, seed: int) -> np.ndarray:
+    """Up to LEFT_OUT_ROWS of them, drawn in proportion to their weights: a sample in order would be one end of it."""
+    count = min(LEFT_OUT_ROWS, rows)
+    p = None if weights is None or count == rows else weights / weights.sum()
+    return np.sort(np.random.default_rng([seed, 6]).choice(rows, count, replace=False, p=p))
 
 
 def _drawn(rows: RowsRef, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None]:

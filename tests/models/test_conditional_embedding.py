@@ -242,8 +242,20 @@ def test_a_data_set_on_disk_is_fitted_in_one_pass(pairs, tmp_path):
         data, [data.feature_names[1]]
     )
     assert by_column.predict(X[:, :1]).shape == (120,)
-    with pytest.raises(ConfigError, match="no column 'zz'"):
-        kme.ConditionalMeanEmbedding().fit(data, ["zz"])
+    for column in (data.feature_names[1], 1, np.int64(1), np.array([1])):
+        again = kme.ConditionalMeanEmbedding("gaussian", kme.kernels.Gaussian(0.7), **settings).fit(data, column)
+        np.testing.assert_array_equal(again.predict(X[:, :1]), by_column.predict(X[:, :1]))
+    for wrong, message in (
+        (["zz"], "no column 'zz'"),
+        ("price", "no column 'price'"),
+        (3, "no column 3.*columns are counted from 0 to 1"),
+        (y, "named by texts or numbers, got ndarray values"),
+        ([], "named by texts or numbers, got no columns"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            kme.ConditionalMeanEmbedding().fit(data, wrong)
+    with pytest.raises(DataError, match=r"all 2 columns .* are targets"):
+        kme.ConditionalMeanEmbedding().fit(data, [0, 1])
 
 
 def test_texts_can_be_targets_and_inputs(tmp_path):
@@ -343,6 +355,11 @@ def test_mistakes_are_named(pairs):
         kme.ConditionalMeanEmbedding().fit(X)
     with pytest.raises(ConfigError, match="solver='lu'"):
         kme.ConditionalMeanEmbedding(solver="lu").fit(X, y)
+    with pytest.raises(ConfigError, match=r"solver='falkon' is for .*choose 'nystrom' with `centres`"):
+        kme.ConditionalMeanEmbedding(solver="falkon", centres=20).fit(X, y)
+    for labels in (["low"] * 120, np.full(120, "low"), np.full(120, "low", object)):
+        with pytest.raises(DataError, match="the text 'low' in row 0; choose 'delta' for labels"):
+            kme.ConditionalMeanEmbedding().fit(X, labels)
     with pytest.raises(ConfigError, match="from 0 to 1"):
         kme.ConditionalMeanEmbedding(KERNEL, regularization=0.1).fit(X, y).quantiles(X, [2.0])
     with pytest.raises(DataError, match="NaN"):

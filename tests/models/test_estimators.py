@@ -18,7 +18,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import kme_dist as kme
-from kme_dist import MCEClassifier, backend, errors
+from kme_dist import CMERegressor, MCEClassifier, backend, errors
 from kme_dist.core.kernels import Gaussian, Linear, Matern
 
 STEPS = 15
@@ -456,11 +456,17 @@ def test_a_row_whose_squares_overflow_is_refused_by_its_number(large):
             method(query)
 
 
-@pytest.mark.parametrize("memory", [0, -1, "0MB"])
-def test_memory_is_at_least_one_byte(memory):
+@pytest.mark.parametrize("memory", [0, -1, "0MB", 2e9, "inf", "lots", True, [1]], ids=str)
+@pytest.mark.parametrize("kind", [MCEClassifier, CMERegressor])
+def test_memory_is_at_least_one_byte(kind, memory):
     X = np.random.default_rng(0).normal(size=(40, 3))
-    with pytest.raises(errors.ConfigError, match=r"memory=.*: must be at least 1 byte"):
-        MCEClassifier(memory=memory).fit(X, X[:, 0] > 0)
+    with pytest.raises(errors.ConfigError, match=r"memory=.*: must be at least 1 byte, an integer or a text"):
+        kind(memory=memory).fit(X, X[:, 0] > 0)
+
+
+def test_memory_is_an_integer_of_any_kind():
+    X = np.random.default_rng(0).normal(size=(40, 3))
+    assert CMERegressor(memory=np.int64(10**9), steps=0).fit(X, X[:, 0]).solver_ == "cholesky"
 
 
 def test_an_unknown_label_of_calibrate_is_named_as_it_is():

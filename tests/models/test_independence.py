@@ -8,6 +8,7 @@ from distributed import Client, LocalCluster
 
 import kme_dist as kme
 from kme_dist.core.independence import RowSums, gamma_law
+from kme_dist.data import rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models import independence as models
 from kme_dist.run import independence as run
@@ -124,6 +125,34 @@ def test_columns_of_a_data_set_give_what_arrays_give(stored, monkeypatch):
     memory = kme.conditional_independence_test(table[:, 0], table[:, 1], table[:, 2], draws=20)
     disk = kme.conditional_independence_test(*names, data=data, draws=20)
     assert (disk.statistic, disk.p_value) == (pytest.approx(memory.statistic), memory.p_value)
+
+
+@pytest.mark.parametrize("shuffled", ["both", "x", "y", "neither"])
+def test_pairs_stay_pairs_wherever_each_variable_is(shuffled, rng, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TILE_ROWS", 16)
+    x = rng.normal(size=(90, 1))
+    y = x + 0.1 * rng.normal(size=(90, 1))
+
+    def stored(name, values):
+        data = kme.ingest((values, values[:, 0]), tmp_path / name, dtype="float64", shuffle=3)
+        return data, data.read()[0]
+
+    (x_stored, x_read), (y_stored, y_read) = stored("x.zarr", x), stored("y.zarr", y)  # both in the same order
+    given = x_stored if shuffled in ("both", "x") else x_read, y_stored if shuffled in ("both", "y") else y_read
+    found, expected = kme.hsic_test(*given, *KERNELS, permutations=50), kme.hsic_test(x, y, *KERNELS, permutations=50)
+    assert found.statistic == pytest.approx(expected.statistic, rel=1e-9)
+    assert found.rejects(0.05)
+
+
+@pytest.mark.parametrize("shuffle", [None, 3])
+def test_rows_to_choose_from_are_the_same_of_every_variable_however_large(shuffle, rng, tmp_path, monkeypatch):
+    narrow = rng.normal(size=(3_000, 1))
+    wide = kme.ingest((narrow.repeat(9, axis=1), narrow[:, 0]), tmp_path / "w.zarr", dtype="float64", shuffle=shuffle)
+    monkeypatch.setattr(rows, "CACHE_BYTES", 100_000)  # which the wide variable exceeds, and the narrow one does not
+    x, y = (models._variable(part, None, None) for part in (wide, wide.read()[0][:, :1]))
+    for size in (500, 3_000):
+        np.testing.assert_array_equal(x.sample(size, 1)[:, :1], y.sample(size, 1))
+    assert len(np.unique(y.sample(500, 1))) == 500
 
 
 @pytest.mark.parametrize("test", ["hsic", "conditional"])
@@ -271,5 +300,11 @@ def test_mistakes_are_named(pair, stored):
         kme.hsic_test(X[:5], y[:5])
     with pytest.raises(ConfigError, match="no column 'q'"):
         kme.hsic_test("q", None, data=stored[2])
+    with pytest.raises(DataError, match=r"the text '[ab]' in row 0; choose 'delta' for labels"):
+        kme.hsic_test(stored[2].feature_names[0], None, data=stored[2])
+    with pytest.raises(DataError, match=r"the text '[ab]' in row 0; choose 'delta' for labels"):
+        kme.conditional_independence_test(stored[0], stored[0], stored[1])
+    with pytest.raises(ConfigError, match="named by texts or numbers, got float values"):
+        kme.hsic_test(1.5, None, data=stored[2])
     with pytest.raises(ConfigError, match="centres=0"):
         kme.conditional_independence_test(X, y, y, centres=0)

@@ -18,6 +18,7 @@ import kme_dist as kme
 from kme_dist import CMERegressor
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.kernels import Gaussian
+from kme_dist.run import regression
 
 
 def wave(n, seed=0, noise=0.1):
@@ -139,6 +140,56 @@ def test_solvers_agree(solver):
         assert np.mean(np.abs(one - two)) < 0.3 * np.mean(exact.predict(X, return_std=True)[1])
 
 
+def test_with_centres_intervals_come_from_the_whole_table():
+    rng = np.random.default_rng(0)
+    x, noise = np.linspace(0, 1, 2_000)[:, None], rng.normal(size=2_000)  # sorted, and twice as many as are left out
+    right = x[:, 0] > 0.5
+    y = x[:, 0] + np.where(right, 1, 0.01) * noise
+    model = CMERegressor(Gaussian(length_scale=0.3), 1e-3, steps=0, solver="nystrom", centres=100).fit(x, y)
+    fresh = x[:, 0] + np.where(right, 1, 0.01) * rng.normal(size=2_000)
+    low, high = model.predict_interval(x, 0.9)
+    inside = (low <= fresh) & (fresh <= high)
+    assert inside[right].mean() > 0.8
+    assert inside[~right].mean() > 0.8
+    assert model.loo_rmse_ == pytest.approx(np.sqrt(0.5), rel=0.15)
+    weighted = clone(model).fit(x, y, sample_weight=np.where(right, 1e-3, 1.0))  # the right half hardly counts
+    assert weighted.loo_rmse_ < 0.2
+
+
+@pytest.mark.parametrize("kind", ["copies", "few different rows"])
+@pytest.mark.parametrize("solver", ["nystrom", "pcg", "tiled"])
+def test_every_solver_leaves_out_the_same_copies_together(solver, kind):
+    rng = np.random.default_rng(0)
+    if kind == "copies":
+        X = rng.normal(size=(60, 2)).repeat(rng.integers(1, 4, 60), axis=0)
+        y = X[:, 0] * (1 + X[:, 1])
+    else:
+        X = rng.integers(0, 3, (120, 2)).astype(float)
+        y = X[:, 0] + rng.integers(0, 2, 120)
+    common = {"kernel": Gaussian(length_scale=1.0), "regularization": 1e-2, "steps": 0}
+    exact = CMERegressor(solver="cholesky", **common).fit(X, y)
+    other = CMERegressor(solver=solver, centres=59 if solver == "nystrom" else None, **common).fit(X, y)
+    assert other.solver_ == solver
+    assert other.loo_rmse_ == pytest.approx(exact.loo_rmse_, rel=1e-3)
+    queries = rng.normal(size=(9, 2))
+    np.testing.assert_allclose(other.predict_interval(queries), exact.predict_interval(queries), atol=2e-2)
+
+
+def test_copies_outside_the_rows_left_out_count_too(monkeypatch):
+    monkeypatch.setattr(regression, "_LEVERAGE_ROWS", 100)
+    monkeypatch.setattr(regression, "BLOCK_ROWS", 64)  # copies of a row are in several tasks
+    rng = np.random.default_rng(0)
+    X, y = np.tile(rng.normal(size=(70, 3)), (4, 1)), np.tile(rng.normal(size=70), 4)
+    w = rng.integers(1, 3, 280)
+    common = {"kernel": Gaussian(length_scale=0.5), "regularization": 1e-3, "steps": 0}
+    for weights in (None, w):
+        exact = CMERegressor(solver="cholesky", **common).fit(X, y, sample_weight=weights)
+        model = CMERegressor(solver="nystrom", centres=69, **common).fit(X, y, sample_weight=weights)
+        few = len(model.left_out_.residuals)
+        assert 40 < few < 70  # of the 70 different rows, most of their copies not among the 100
+        assert model.loo_rmse_ == pytest.approx(exact.loo_rmse_, rel=0.15)  # without: a tenth of it
+
+
 def test_with_centres_weights_count_rows_too():
     X, y = wave(300)
     w = np.random.default_rng(0).integers(1, 4, 300)
@@ -211,6 +262,15 @@ def test_the_same_bits_on_workers_and_from_a_data_set(tmp_path):
         np.testing.assert_array_equal(other.predict_interval(X), alone.predict_interval(X))
 
 
+def test_a_stored_model_says_what_it_was_trained_on(fitted, tmp_path):
+    fitted.save(tmp_path / "model.zarr")
+    assert kme.load(tmp_path / "model.zarr").trained_on_["rows"] == 600
+    data = kme.ingest(wave(90), tmp_path / "rows.zarr", dtype="float64", split="train=0.8,test=0.2")
+    CMERegressor(steps=0).fit(data).save(tmp_path / "stored.zarr")
+    again = kme.load(tmp_path / "stored.zarr")
+    assert again.trained_on_ == {"data": "rows.zarr", "split": "train", "rows": 72, "digest": data.digest}
+
+
 def test_names_of_columns_travel_with_the_model(tmp_path):
     table, y = load_diabetes(return_X_y=True, as_frame=True)
     model = CMERegressor(steps=3).fit(table, y)
@@ -248,6 +308,14 @@ def test_verbose_tells_what_was_kept(capsys):
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         CMERegressor(**settings).fit(*wave(30))
+
+
+@pytest.mark.parametrize("convert", [list, np.array, lambda y: np.array(y, object), lambda y: np.stack([y, y], 1)])
+@pytest.mark.parametrize("kind", [CMERegressor, kme.ASKLRegressor])
+def test_texts_as_targets_are_named(kind, convert):
+    X, _ = wave(30)
+    with pytest.raises(DataError, match=r"among its targets is the text 'low' in row 0.*MCEClassifier"):
+        kind().fit(X, convert(["low", "high"] * 15))
 
 
 def test_wrong_queries_are_named(fitted):

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kme_dist.core.kernels import Matern
+from kme_dist.core.pivots import choose_centres
 from kme_dist.data.arrays import ArrayRows
+from kme_dist.errors import ConfigError
 from kme_dist.run.executors import SerialExecutor
 from kme_dist.run.fit import Size, choose, falkon
 from kme_dist.run.fit.choose import MOST_PIVOTS
@@ -73,6 +75,38 @@ class Interrupted(SerialExecutor):
         if not self.passes:
             raise KeyboardInterrupt
         return super().map_reduce(function, calls, combine, name=name, sticky=sticky)
+
+
+def test_centres_are_chosen_as_the_settings_say():
+    rows = source()
+    X = numeric_rows(rows, Recipe(kernel=KERNEL, scaling="unit", dtype="float64")).read()[0]
+    for how in ("rpcholesky", "uniform", "kmeans++", "leverage"):
+        found = fit(rows, solver="nystrom", fit={"centre_choice": how})
+        np.testing.assert_array_equal(found.embedding.centres, X[choose_centres(KERNEL, X, CENTRES, how, 0)])
+        assert found.facts["centre_choice"] == how
+
+
+class Counts(SerialExecutor):
+    """How many tasks of each name there were at once, at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = {}
+
+    def map(self, function, calls, *, name):
+        self.most[name] = max(self.most.get(name, 0), len(calls))
+        return super().map(function, calls, name=name)
+
+
+@pytest.mark.parametrize(("solver", "name", "tasks"), [("tiled", "factor-tile", 5), ("pcg", "pivoted-cholesky", 6)])
+def test_tiles_have_the_rows_and_the_memory_that_the_settings_say(solver, name, tasks):
+    executor, whole = Counts(), fit(source(), solver=solver)
+    found = fit(source(), solver=solver, executor=executor, fit={"tile_rows": 100, "tolerance": None})
+    np.testing.assert_allclose(found.embedding.weights, whole.embedding.weights, rtol=1e-3, atol=1e-3)
+    assert executor.most[name] == tasks  # of 600 rows; below the diagonal tile there are fewer
+    if solver == "tiled":
+        with pytest.raises(ConfigError, match="set `tile_rows` lower"):
+            fit(source(), solver=solver, memory=100_000)
 
 
 def test_a_killed_fit_resumes_to_the_same_bits(tmp_path):
