@@ -111,8 +111,15 @@ def on_scheduler(jobs: Sequence[Job], cluster: ClusterConfig) -> list[dict[str, 
     """What the scheduler knows of each job: its state there, its place in the queue or the host of its driver, and the
     workers that run its tasks."""
     with open_unchecked(cluster, timeout_s=ANSWER_S) as client:
-        found: list[dict[str, Any]] = _ask(client, find_jobs, [job_key(job) for job in jobs])
+        found: list[dict[str, Any]] = _ask(client, find_jobs, [_known_key(job) for job in jobs])
         return found
+
+
+def _known_key(job: Job) -> str:
+    try:
+        return job_key(job)
+    except OSError:  # deleted since it was listed: no scheduler knows this key
+        return f"{job.id}-deleted"
 
 
 def wait(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -209,6 +210,42 @@ def test_a_host_without_a_scheduler_waits_for_one_and_says_so_once(monkeypatch):
     until(lambda: len(calls) > 3)
     end()
     assert lines == ["no scheduler answers; waiting for it"]
+
+
+@pytest.mark.parametrize("why", ["no process to spare", "its root is gone"])
+def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, scheduler, monkeypatch, why):
+    real, lines, stop = drivers.subprocess.Popen, [], threading.Event()
+
+    def popen(command, **rest):
+        if "bad" in command:
+            raise BlockingIOError(errno.EAGAIN, why)
+        return real(command, **rest)
+
+    def gone(entry):
+        if entry.id == "bad" and "bad" in checked:
+            raise ConfigError(why)
+        checked.add(entry.id)
+        return jobs.job_at(Path(entry.root), entry.id)
+
+    checked = set()
+    if why == "its root is gone":
+        monkeypatch.setattr(drivers, "_job", gone)
+    monkeypatch.setattr(drivers.subprocess, "Popen", popen)
+    host = Drivers(at, lambda job: [sys.executable, "-c", DRIVER, str(job.root), job.id, at.address], say=lines.append)
+    thread = threading.Thread(target=host.serve, args=(stop,))
+    thread.start()
+    try:
+        good = submitted(tmp_path, at, "good")
+        until(lambda: states(good) == ["running"])
+        bad = submitted(tmp_path, at, "bad")
+        until(lambda: submit.on_scheduler([bad], at)[0]["state"] is None)
+        assert sum(why in line for line in lines) == queue.DEATHS + 1
+        (tmp_path / "go").touch()
+        until(lambda: states(good) == ["succeeded"])
+        assert good.status()["drivers"] == 1
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_drivers_that_cannot_start_do_not_stand_in_the_way_of_others(tmp_path, at, scheduler):
