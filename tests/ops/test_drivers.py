@@ -212,6 +212,77 @@ def test_a_host_without_a_scheduler_waits_for_one_and_says_so_once(monkeypatch):
     assert lines == ["no scheduler answers; waiting for it"]
 
 
+def test_a_second_submission_of_a_job_that_runs_changes_nothing(tmp_path, at, host):
+    job = submitted(tmp_path, at, "twice")
+    until(lambda: states(job) == ["running"])
+    events = job.events()
+    submit.submit(job, at)
+    assert states(job) == ["running"]
+    assert job.events() == events
+    process = jobs.latest_epoch(job.place)[1]["process"]
+    os.kill(process, signal.SIGSTOP)  # or it might have stopped by then
+    job.request_stop("an operator")
+    submit.submit(job, at)
+    assert job.stop_requested, "the cancellation stands"
+    os.kill(process, signal.SIGCONT)
+    until(lambda: states(job) == ["cancelled"])
+    submit.submit(job, at)
+    until(lambda: states(job) == ["running"])
+    submit.submit(job, at)
+    (tmp_path / "go").write_text("not positive definite")
+    until(lambda: states(job) == ["failed"])
+    until(lambda: submit.on_scheduler([job], at)[0]["state"] is None)
+    assert job.status()["drivers"] == 2, "a failure is not run once more"
+
+
+def test_a_job_whose_driver_has_just_died_gets_another_by_a_submission(tmp_path, at, host):
+    job = submitted(tmp_path, at, "died")
+    until(lambda: states(job) == ["running"])
+    with submit.open_unchecked(at) as client:
+        submit._ask(client, queue.forget, queue.job_key(job))  # its scheduler and its host were lost
+    until(lambda: not host._children)
+    assert states(job) == ["running"], "nobody has noticed yet"
+    submit.submit(job, at)
+    until(lambda: job.status()["drivers"] == 2)
+
+
+def test_a_submission_beside_a_driver_that_begins_does_not_hide_it(tmp_path, at, host, monkeypatch):
+    job = submitted(tmp_path, at, "beside")
+    real = jobs.Job.event
+
+    def event(job, state, **facts):
+        until(lambda: job.status()["state"] == "running")  # between the look at the job and the line
+        real(job, state, **facts)
+
+    assert states(job) == ["waiting"]
+    monkeypatch.setattr(jobs.Job, "event", event)
+    submit.submit(job, at)
+    assert [event["state"] for event in job.events()] == ["waiting", "running", "waiting"]
+    assert states(job) == ["running"]
+
+
+@pytest.mark.parametrize("how", ["patience", "the first start"])
+def test_a_second_start_of_a_night_waits_as_long_as_its_patience(tmp_path, at, host, capsys, how):
+    (tmp_path / "night.yaml").write_text("data: {source: table.zarr}\n")
+    command = ["schedule", str(tmp_path / "night.yaml"), "--once", "--at", "2026-03-01T02:00Z", "--quiet"]
+    command += ["--scheduler", at.address, "--root", str(tmp_path), "--patience", "0.5", "--pipeline", "evaluate"]
+    codes = []
+    first = threading.Thread(target=lambda: codes.append(cli.execute(command)))
+    first.start()
+    job = jobs.job_at(tmp_path, "night-20260301T020000Z")
+    until(lambda: job.folder.exists() and job.events() and states(job) == ["running"])
+    if how == "patience":
+        assert cli.execute(command) == 75
+        assert "is running after 0.5 s" in capsys.readouterr().err
+    time.sleep(0.6)
+    assert codes == [], "the first one waits for the result"
+    (tmp_path / "go").touch()
+    first.join()
+    assert codes == [0]
+    assert job.status()["drivers"] == 1
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("why", ["no process to spare", "its root is gone"])
 def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, scheduler, monkeypatch, why):
     real, lines, stop = drivers.subprocess.Popen, [], threading.Event()
