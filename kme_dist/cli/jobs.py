@@ -40,7 +40,7 @@ from kme_dist.cli.options import (
 )
 from kme_dist.config import ClusterConfig, load_config
 from kme_dist.data.leases import LeaseLost
-from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError, counted
+from kme_dist.errors import ConfigError, DataError, KMEError, RetryError, counted
 from kme_dist.ops import jobs
 from kme_dist.ops.driver import Cancelled
 from kme_dist.ops.driver import drive as drive_job
@@ -387,13 +387,14 @@ def exit_like(facts: Mapping[str, Any]) -> None:
 
 
 def _status_or_damaged(job: Job) -> dict[str, Any] | None:
-    """The status of a listed job; None if it was deleted meanwhile. A damaged job must not hide the others."""
+    """The status of a listed job; None if it was deleted meanwhile. One that is damaged, or that belongs to somebody
+    else, must not hide the others."""
     try:
         return job.status()
-    except CorruptError as error:
-        return {"id": job.id, "pipeline": "", "state": "damaged", "error": str(error)}
-    except DataError:
+    except (DataError, FileNotFoundError):
         return None
+    except (KMEError, OSError) as error:
+        return {"id": job.id, "pipeline": "", "state": "damaged", "error": str(error)}
 
 
 def _row(status: Mapping[str, Any], width: int) -> str:

@@ -11,6 +11,7 @@ as by `kme-dist jobs keep`.
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -130,7 +131,8 @@ def _run_once(job: Job, at: ClusterConfig | None, patience_s: float, say: Callab
     if job.result() is not None:
         say(f"{job.id} is already done")
     elif at is not None:
+        begun = bool(job.events()) and job.status()["state"] in ("waiting", "running", "retrying")
         submit_job(job, at)
-        load("ops.submit").wait(job)
+        load("ops.submit").wait(job, patience_s if begun else math.inf)
     else:
         drive_here(job, patience_s, say)

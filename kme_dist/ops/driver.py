@@ -159,7 +159,7 @@ def _record_failure(job: Job, epoch: int, error: BaseException) -> None:
     ours = isinstance(error, KMEError)
     code = error.exit_code if isinstance(error, KMEError) else 1 if isinstance(error, Exception) else 130
     text = str(error) if ours else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(OSError):  # a full disk: the first error is the one to report
+    with contextlib.suppress(KMEError, OSError):  # a full disk: the first error is the one to report
         job.event("failed", epoch=epoch, exit_code=code, error=" ".join(text.split()))
         trace = {} if ours else {"traceback": "".join(traceback.format_exception(error))}
         job.log(f"failed: {text}", level="error", epoch=epoch, **trace)

@@ -147,7 +147,11 @@ class Drivers:
             if key in self._children:
                 self._children[key].revoke()
         for entry in answer.start:
-            self._start(entry)
+            try:
+                self._start(entry)
+            except (KMEError, OSError) as error:  # its root is gone, or the system has no process to spare
+                self.say(f"{entry.id}: its driver could not be started: {error}")
+                self._died.append(entry.key)
         return answer
 
     def _still_to_do(self) -> tuple[Entry, ...]:

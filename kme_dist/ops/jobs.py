@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import getpass
 import hashlib
 import json
@@ -39,9 +40,9 @@ import yaml
 
 from kme_dist.config import Config, parse_config, parse_yaml
 from kme_dist.data.leases import beat_age, latest_epoch
-from kme_dist.data.places import Place
+from kme_dist.data.places import Place, store_errors
 from kme_dist.data.seals import read_sealed, seal, unseal
-from kme_dist.errors import ConfigError, CorruptError, DataError
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
 
 JOB_FORMAT = "kme-dist job 1"
 PIPELINES = ("run", "learn", "fit", "predict", "evaluate")
@@ -132,11 +133,17 @@ class Job:
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         # One write of a whole line: lines of two processes never mix.
-        descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, (redact(json.dumps(line, default=str)) + "\n").encode())
-        finally:
-            os.close(descriptor)
+        content = (redact(json.dumps(line, default=str)) + "\n").encode()
+        with store_errors(self.place):
+            descriptor = os.open(self.folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    content = b"\n" + content  # after part of a line that a full disk or a kill left
+                if os.write(descriptor, content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(descriptor)
 
     def events(self) -> list[dict[str, Any]]:
         """Changes of state, in order; lines that are damaged are left out."""
@@ -213,9 +220,13 @@ def job_at(root: Path, job_id: str) -> Job:
 
 
 def list_jobs(root: Path) -> list[Job]:
-    """All jobs under a root, the oldest first."""
+    """All jobs under a root that this user may see, the oldest first."""
     try:
-        names = sorted(entry.name for entry in (root / "runs").iterdir() if (entry / "job.json").is_file())
+        with store_errors(str(root / "runs")):
+            # Not Path.is_file, which raises where the folder belongs to somebody else.
+            names = sorted(
+                name for name in os.listdir(root / "runs") if os.path.isfile(root / "runs" / name / "job.json")
+            )
     except FileNotFoundError:
         return []
     jobs = [Job(root, name) for name in names if _ID.fullmatch(name)]
@@ -223,10 +234,10 @@ def list_jobs(root: Path) -> list[Job]:
 
 
 def submitted_at(job: Job) -> datetime.datetime:
-    """When the job was submitted; the beginning of time if its request is damaged."""
+    """When the job was submitted; the beginning of time if its request is damaged or cannot be read."""
     try:
         return datetime.datetime.fromisoformat(str(job.request()["submitted"]))
-    except (CorruptError, DataError, ValueError):
+    except (KMEError, OSError, ValueError):
         return datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 

@@ -145,7 +145,7 @@ class JobQueue:
             self.roots[told.root] = None
         same = told.seen[0] == self.seen[0]  # else it has not restored its jobs yet
         host.checked |= told.checked
-        self.add(told.restored)
+        self.add(entry for entry in told.restored if entry.key not in self.entries)  # not `again`: nobody asked for it
         for key in told.running:
             if (entry := self.entries.get(key)) is not None and entry.host is None:
                 self._put(replace(entry, host=told.host))  # its connection was lost for a moment
@@ -191,7 +191,7 @@ class JobQueue:
         if entry.deaths >= DEATHS:
             self.forget(key)
         else:
-            self._put(replace(entry, host=None, deaths=entry.deaths + 1))
+            self._put(replace(entry, host=None, deaths=entry.deaths + 1, again=False))
 
     def client_left(self, client: str) -> None:
         """The jobs of a host that is gone wait for another."""

@@ -37,19 +37,27 @@ QUERY_S = 15.0  # how often a scheduler is asked whether it still has a job
 
 
 def submit(job: Job, cluster: ClusterConfig, resubmission: int | None = None) -> None:
-    """Submit the job to the scheduler at `cluster.address` and return; no effect when it is running or done.
+    """Submit the job to the scheduler at `cluster.address` and return; no effect when it is running there or done.
 
-    `resubmission` counts those that no person asked for, see `kme_dist.ops.supervisor`.
+    `resubmission` counts those that no person asked for, see `kme_dist.ops.supervisor`; they withdraw no cancellation.
     """
     with open_unchecked(cluster) as client:
         check_versions(client)
         entry = Entry.of(job)
         _find_host(client, job, entry)
-        (job.folder / "cancel").unlink(missing_ok=True)
-        if job.result() is not None:
+        epoch, state = latest_epoch(job.place)[0], job.status()["state"]
+        if resubmission is None and state in ("running", "retrying"):
+            # Its driver writes down how it ends. One that has just died is followed by that of the queue.
+            if _ask(client, find_jobs, [entry.key])[0]["state"] is None:
+                _ask(client, enqueue, entry)
+            return
+        if resubmission is None:
+            (job.folder / "cancel").unlink(missing_ok=True)
+        if state == "succeeded":
             return
         counted: dict[str, Any] = {} if resubmission is None else {"resubmission": resubmission}
-        job.event("waiting", scheduler=client.scheduler.address, **counted)
+        # With the epoch, so that it does not count if a driver begins right now.
+        job.event("waiting", epoch=epoch, scheduler=client.scheduler.address, **counted)
         job.log(f"submitted to the scheduler at {client.scheduler.address}", **counted)
         _ask(client, enqueue, entry)
 
@@ -111,8 +119,15 @@ def on_scheduler(jobs: Sequence[Job], cluster: ClusterConfig) -> list[dict[str, 
     """What the scheduler knows of each job: its state there, its place in the queue or the host of its driver, and the
     workers that run its tasks."""
     with open_unchecked(cluster, timeout_s=ANSWER_S) as client:
-        found: list[dict[str, Any]] = _ask(client, find_jobs, [job_key(job) for job in jobs])
+        found: list[dict[str, Any]] = _ask(client, find_jobs, [_known_key(job) for job in jobs])
         return found
+
+
+def _known_key(job: Job) -> str:
+    try:
+        return job_key(job)
+    except OSError:  # deleted since it was listed: no scheduler knows this key
+        return f"{job.id}-deleted"
 
 
 def wait(

@@ -14,12 +14,13 @@ by POST, or both.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import subprocess
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -67,7 +68,7 @@ class Notices:
             try:
                 with urllib.request.urlopen(request, timeout=_POST_S):
                     pass
-            except (OSError, urllib.error.URLError, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 problems.append(f"{self.url}: {error}")
         return problems
 
@@ -87,16 +88,18 @@ class Supervisor:
     notices: Notices = field(default_factory=Notices)
     _seen: dict[str, Any] = field(default_factory=dict, repr=False)  # what a job looked like at the last look
     _not_before: dict[str, float] = field(default_factory=dict, repr=False)
-    _said: str = field(default="", repr=False)
+    _said: dict[str, str] = field(default_factory=dict, repr=False)  # the last line about each job; "": about all
 
     def keep(self, stop: Event, every_s: float | None = None) -> None:
-        """Look every `every_s` until `stop` is set."""
+        """Look every `every_s` until `stop` is set. No error ends it: nobody would notice."""
         while True:
             try:
                 self.look()
-                self._said = ""
-            except RetryError as error:  # the scheduler is away; jobs are resubmitted when it is back
-                self._say_once(str(error))
+                self._said.pop("", None)
+            except KMEError as error:  # mostly the scheduler is away; jobs are resubmitted when it is back
+                self._say_once("", str(error))
+            except Exception as error:
+                self._say_once("", f"jobs could not be looked at ({type(error).__name__}: {error}); trying again")
             if stop.wait(EVERY_S if every_s is None else every_s):
                 return
 
@@ -104,21 +107,32 @@ class Supervisor:
         """One look at all jobs; returns the ids of those that were resubmitted."""
         active: list[tuple[Job, dict[str, Any]]] = []
         for job in list_jobs(self.root):
-            try:
+            with self._apart(job):
                 status = job.status()
-            except (CorruptError, DataError):  # damaged or just deleted: not ours to mend, and no obstacle for others
-                continue
-            self._notify(job, status)
-            if self._is_ours(job, status):
-                active.append((job, status))
+                if self._is_ours(job, status):
+                    active.append((job, status))
+                self._notify(job, status)
         if not active:
             return []
+        resubmitted: list[str] = []
         known = on_scheduler([job for job, _ in active], self.cluster)
-        return [
-            job.id
-            for (job, status), there in zip(active, known, strict=True)
-            if self._has_stalled(job, status, there["state"]) and self._resubmit(job, status)
-        ]
+        for (job, status), there in zip(active, known, strict=True):
+            stalled = False
+            with self._apart(job):
+                stalled = self._has_stalled(job, status, there["state"])
+            if stalled and self._resubmit(job, status):
+                resubmitted.append(job.id)
+        return resubmitted
+
+    @contextlib.contextmanager
+    def _apart(self, job: Job) -> Iterator[None]:
+        """What is wrong with one job is said once, and is no obstacle for the others."""
+        try:
+            yield
+        except (CorruptError, DataError, FileNotFoundError):  # damaged or just deleted: not ours to mend
+            pass
+        except (KMEError, OSError) as error:
+            self._say_once(job.id, f"{job.id}: {error}")
 
     def _is_ours(self, job: Job, status: Mapping[str, Any]) -> bool:
         """Whether a scheduler was to run the job, and it should be running."""
@@ -158,8 +172,13 @@ class Supervisor:
         except RetryError:
             self._not_before.pop(job.id)
             raise
-        except KMEError as error:  # e.g. another version on the workers: a person has to act, the other jobs go on
-            self._say_once(f"{job.id}: cannot be resubmitted: {error}")
+        except (DataError, FileNotFoundError):  # just deleted
+            return False
+        except (
+            KMEError,
+            OSError,
+        ) as error:  # e.g. another version on the workers: a person has to act, other jobs go on
+            self._say_once(job.id, f"{job.id}: cannot be resubmitted: {error}")
             return False
         self.say(f"{job.id}: was {status['state']} without a driver; resubmitted ({earlier + 1} of {self.limit})")
         return True
@@ -172,9 +191,9 @@ class Supervisor:
             for problem in self.notices.send(status):
                 self.say(f"{job.id}: the notice was not sent: {problem}")
 
-    def _say_once(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+    def _say_once(self, about: str, line: str) -> None:
+        if line != self._said.get(about):
+            self._said[about] = line
             self.say(line)
 
 

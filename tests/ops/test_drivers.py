@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -209,6 +210,113 @@ def test_a_host_without_a_scheduler_waits_for_one_and_says_so_once(monkeypatch):
     until(lambda: len(calls) > 3)
     end()
     assert lines == ["no scheduler answers; waiting for it"]
+
+
+def test_a_second_submission_of_a_job_that_runs_changes_nothing(tmp_path, at, host):
+    job = submitted(tmp_path, at, "twice")
+    until(lambda: states(job) == ["running"])
+    events = job.events()
+    submit.submit(job, at)
+    assert states(job) == ["running"]
+    assert job.events() == events
+    process = jobs.latest_epoch(job.place)[1]["process"]
+    os.kill(process, signal.SIGSTOP)  # or it might have stopped by then
+    job.request_stop("an operator")
+    submit.submit(job, at)
+    assert job.stop_requested, "the cancellation stands"
+    os.kill(process, signal.SIGCONT)
+    until(lambda: states(job) == ["cancelled"])
+    submit.submit(job, at)
+    until(lambda: states(job) == ["running"])
+    submit.submit(job, at)
+    (tmp_path / "go").write_text("not positive definite")
+    until(lambda: states(job) == ["failed"])
+    until(lambda: submit.on_scheduler([job], at)[0]["state"] is None)
+    assert job.status()["drivers"] == 2, "a failure is not run once more"
+
+
+def test_a_job_whose_driver_has_just_died_gets_another_by_a_submission(tmp_path, at, host):
+    job = submitted(tmp_path, at, "died")
+    until(lambda: states(job) == ["running"])
+    with submit.open_unchecked(at) as client:
+        submit._ask(client, queue.forget, queue.job_key(job))  # its scheduler and its host were lost
+    until(lambda: not host._children)
+    assert states(job) == ["running"], "nobody has noticed yet"
+    submit.submit(job, at)
+    until(lambda: job.status()["drivers"] == 2)
+
+
+def test_a_submission_beside_a_driver_that_begins_does_not_hide_it(tmp_path, at, host, monkeypatch):
+    job = submitted(tmp_path, at, "beside")
+    real = jobs.Job.event
+
+    def event(job, state, **facts):
+        until(lambda: job.status()["state"] == "running")  # between the look at the job and the line
+        real(job, state, **facts)
+
+    assert states(job) == ["waiting"]
+    monkeypatch.setattr(jobs.Job, "event", event)
+    submit.submit(job, at)
+    assert [event["state"] for event in job.events()] == ["waiting", "running", "waiting"]
+    assert states(job) == ["running"]
+
+
+@pytest.mark.parametrize("how", ["patience", "the first start"])
+def test_a_second_start_of_a_night_waits_as_long_as_its_patience(tmp_path, at, host, capsys, how):
+    (tmp_path / "night.yaml").write_text("data: {source: table.zarr}\n")
+    command = ["schedule", str(tmp_path / "night.yaml"), "--once", "--at", "2026-03-01T02:00Z", "--quiet"]
+    command += ["--scheduler", at.address, "--root", str(tmp_path), "--patience", "0.5", "--pipeline", "evaluate"]
+    codes = []
+    first = threading.Thread(target=lambda: codes.append(cli.execute(command)))
+    first.start()
+    job = jobs.job_at(tmp_path, "night-20260301T020000Z")
+    until(lambda: job.folder.exists() and job.events() and states(job) == ["running"])
+    if how == "patience":
+        assert cli.execute(command) == 75
+        assert "is running after 0.5 s" in capsys.readouterr().err
+    time.sleep(0.6)
+    assert codes == [], "the first one waits for the result"
+    (tmp_path / "go").touch()
+    first.join()
+    assert codes == [0]
+    assert job.status()["drivers"] == 1
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("why", ["no process to spare", "its root is gone"])
+def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, scheduler, monkeypatch, why):
+    real, lines, stop = drivers.subprocess.Popen, [], threading.Event()
+
+    def popen(command, **rest):
+        if "bad" in command:
+            raise BlockingIOError(errno.EAGAIN, why)
+        return real(command, **rest)
+
+    def gone(entry):
+        if entry.id == "bad" and "bad" in checked:
+            raise ConfigError(why)
+        checked.add(entry.id)
+        return jobs.job_at(Path(entry.root), entry.id)
+
+    checked = set()
+    if why == "its root is gone":
+        monkeypatch.setattr(drivers, "_job", gone)
+    monkeypatch.setattr(drivers.subprocess, "Popen", popen)
+    host = Drivers(at, lambda job: [sys.executable, "-c", DRIVER, str(job.root), job.id, at.address], say=lines.append)
+    thread = threading.Thread(target=host.serve, args=(stop,))
+    thread.start()
+    try:
+        good = submitted(tmp_path, at, "good")
+        until(lambda: states(good) == ["running"])
+        bad = submitted(tmp_path, at, "bad")
+        until(lambda: submit.on_scheduler([bad], at)[0]["state"] is None)
+        assert sum(why in line for line in lines) == queue.DEATHS + 1
+        (tmp_path / "go").touch()
+        until(lambda: states(good) == ["succeeded"])
+        assert good.status()["drivers"] == 1
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_drivers_that_cannot_start_do_not_stand_in_the_way_of_others(tmp_path, at, scheduler):

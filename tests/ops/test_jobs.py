@@ -708,6 +708,23 @@ def test_a_damaged_line_of_events_hides_no_job(tmp_path, job, capsys, damage):
     assert job.id in capsys.readouterr().out
 
 
+@pytest.mark.chaos(11)
+def test_a_line_that_a_full_disk_cut_short_spoils_no_other(job, monkeypatch):
+    job.event("running", epoch=1)
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, content: real(descriptor, content[: len(content) // 2]))
+        for write in (lambda: job.event("failed", epoch=1, exit_code=75), lambda: job.log("half a line")):
+            with pytest.raises(RetryError, match="no space left"):
+                write()
+    job.event("failed", epoch=1, exit_code=75)
+    job.log("a whole line")
+    job.log("another")
+    assert [event["state"] for event in job.events()] == ["running", "failed"]
+    assert [line["message"] for line in job.logs()] == ["a whole line", "another"]
+    assert b"\n\n" not in (job.folder / "log.jsonl").read_bytes()
+
+
 def test_a_damaged_key_of_a_request_is_said_and_other_jobs_are_listed(tmp_path, job, capsys):
     other = jobs.create_job(
         tmp_path, pipeline="evaluate", config=parse_config({"data": {"source": "table.zarr"}}), name="other"

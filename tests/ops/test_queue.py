@@ -156,6 +156,29 @@ def test_a_job_submitted_again_before_its_end_was_known_runs_again():
     assert (host.running, found.entries) == ([], {})
 
 
+def test_a_job_submitted_again_whose_driver_dies_runs_once_more_and_not_twice():
+    found = JobQueue()
+    found.add([entry("one")])
+    host = Host(found)
+    host.turn()
+    found.add([entry("one")])
+    host.end("one", "died")
+    assert host.running == ["one"]
+    host.end("one")
+    assert (host.running, found.entries) == ([], {})
+
+
+def test_what_a_second_host_restores_is_no_submission():
+    before, after = JobQueue(), JobQueue()
+    before.add([entry("waits")])
+    first, second = Host(after, "first"), Host(after, "second")
+    first.turn(restored=(before.entries["waits"],))
+    assert first.running == ["waits"]
+    second.turn(restored=(before.entries["waits"],))
+    first.end("waits")
+    assert (first.running, second.running, after.entries) == ([], [], {})
+
+
 def test_hosts_are_asked_whether_they_can_read_the_folder():
     found = JobQueue()
     asked = entry("one")

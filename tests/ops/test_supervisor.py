@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import http.server
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,6 +159,114 @@ def test_a_schedule_and_a_driver_host_keep_the_jobs_of_their_root(job, scheduler
     assert scheduler.sent[0] == (job.id, 1)
 
 
+# --- what goes wrong with one job, or at one look ----------------------------------------------------
+
+
+def beside(job, name):
+    """Another job of the same root, which is to be resubmitted."""
+    found = jobs.create_job(job.root, pipeline="run", config=job.config(), name=name, job_id=name)
+    found.event("waiting", scheduler="tcp://elsewhere:1")
+    found.event("failed", exit_code=75, error="?")
+    return found
+
+
+def refusing(monkeypatch, path, module=os, name="stat", error=errno.EACCES):
+    """A function of a module fails for that path, as for a folder of another user or a disk that is full."""
+    real = getattr(module, name)
+
+    def fail(given, *arguments, **rest):
+        if str(given).startswith(str(path)):
+            raise OSError(error, os.strerror(error), str(given))
+        return real(given, *arguments, **rest)
+
+    monkeypatch.setattr(module, name, fail)
+
+
+def test_a_folder_of_another_user_hides_no_job(job, scheduler, monkeypatch, capsys):
+    other = beside(job, "other")
+    refusing(monkeypatch, job.folder)
+    assert watched(other).look() == [other.id]
+    assert cli.execute(["jobs", "list", "--root", str(job.root)]) == 0
+    out = capsys.readouterr().out
+    assert other.id in out
+    assert job.id not in out
+
+
+def test_a_file_that_cannot_be_read_is_said_once_and_no_obstacle(job, scheduler, monkeypatch, capsys):
+    other = beside(job, "other")
+    refusing(monkeypatch, job.folder / "job.json", Path, "read_text")
+    lines = []
+    keeper = watched(other, say=lines.append)
+    assert keeper.look() == [other.id]
+    keeper.look()
+    assert [line for line in lines if line.startswith(f"{job.id}: ")] == [
+        f"{job.id}: [Errno 13] Permission denied: '{job.folder / 'job.json'}'"
+    ]
+    assert cli.execute(["jobs", "list", "--root", str(job.root)]) == 0
+    out = capsys.readouterr().out
+    assert "damaged" in out
+    assert other.id in out
+
+
+def test_a_notice_that_cannot_be_noted_does_not_keep_a_job_from_its_resubmission(job, scheduler):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=75, error="?")
+    (job.folder / "notices").touch()  # in the way
+    lines = []
+    assert watched(job, say=lines.append, notices=Notices(["true"])).look() == [job.id]
+    assert "a file or folder is in the way" in lines[0]
+
+
+def test_a_job_that_is_deleted_during_a_look_is_no_obstacle(job, monkeypatch, scheduler):
+    other, sent = beside(job, "other"), []
+    beside(job, "gone")
+    monkeypatch.setattr(submit, "open_unchecked", lambda *_, **__: contextlib.nullcontext())
+
+    def answer(client, function, keys):
+        sent.extend(keys)
+        return [{"state": None} for _ in keys]
+
+    def ask(found, cluster):
+        if (job.root / "runs" / "gone").exists():
+            shutil.rmtree(job.root / "runs" / "gone")
+        return submit.on_scheduler(found, cluster)
+
+    monkeypatch.setattr(submit, "_ask", answer)
+    monkeypatch.setattr(supervisor, "on_scheduler", ask)
+    assert watched(other).look() == [other.id]
+    assert "gone-deleted" in sent
+
+
+@pytest.mark.chaos(11)
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EAGAIN, None])
+def test_no_error_ends_a_supervisor(job, scheduler, monkeypatch, error):
+    """A full disk, an error of the system, a bug: it is said once, and the next look is as good as ever."""
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=75, error="?")
+    stop, lines, looks, good = threading.Event(), [], [], supervisor.submit
+
+    def bad(job, cluster, resubmission):
+        looks.append(job.id)
+        if len(looks) == 3:
+            stop.set()
+            good(job, cluster, resubmission)
+        elif error is None:
+            raise ZeroDivisionError("a bug")
+        else:
+            with monkeypatch.context() as patch:
+                refusing(patch, job.folder, os, "open", error)
+                good(job, cluster, resubmission)
+
+    monkeypatch.setattr(supervisor, "submit", bad)
+    watched(job, say=lines.append).keep(stop, every_s=0.0)
+    assert len(looks) == 3
+    assert scheduler.sent == [(job.id, 1)]
+    assert len(lines) == 2, lines
+    assert lines[1] == f"{job.id}: was failed without a driver; resubmitted (1 of 5)"
+    if error == errno.ENOSPC:
+        assert "no space left while writing" in lines[0]
+
+
 # --- notices ---------------------------------------------------------------------------------------
 
 
@@ -202,7 +315,18 @@ def test_a_lost_job_is_told_too(job, scheduler, receiver):
 def test_a_notice_that_cannot_be_sent_is_a_line_and_no_obstacle(job, scheduler):
     job.event("failed", exit_code=2, error="?")
     lines = []
-    watched(job, say=lines.append, notices=Notices(["absent-command"], f"http://127.0.0.1:{free_port()}/")).look()
+    with socket.create_server(("127.0.0.1", 0)) as server:  # whose answer is not HTTP
+
+        def answer():
+            with server.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        watched(job, say=lines.append, notices=Notices(["absent-command"], url)).look()
+        thread.join()
     assert len(lines) == 2
     assert all(line.startswith(f"{job.id}: the notice was not sent: ") for line in lines)
     with pytest.raises(ConfigError, match="must be an http"):
