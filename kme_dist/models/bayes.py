@@ -2,7 +2,6 @@
 
 >>> import numpy as np
 >>> from kme_dist.models.cme import ConditionalMeanEmbedding
-from kme_dist.models.cme_choice import with_median
 >>> rng = np.random.default_rng(0)
 >>> x = rng.normal(0, 2, size=(300, 1))
 >>> y = x[:, 0] + rng.normal(size=300)
