@@ -37,9 +37,10 @@ from kme_dist.data.rows import Scaling, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, scaling_arrays, stored_scaling
 from kme_dist.models.cme import ConditionalMeanEmbedding
+from kme_dist.models.cme_choice import with_median
 from kme_dist.models.means import KernelMean
 from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, seed
-from kme_dist.run.conditional import as_targets, padded_solve, with_median
+from kme_dist.run.conditional import as_targets, padded_solve
 
 __all__ = ["JointMean", "KernelBayesFilter", "Mean", "bayes_rule", "chain_rule", "sum_rule"]
 

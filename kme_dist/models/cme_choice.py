@@ -11,8 +11,10 @@ from kme_dist.backend import to_host
 from kme_dist.core import kernels
 from kme_dist.core.conditional import Delta, held_out_scores
 from kme_dist.core.kernels import Kernel, Linear, OnFeatures
-from kme_dist.core.kernels.base import length_scale_names, row_count
-from kme_dist.run.conditional import as_targets, with_median
+from kme_dist.core.kernels.base import length_scale_names, median_length_scale, row_count, take
+from kme_dist.data.validation import text_among
+from kme_dist.errors import DataError
+from kme_dist.run.conditional import as_targets
 from kme_dist.run.maps import as_features
 
 Score = tuple[Kernel, float, float]  # kernel, λ, held-out error
@@ -42,6 +44,25 @@ def input_kernels(given: Any, features: Any, X: Any, seed: int) -> list[Kernel]:
     if not length_scale_names(found):
         return [found]
     return [with_median(found, X, width, seed) for width in _WIDTHS]
+
+
+def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
+    """The kernel with `factor` times the median distance between rows as its length scales."""
+    names = length_scale_names(kernel)
+    if not names:
+        return kernel
+    few = take(rows, slice(0, 2000))
+    try:
+        values = np.asarray(few, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = text_among(few)
+        what = f"values of type {type(few[0]).__name__}" if found is None else found.words
+        raise DataError(
+            f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "
+            "`target_kernel`), or a kernel of such values, e.g. kme_dist.kernels.Spectrum(p=2) of texts"
+        ) from None
+    width = factor * median_length_scale(values, seed)
+    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
 
 
 def score_kernels(

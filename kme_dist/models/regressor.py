@@ -39,6 +39,7 @@ from kme_dist.models.base import (
     Facts,
     Own,
     get_rows,
+    has_rows,
     on_workers,
     put_rows,
     scaling_arrays,
@@ -390,11 +391,11 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             "target/mean": self.target_.mean, "target/width": self.target_.width, "left_out/columns": left.columns,
             "left_out/residuals": left.residuals, "left_out/sizes": left.sizes,
         }  # fmt: skip
+        facts: Facts = {}
         if left.held_out is not None:
-            arrays["left_out/rows"] = left.held_out
+            put_rows(arrays, facts, "left_out/rows", left.held_out)
         if left.near is not None:
             arrays |= {"left_out/ones": left.near.ones, "left_out/typical": left.near.typical}
-        facts: Facts = {}
         put_rows(arrays, facts, "centres", self.embedding_.centres)
         return arrays, {
             **facts,
@@ -415,7 +416,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.embedding_ = Embedding(self.kernel_, centres, arrays["weights"], self.regularization_)
         columns, residuals, sizes = (arrays[f"left_out/{name}"] for name in ("columns", "residuals", "sizes"))
         near = Near(arrays["left_out/ones"], arrays["left_out/typical"]) if "left_out/ones" in arrays else None
-        self.left_out_ = LeftOut(columns, residuals, sizes, arrays.get("left_out/rows"), near)
+        held_out = get_rows(arrays, facts, "left_out/rows") if has_rows(arrays, facts, "left_out/rows") else None
+        self.left_out_ = LeftOut(columns, residuals, sizes, held_out, near)
         self.target_ = Target(arrays["target/mean"], arrays["target/width"])
         self.scaling_, self._single = stored_scaling(arrays), bool(facts["single"])
         self.kernel_name_, self.loo_errors_ = facts["kernel_name"], dict(facts["loo_errors"])

@@ -57,12 +57,9 @@ from kme_dist.core.conditional import (
 from kme_dist.core.intervals import LeftOut
 from kme_dist.core.kernels.base import (
     Kernel,
-    length_scale_names,
-    median_length_scale,
     row_blocks,
     row_count,
     select,
-    take,
 )
 from kme_dist.core.objective import Objective
 from kme_dist.core.regularization import search_regularization
@@ -73,7 +70,6 @@ from kme_dist.data.dataset import Dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
-from kme_dist.data.validation import text_among
 from kme_dist.errors import ConfigError, DataError, NumericalError, counted
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Problem, Room
@@ -515,25 +511,6 @@ def sampled_columns(
             "`regularization`", rows=n, regularization=regularization, dtype="float64",
         )  # fmt: skip
     return chosen, columns, own
-
-
-def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
-    """The kernel with `factor` times the median distance between rows as its length scales."""
-    names = length_scale_names(kernel)
-    if not names:
-        return kernel
-    few = take(rows, slice(0, 2000))
-    try:
-        values = np.asarray(few, dtype=np.float64)
-    except (TypeError, ValueError):
-        found = text_among(few)
-        what = f"values of type {type(few[0]).__name__}" if found is None else found.words
-        raise DataError(
-            f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "
-            "`target_kernel`), or a kernel of such values, e.g. kme_dist.kernels.Spectrum(p=2) of texts"
-        ) from None
-    width = factor * median_length_scale(values, seed)
-    return kernel.replace({name: np.full(kernel.parameters[name].shape, width) for name in names})
 
 
 # --- learning the input kernel -------------------------------------------------------------------------------

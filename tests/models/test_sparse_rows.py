@@ -154,6 +154,21 @@ def test_a_regressor_of_sparse_rows_is_that_of_dense_ones_and_makes_none(setting
     np.testing.assert_array_equal(kme.load(tmp_path / "m.zarr").predict(X), found[0])
 
 
+@pytest.mark.parametrize("kind", [kme.CMERegressor, kme.MCEClassifier])
+def test_many_centres_of_sparse_rows_give_the_same_bits_on_workers(kind, client, tmp_path):
+    rows = sparse.random_array((2_400, 40), density=0.2, rng=np.random.default_rng(0), format="csr")
+    targets = rows.sum(axis=1) if kind is kme.CMERegressor else np.where(rows.sum(axis=1) > 4, "a", "b")
+    settings = {"solver": "falkon", "centres": 60, "steps": 1}
+    alone, remote = kind(**settings).fit(rows, targets), kind(**settings, client=client).fit(rows, targets)
+    assert remote.solver_ == "falkon"
+    remote.save(tmp_path / "model.zarr")
+    for other in (remote, kme.load(tmp_path / "model.zarr")):
+        if kind is kme.CMERegressor:
+            np.testing.assert_array_equal(other.predict_interval(rows), alone.predict_interval(rows))
+        else:
+            np.testing.assert_array_equal(other.predict_proba(rows), alone.predict_proba(rows))
+
+
 @pytest.mark.parametrize("scaling", ["unit", "standard"])
 def test_a_regressor_scales_sparse_rows_without_a_shift(scaling):
     y = X @ np.linspace(-1, 1, D)

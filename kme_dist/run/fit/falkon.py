@@ -403,7 +403,7 @@ class _Work:
     def run(self) -> Progress:
         """Step until the loss of the rows held out no longer falls, or the residual is below the tolerance."""
         precondition, weight = self._preconditioner(), 0.0
-        self.scratch.save("held", self._held[0])
+        self.scratch.save("held", np.asarray(self._held[0]))  # sparse rows as dense ones, like the centres
         held, size = len(self._held[1]), len(self.points)
         if self.scratch.has("progress"):
             found = Progress.load(self.scratch, size, self.columns, held, len(self.lams))
