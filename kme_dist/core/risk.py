@@ -90,6 +90,17 @@ def merge_equal_rows(X: Any, y: np.ndarray, weights: np.ndarray | None) -> Merge
     return Merged(select(X, first), y[first], np.repeat(groups.weights / parts, parts), place, first)
 
 
+def without_copies(X: Any, y: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """The first of all equal rows with equal labels, and the sums of their weights.
+
+    None if there is nothing to sum, and in tables of few different rows, whose equal rows are no copies.
+    """
+    groups = _groups(X, y, weights)
+    if groups is None:
+        return None if weights is None else (np.arange(len(y)), weights)
+    return None if groups.natural.any() else (groups.first, groups.weights)
+
+
 def shared_by_copies(V: np.ndarray, weights: np.ndarray, place: np.ndarray, given: np.ndarray | None) -> np.ndarray:
     """Rows of V, of merged rows, as those of the given rows: each has its share, by weight, of the sum over the parts.
 

@@ -76,6 +76,7 @@ from kme_dist.models.settings import (
     seed,
 )
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
+from kme_dist.run.distinct import as_distinct_rows
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import LearnSettings, Record, describe_map, start_of, with_parameters
 from kme_dist.run.maps import restore_features
@@ -217,7 +218,8 @@ class _ASKL(Estimator):
     ) -> Self:
         """Learn frequencies and weights from a table and its labels (a regressor: numbers), or from an open `Dataset`.
 
-        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row. `callback`
+        `sample_weight` has a number >= 0 for each row: weight 2 counts as the row twice, 0 as no row; to the last bit
+        if all rows are one batch, since larger tables have more steps in an epoch with more rows. `callback`
         receives the record of every step; `checkpoints` is a folder to save to and to resume from after an
         interruption.
         """
@@ -230,10 +232,15 @@ class _ASKL(Estimator):
         """Rows with their targets; until `stack` closes, workers can read them."""
         raise TypeError(f"{type(self).__name__} must define _targets")
 
+    def _as_learned(self, data: RowSource) -> RowSource:
+        """Records the rows, and returns them in the form in which they are learned from."""
+        split = data.training_split()
+        self._record_data(RowsRef.of(data, split=split))
+        return as_distinct_rows(data, split, int(self.batch_size))[0]
+
     def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Batches:
         split = data.training_split()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
-        self._record_data(RowsRef.of(data, split=split))
         return Batches.of(
             data,
             split=split,
@@ -417,7 +424,7 @@ class ASKLClassifier(Classifier, _ASKL):
     def _targets(self, X: Any, y: Any, sample_weight: Any, stack: contextlib.ExitStack) -> Targets:
         data, _ = self._labelled_rows(X, y, stack, sample_weight)
         self.classes_ = np.asarray(data.classes)
-        return self._source(data), len(self.classes_), len(self.classes_)
+        return self._source(self._as_learned(data)), len(self.classes_), len(self.classes_)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """The scores Wᵀφ(x); with two classes, second minus first."""
@@ -493,6 +500,7 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             X, y, weights = positive_rows(X, np.asarray(y, np.float64), sample_weights(sample_weight, X))
             data = ArrayRows(X, y, weights=weights)
             share(data, self._client, stack)
+        data = self._as_learned(data)
         found = data.target_statistics
         width = np.sqrt(found.variance)
         width = np.where(width > 0, width, 1.0)

@@ -40,6 +40,7 @@ from kme_dist.models.classifier import EmbeddingClassifier
 from kme_dist.models.settings import RandomState, Rule, below_one, integer, one_of
 from kme_dist.run import full
 from kme_dist.run.checkpoints import Checkpoints, as_checkpoints
+from kme_dist.run.distinct import as_distinct_rows
 from kme_dist.run.fit import Fit, fit_on_dataset
 from kme_dist.run.learn import Batches, learn, learn_softmax
 from kme_dist.run.learners import (
@@ -185,10 +186,10 @@ class CENClassifier(EmbeddingClassifier):
         """Learn the features and λ, then solve for the weights on all rows.
 
         X is a table with y its labels, or an open `Dataset`. `sample_weight` has a number >= 0 for each row: weight 2
-        counts as the row twice, 0 as no row (see `MCEClassifier.fit`). `callback` receives the record of every step.
-        `watch` is a pair of rows and labels: after every epoch W is solved on all training rows and evaluated on them,
-        see `curve_`. `checkpoints` is a folder to save to while learning; after an interruption the same call resumes
-        from there, to the same bits. Checkpoints of other settings or rows are refused.
+        counts as the row twice, 0 as no row (see `MCEClassifier.fit`; here to the last bit if all rows are one batch).
+        `callback` receives the record of every step. `watch` is a pair of rows and labels: after every epoch W is
+        solved on all training rows and evaluated on them, see `curve_`. `checkpoints` is a folder to save to while
+        learning; after an interruption the same call resumes from there, to the same bits. Checkpoints of other settings or rows are refused.
         """
         self._begin_fit()
         account, saved = Account(self.verbose, type(self).__name__), as_checkpoints(checkpoints)
@@ -215,8 +216,9 @@ class CENClassifier(EmbeddingClassifier):
     def _learn_rows(
         self, data: RowSource, report: Callable[[Record], None] | None, watch: Any, saved: Checkpoints | None
     ) -> None:
-        split = data.training_split()
+        self._keep_sample(data, data.training_split())
         self.classes_ = np.asarray(data.classes)
+        data, split = as_distinct_rows(data, data.training_split(), self.batch_size)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
         rows = data.split_positive(split)
         source = Batches.of(
@@ -232,7 +234,6 @@ class CENClassifier(EmbeddingClassifier):
             self._learn_full(data, split, source, report, saved)
         else:
             self._learn(source, report, watch, saved)
-        self._keep_sample(data, split)
 
     def adopt(self, data: RowSource, features: Any, fit: Fit, floor: float) -> Self:
         """Take over a fit with explicit features to `data`."""

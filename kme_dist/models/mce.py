@@ -206,8 +206,10 @@ class MCEClassifier(EmbeddingClassifier):
         has its own labels and weights. `callback` receives the record of every learning step (see `history_`).
 
         `sample_weight` has a number >= 0 for each row. A row of weight 2 counts as the row twice, a row of weight 0 as
-        no row. The exceptions are leave-one-out by centres and under objective "loo", which leaves out a row of weight
-        2 as a whole but only one of two equal rows, and what is drawn row by row: batches, samples, centres, halves.
+        no row: to the last bit with up to 1,000 rows (and a million numbers), unless the equal rows of the table are no
+        copies, as in a few columns of categories. With more rows, what is drawn row by row depends on it (batches,
+        samples, halves), and so does leave-one-out under objective "loo", which leaves out a row of weight 2 as a whole
+        but only one of two equal rows; with any number, leave-one-out by centres.
         Only ratios of weights matter to the fit; a risk that is summed (`risk="sum"`) counts them as numbers of rows,
         so weights below 1 on average are multiplied to be 1 on average.
 

@@ -33,6 +33,7 @@ from kme_dist.data.dataset import RowSource
 from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
 from kme_dist.errors import DataError
 from kme_dist.run.checkpoints import Checkpoints
+from kme_dist.run.distinct import as_distinct_rows
 from kme_dist.run.executors import Executor
 from kme_dist.run.fit import Fit, Size, choose, fit_on_dataset
 from kme_dist.run.fit.problem import CENTRES, silent
@@ -228,10 +229,11 @@ def learn_candidates(
     `checkpoints` returns the checkpoints for the name of an objective.
     """
     split = _resolved(dataset, split)
-    rows = dataset.split_positive(split)
-    kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.learns_features:
         return [_learned_features(dataset, recipe, executor, split, checkpoints, callback)]
+    dataset, split = as_distinct_rows(dataset, split)
+    rows = dataset.split_positive(split)
+    kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
         return [Candidate("given", kernel, lam)]
     if recipe.objective in SEARCHED:
@@ -309,21 +311,29 @@ def fit_candidates(
     `scratch` is a folder that the workers can reach; None if the executor works in this process.
     """
     assert dataset.classes is not None
-    split = _resolved(dataset, split)
-    dtype = recipe.precision_for(dataset, split)
-
+    given = dataset, _resolved(dataset, split)
     learned = next((c.learned for c in candidates if c.learned is not None), None)
-    floor = recipe.floor(dataset.split_weight(split), dataset.n_classes)
+    source, split = given if learned is not None else as_distinct_rows(*given)
+    dtype = recipe.precision_for(source, split)
+    floor = recipe.floor(source.split_weight(split), dataset.n_classes)
 
     def fitted(candidate: Candidate, retune: bool | str, centres: int | None = None) -> Fit:
-        form = _explicit(recipe, candidate, recipe.scaling_of(dataset, split, candidate.curves), dataset, split)
+        fit = fitted_to(source, split, candidate, retune, centres)
+        if fit.statistics is not None and source is not dataset:  # sums of the chunks that are stored, to be updated
+            return fitted_to(*given, candidate, retune, centres)
+        return replace(fit, rows=dataset.split_rows(given[1]))
+
+    def fitted_to(
+        rows: RowSource, part: str | None, candidate: Candidate, retune: bool | str, centres: int | None
+    ) -> Fit:
+        form = _explicit(recipe, candidate, recipe.scaling_of(source, split, candidate.curves), source, split)
         fit = fit_on_dataset(
-            dataset,
+            rows,
             candidate.kernel,
             candidate.regularization / form.variance,
             executor=executor,
             scratch=scratch,
-            split=split,
+            split=part,
             scaling=form.scaling,
             dtype=dtype,
             backend=recipe.backend,

@@ -18,15 +18,7 @@ from kme_dist.models.askl import ASKLClassifier, ASKLRegressor
 SMALL = {"features": 100, "batch_size": 32, "epochs": 8, "learning_rate": 0.03}
 
 
-BY_NATURE = {
-    "check_sample_weight_equivalence_on_dense_data": "exact in double precision only; see test_sample_weight.py"
-}
-
-
-@parametrize_with_checks(
-    [ASKLClassifier(**SMALL), ASKLRegressor(**SMALL)],
-    expected_failed_checks=lambda _: BY_NATURE,
-)
+@parametrize_with_checks([ASKLClassifier(**SMALL), ASKLRegressor(**SMALL)])
 def test_scikit_learn_common_checks(estimator, check):
     check(estimator)
 

@@ -14,12 +14,7 @@ PUBLIC = [
     if isinstance(getattr(kme, name), type) and issubclass(getattr(kme, name), BaseEstimator)
 ]
 # Checks that an estimator does not pass, and why.
-BY_ROW = "samples and batches are drawn row by row, so a weight of 2 is not a repeated row to the last digit"
 EXPECTED = {
-    "MCEClassifier": {f"check_sample_weight_equivalence_on_{kind}_data": BY_ROW for kind in ("dense", "sparse")},
-    "CENClassifier": {"check_sample_weight_equivalence_on_dense_data": BY_ROW},
-    "ASKLClassifier": {"check_sample_weight_equivalence_on_dense_data": BY_ROW},
-    "ASKLRegressor": {"check_sample_weight_equivalence_on_dense_data": BY_ROW},
     "ConditionalMeanEmbedding": {"check_sparsify_coefficients": "sparsify returns other models, it has no coef_"},
 }
 # Their files check them with fewer steps in every run.
@@ -41,8 +36,7 @@ def test_scikit_learn_accepts_it_as_it_is(name):
     passed = [check for check in done if check["status"] == "passed"]
     assert len(passed) >= (1 if name in OTHER_ROWS else 35)
     failed = {check["check_name"] for check in done if check["status"] == "xfail"}
-    # With BY_ROW it depends on the processor's rounding; any other check that passes is no longer expected to fail.
-    assert failed >= {check for check, why in EXPECTED.get(name, {}).items() if why != BY_ROW}
+    assert failed == set(EXPECTED.get(name, {})), "a check that passes is no longer expected to fail"
 
 
 def test_every_estimator_is_known_here():

@@ -21,12 +21,7 @@ EXPLICIT = CENClassifier(hidden=(16,), steps=60, regularization=0.001)
 IMPLICIT = CENClassifier(hidden=(8,), head="gaussian", steps=15)
 
 
-BY_NATURE = {
-    "check_sample_weight_equivalence_on_dense_data": "exact in double precision only; see test_sample_weight.py"
-}
-
-
-@parametrize_with_checks([EXPLICIT, IMPLICIT], expected_failed_checks=lambda _: BY_NATURE)
+@parametrize_with_checks([EXPLICIT, IMPLICIT])
 def test_scikit_learn_common_checks(estimator, check):
     check(estimator)
 

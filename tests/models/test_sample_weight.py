@@ -61,6 +61,69 @@ def test_weights_are_repeated_and_removed_rows_as_scikit_learn_checks_it(name):
     check_sample_weight_equivalence_on_dense_data(type(model).__name__, model)
 
 
+SMALL_TABLES = {  # at default settings, besides the number of steps
+    "mce": (MCEClassifier(steps=8), 150),
+    "mce, batches": (MCEClassifier(steps=4, batch_size=60), 300),
+    "mce, validation": (MCEClassifier(steps=4, objective="validation", batch_size=60), 100),
+    "mce, leave-one-out": (MCEClassifier(steps=4, objective="loo"), 100),
+    "cen": (CENClassifier(steps=20), 150),
+    "cen, halves": (CENClassifier(steps=10, objective="validation", dropout=0.2, learning_rate=0.01), 100),
+    "askl": (ASKLClassifier(features=200, epochs=5), 12),
+    "askl, regression": (ASKLRegressor(features=200, epochs=5), 12),
+}
+
+
+def counted_rows(count, numbers=False):
+    """Rows, labels and counts, of which some are 0; and the repeated rows in random order, with their labels."""
+    rng = np.random.default_rng(8)
+    X, y = make_moons(count, noise=0.3, random_state=1)
+    counts, y = np.resize([3, 1, 0, 4, 2], count), y + rng.normal(size=count) if numbers else y
+    order = rng.permutation(counts.sum())
+    return X, y, counts, np.repeat(X, counts, axis=0)[order], np.repeat(y, counts)[order]
+
+
+def decided(model, X):
+    """The bytes of everything that scikit-learn compares."""
+    methods = ("decision_function", "predict_proba", "predict")
+    return [np.asarray(getattr(model, method)(X)).tobytes() for method in methods if hasattr(model, method)]
+
+
+@pytest.mark.parametrize("name", SMALL_TABLES)
+def test_integer_weights_of_a_small_table_are_repeated_rows_to_the_bit(name):
+    model, count = SMALL_TABLES[name]
+    X, y, counts, X_repeated, y_repeated = counted_rows(count, "regression" in name)
+    order = np.random.default_rng(2).permutation(count)
+    found = [
+        clone(model).fit(X, y, counts),
+        clone(model).fit(X[order], y[order], counts[order]),
+        clone(model).fit(X_repeated, y_repeated),
+    ]
+    first, *others = [decided(one, X) for one in found]
+    for other in others:
+        assert other == first
+    assert decided(clone(model).fit(X, y), X) != first, "the weights count"
+
+
+@pytest.mark.parametrize("name", ["mce", "cen", "askl", "askl, regression"])
+def test_repeated_rows_of_a_small_table_have_the_bits_of_weights_in_data_sets_and_with_a_client(name, client, tmp_path):
+    model, count = SMALL_TABLES[name]
+    X, y, counts, X_repeated, y_repeated = counted_rows(count, "regression" in name)
+    expected = decided(clone(model).fit(X, y, counts), X)
+    task = "regression" if "regression" in name else "classification"
+    stored = [
+        kme.ingest(
+            Table(X, y, ["a", "b"], None if task == "regression" else [0, 1], weights=counts.astype(float)),
+            tmp_path / "weights.zarr", task=task, dtype="float64",
+        ),
+        kme.ingest((X_repeated, y_repeated), tmp_path / "repeated.zarr", task=task, dtype="float64"),
+    ]  # fmt: skip
+    for settings in ({}, {"client": client}):
+        models = [clone(model, **settings).fit(data) for data in stored]
+        models += [clone(model, **settings).fit(X_repeated, y_repeated)]
+        for found in models:
+            assert decided(found, X) == expected
+
+
 @pytest.mark.parametrize("calibration", ["temperature", "isotonic"])
 def test_a_whole_model_with_integer_weights_is_that_of_repeated_rows(calibration, rows):
     X, y = rows

@@ -35,11 +35,11 @@ def table(tmp_path):
     return tmp_path / "iris.csv"
 
 
-def config(source, folder, **more):
+def config(source, folder, objective="rcb", **more):
     return parse_config(
         {
             "data": {"source": str(source), "label": "kind", "weight": "importance", **more.pop("data", {})},
-            "model": {"objective": "rcb", "dtype": "float64"},
+            "model": {"objective": objective, "dtype": "float64"},
             "learn": {"steps": 5},
             "cluster": {"kind": "serial"},
             "output": {"folder": str(folder)},
@@ -47,8 +47,9 @@ def config(source, folder, **more):
     )
 
 
-def test_a_run_with_a_weight_column_gives_the_model_of_python(table, tmp_path):
-    settings = config(table, tmp_path / "run")
+@pytest.mark.parametrize("objective", ["rcb", "auto"])
+def test_a_run_with_a_weight_column_gives_the_model_of_python(objective, table, tmp_path):
+    settings, own = config(table, tmp_path / "run", objective), {**SETTINGS, "objective": objective}
     done = run(settings, name="weights")
     model = kme.load(tmp_path / "run" / "model.zarr")
     data = kme.open_dataset(tmp_path / "run" / "data.zarr")
@@ -56,10 +57,10 @@ def test_a_run_with_a_weight_column_gives_the_model_of_python(table, tmp_path):
     assert data.schema.weight == "importance"
     X, codes = data.read("train")
     y, w = np.asarray(data.classes)[codes], data.weights("train")
-    for again in (kme.MCEClassifier(**SETTINGS).fit(data), kme.MCEClassifier(**SETTINGS).fit(X, y, w)):
+    for again in (kme.MCEClassifier(**own).fit(data), kme.MCEClassifier(**own).fit(X, y, w)):
         assert again.decision_function(X).tobytes() == model.decision_function(X).tobytes()
         assert again.regularization_ == model.regularization_
-    plain = kme.MCEClassifier(**SETTINGS).fit(X, y)
+    plain = kme.MCEClassifier(**own).fit(X, y)
     assert plain.decision_function(X).tobytes() != model.decision_function(X).tobytes()
     X, codes = data.read("test")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())

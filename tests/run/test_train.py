@@ -14,10 +14,12 @@ from kme_dist.core import embedding
 from kme_dist.core.tuning import Tuned
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import RowsRef
 from kme_dist.errors import DataError
 from kme_dist.run import learners
 from kme_dist.run.executors import DaskExecutor, SerialExecutor
-from kme_dist.run.fit import fit_on_dataset
+from kme_dist.run.fit import add_rows, fit_on_dataset
+from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import _AUTO_STEPS, Recipe, fit_candidates, learn_candidates
 
 
@@ -204,7 +206,7 @@ def test_a_kernel_that_is_given_keeps_its_form(iris, kernel):
 def test_a_warm_start_has_no_common_candidate_and_starts_at_the_shift_it_had(iris):
     X, y = iris.read("train")
     learned = kme_dist.MCEClassifier(steps=5).fit(X, y)
-    shift = learned.regularization_ * len(y)
+    shift = learned.regularization_ * len(np.unique(X, axis=0))
     warm = kme_dist.MCEClassifier(steps=5, warm_start=True, batch_size=40)
     vars(warm).update({name: value for name, value in vars(learned).items() if name.endswith("_")})
     warm.fit(X, y)
@@ -216,9 +218,25 @@ def test_without_retuning_a_batch_and_all_rows_have_the_same_shift(iris):
     X, y = iris.read("train")
     chosen = {"kernel": "gaussian", "refit_regularization": False, "batch_size": 40}
     model = kme_dist.MCEClassifier(steps=4, learning_rate=1e-6, warm_start=True, **chosen).fit(X, y)
-    shift = model.history_[-1]["regularization"] * 40
-    assert model.regularization_ * len(y) == pytest.approx(shift, rel=1e-4)
-    assert model.fit(X, y).regularization_ * len(y) == pytest.approx(shift, rel=1e-4), "and does not drift"
+    shift, different = model.history_[-1]["regularization"] * 40, len(np.unique(X, axis=0))
+    assert model.regularization_ * different == pytest.approx(shift, rel=1e-4)
+    assert model.fit(X, y).regularization_ * different == pytest.approx(shift, rel=1e-4), "and does not drift"
+
+
+def test_sums_of_a_small_table_are_those_of_its_stored_rows(iris):
+    """Chunks can be added to them and removed: they are known by their digests."""
+    X, y = iris.read("train")
+    assert len(np.unique(X, axis=0)) < len(y), "a row is there twice"
+    own = {"kernel": kernels.Gaussian(length_scale=np.ones(4)), "objective": "rcb", "steps": 0}
+    given = Recipe(**own, solver="nystrom", centres=20)
+    found = learn_candidates(iris, given, executor=SerialExecutor())
+    trained = fit_candidates(iris, given, found, executor=SerialExecutor())
+    statistics = trained.fit.statistics
+    assert (statistics.rows, statistics.weight) == (len(y), len(y))
+    present = RowsRef.of(iris, split="train", scaling=trained.fit.scaling, dtype="float32", classes=True)
+    assert add_rows(statistics, present, executor=SerialExecutor(), scratch=Scratch.at(None)) == 0
+    exact = fit_candidates(iris, Recipe(**own), found, executor=SerialExecutor())
+    assert exact.fit.rows == len(y)
 
 
 def test_auto_makes_a_limited_number_of_steps_at_a_falling_rate():
