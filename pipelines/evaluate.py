@@ -46,6 +46,7 @@ HEADLINES = (
     "mae",
     "r2",
     "coverage",
+    "nominal_coverage",
     "interval_width",
 )
 

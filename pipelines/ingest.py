@@ -15,7 +15,9 @@ from typing import Any
 from kme_dist.config import Config
 from kme_dist.data.append import append
 from kme_dist.data.dataset import Dataset
+from kme_dist.data.frames import unseen_words
 from kme_dist.data.ingest import ingest
+from kme_dist.data.schema import announce
 from kme_dist.errors import ConfigError, KMEError, plural
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.folder import digest, recorded_stages
@@ -32,6 +34,7 @@ def run(
     label: str | int | None = None,
     weight: str | int | None = None,
     like: str | None = None,
+    unseen: str | None = None,
     features: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     task: str = "auto",
@@ -68,15 +71,18 @@ def run(
     """
     files: dict[str, Any] = {"format": format, "delimiter": delimiter, "header": header, "encoding": encoding}
     written: dict[str, Any] = {"decimal": decimal, "thousands": thousands, "percent": percent, "strip": strip}
+    if unseen is not None and (like is None or add):
+        raise ConfigError("--unseen requires --like: categories are unknown to the encoding of another data set")
     with RunProgress(sys.stderr, quiet=quiet or progress is not None) as shown:
         if add:
             return append(dest, source, split=split, memory=memory, progress=progress or shown.count, **files)
-        return ingest(
+        data = ingest(
             source,
             dest,
             label=label,
             weight=weight,
             like=like,
+            unseen=unseen or "error",
             features=None if features is None else tuple(features),
             exclude=tuple(exclude),
             task=task,
@@ -98,6 +104,9 @@ def run(
             **files,
             **written,
         )
+    if found := unseen_words(data.attributes["source"].get("unseen", {})):
+        announce([f"{source}: {found}"])
+    return data
 
 
 def _number_or_word(value: str | float) -> str | float:

@@ -19,7 +19,7 @@ from kme_dist.pipelines.predict import PREDICTIONS
 from kme_dist.pipelines.stages import Run, Stage, config_digest
 
 REPORT = "report.html"
-NUMERIC_HEADLINES = ("rmse", "mae", "r2", "coverage", "interval_width")
+NUMERIC_HEADLINES = ("rmse", "mae", "r2", "coverage", "nominal_coverage", "interval_width")
 HEADLINES = ("accuracy", "balanced_accuracy", "log_loss", "brier", "calibration_error")
 
 

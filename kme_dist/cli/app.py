@@ -47,6 +47,7 @@ from kme_dist.cli.options import (
     Scheduler,
     StageOptions,
     TableConfig,
+    covered,
     expand_options,
     load,
     print_json,
@@ -113,7 +114,7 @@ def run(
         )
     if "rmse" in result:
         figures = f"test RMSE {result['rmse']:.5g}  MAE {result['mae']:.5g}  R2 {result['r2']:.3f}  "
-        figures += f"coverage {100 * result['coverage']:.1f} %  "
+        figures += f"{covered(result)}  "
     else:
         figures = f"test accuracy {100 * result['accuracy']:.2f} %  log loss {result['log_loss']:.4f}  "
         figures += f"calibration error {100 * result['calibration_error']:.1f} %  "
@@ -258,6 +259,9 @@ class IngestOptions:
     label: Annotated[str | None, typer.Option(help="Column of classes or targets, by name or index.")] = None
     weight: Annotated[str | None, typer.Option(help="Column of the weights of rows, by name or index.")] = None
     like: Annotated[str | None, typer.Option(metavar="DATA", help="Data set whose encoding is reused.")] = None
+    unseen: Annotated[
+        str | None, typer.Option(help="With --like: categories that DATA does not have: error (default) or zeros.")
+    ] = None
     features: Annotated[str | None, typer.Option(help="Comma-separated columns to read; default: all.")] = None
     exclude: Annotated[str | None, typer.Option(help="Comma-separated columns to skip.")] = None
     task: Annotated[str, typer.Option(help="auto, classification or regression.")] = "auto"

@@ -185,6 +185,13 @@ class JobOptions:
         return job_at(job_root(self.root), self.job_id)
 
 
+def covered(result: Mapping[str, Any]) -> str:
+    """How many true values are in their intervals, and how many were asked for."""
+    nominal = result.get("nominal_coverage")
+    asked = "" if nominal is None else f" of {100 * nominal:g} % intervals"
+    return f"coverage {100 * result['coverage']:.1f} %{asked}"
+
+
 def split_names(text: str | None) -> list[str] | None:
     """Names separated by commas."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]

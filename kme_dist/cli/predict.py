@@ -22,6 +22,7 @@ from kme_dist.cli.options import (
     OnModelChange,
     Output,
     StageOptions,
+    covered,
     expand_options,
     load,
     split_names,
@@ -197,7 +198,7 @@ def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, co
         shown += [f"log loss {result['log_loss']:.4f}", f"calibration error {100 * result['calibration_error']:.1f} %"]
     if "rmse" in result:
         shown += [f"RMSE {result['rmse']:.5g}", f"MAE {result['mae']:.5g}", f"R2 {result['r2']:.3f}"]
-        shown += [f"coverage {100 * result['coverage']:.1f} %"] if "coverage" in result else []
+        shown += [covered(result)] if "coverage" in result else []
     output.result(result, f"{'  '.join(shown)}  ({counted(rows, 'row', ',')})", f"report: {result['report']}")
     if missing := result["rows_without_answer"]:
         output.say(f"evaluate: left out {counted(missing, 'row', ',')} without a prediction (skipped or quarantined)")

@@ -479,6 +479,11 @@ def read_dataset_attributes(place: Place) -> dict[str, Any]:
     try:
         attributes = read_attributes(place)
     except FileNotFoundError:
+        if place.is_local and place.path.is_file():
+            raise DataError(
+                f"{place} is a file, not a data set; create one with `kme-dist ingest {place.name} DEST.zarr` (and "
+                "--like with the data set of the fit, for rows that a model has predicted)."
+            ) from None
         raise DataError(
             f"{place}: no data set exists here (looked for {place}/{METADATA_KEY}); "
             "create one with `kme-dist ingest SOURCE DEST.zarr`."

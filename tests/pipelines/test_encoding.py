@@ -83,6 +83,26 @@ def test_a_category_that_training_rows_did_not_have_is_named(finished):
         )
 
 
+def test_a_category_that_training_rows_did_not_have_can_be_let_in_by_the_command(finished, capsys):
+    """Rows with labels, to evaluate predictions: unknown categories are none of the known ones, and counted."""
+    strange = rows(30, 12)
+    strange.loc[4, "colour"] = "pink"
+    strange.to_csv(finished / "let-in.csv", index=False)
+    paths, like = [str(finished / "let-in.csv"), str(finished / "let-in.zarr")], str(finished / "run" / "data.zarr")
+    assert execute(["ingest", *paths, "--like", like]) == 2
+    assert execute(["ingest", *paths, "--like", like, "--unseen", "zeros"]) == 0
+    assert "1 row of column 'colour' (first: 'pink')" in capsys.readouterr().err
+    model, scores = str(finished / "run"), str(finished / "let-in-scores.zarr")
+    assert execute(["predict", "--model", model, "--data", paths[0], "--out", scores, "--quiet"]) == 0
+    capsys.readouterr()
+    assert execute(["evaluate", "--predictions", scores, "--data", paths[0]]) == 2
+    assert "let-in.csv is a file, not a data set; create one with `kme-dist ingest let-in" in capsys.readouterr().err
+    assert execute(["evaluate", "--predictions", scores, "--data", paths[1], "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 30
+    assert execute(["ingest", *paths, "--unseen", "zeros", "--overwrite"]) == 2
+    assert "--unseen requires --like" in capsys.readouterr().err
+
+
 def test_labels_come_along_where_the_new_rows_have_them(finished):
     rows(30, 3).to_csv(finished / "labelled.csv", index=False)
     like = kme.open_dataset(finished / "run" / "data.zarr")

@@ -132,6 +132,14 @@ def test_the_coverage_of_intervals_is_an_option_of_predict_and_score(diabetes_ru
         np.testing.assert_allclose(pd.read_csv(file)[["interval_low", "interval_high"]].to_numpy().T, wanted, rtol=1e-6)
 
 
+def test_the_coverage_that_was_asked_for_stands_beside_the_measured_one(diabetes_run, tmp_path, capsys):
+    _, folder, summary = diabetes_run
+    assert summary["nominal_coverage"] == 0.9
+    paths = ["--predictions", str(folder / "predictions.zarr"), "--data", str(folder / "data.zarr")]
+    assert execute(["evaluate", *paths, "--out", str(tmp_path / "evaluation"), "--quiet"]) == 0
+    assert f"coverage {100 * summary['coverage']:.1f} % of 90 % intervals" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["predict", "score"])
 def test_a_coverage_that_is_none_is_refused(command, diabetes_run, tmp_path, capsys):
     paths = [f"--data={tmp_path / 'new.csv'}", f"--out={tmp_path / 'scores.csv'}"] if command == "predict" else []
