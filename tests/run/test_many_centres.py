@@ -180,13 +180,14 @@ def test_another_regularisation_does_not_resume_from_the_steps_of_the_first(tmp_
     np.testing.assert_array_equal(found.embedding.weights, fit(rows, regularization=1e-2).embedding.weights)
 
 
-@pytest.mark.parametrize("changed", [{"tile_rows": 100}, {"floor": 0.05}])
+@pytest.mark.parametrize("changed", [{"tile_rows": 100}, {"floor": 0.3}])
 def test_tiles_of_another_size_and_losses_of_another_floor_are_not_resumed(changed, tmp_path):
     rows = source(*table())
     with pytest.raises(KeyboardInterrupt):
         fit(rows, executor=Interrupted(2), scratch=tmp_path, tile_rows=40)
-    settings = {"tile_rows": 40, **changed}
-    found = fit(rows, scratch=tmp_path, **settings)
+    settings, lines = {"tile_rows": 40, **changed}, []
+    found = fit(rows, scratch=tmp_path, report=lines.append, **settings)
+    assert not any("resumes after step" in line for line in lines)
     np.testing.assert_array_equal(found.embedding.weights, fit(rows, **settings).embedding.weights)
     assert found.loss == fit(rows, **settings).loss
 
