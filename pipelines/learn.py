@@ -254,7 +254,7 @@ class CheckpointFolder:
             )
 
     def refuse_longer(self) -> None:
-        """ConfigError if more steps were learned than are asked for, before anything stored is changed."""
+        """ConfigError if more steps were learned than are requested, before anything stored is changed."""
         if "steps" in _lasting_inputs(self.run) or self.run.config.model.features == SPECTRAL:
             return  # other steps have other checkpoints, or follow from the number of rows
         if (steps := self.run.resolved["learn"]["steps"]) is not None:

@@ -108,11 +108,11 @@ class Checkpoints:
         return None
 
     def refuse_beyond(self, steps: int) -> None:
-        """ConfigError if the newest snapshot was made after more steps: what was learned in fewer is not kept."""
+        """ConfigError if the newest snapshot was made after more steps: parameters after fewer are not kept."""
         reached = max((int(path.stem.removeprefix("step-")) for path in self._paths()), default=0)
         if reached > steps:
             raise ConfigError(
-                f"{self.folder} has learned {reached} steps, and {steps} are asked for: raise learn.steps to {reached} "
+                f"{self.folder} has learned {reached} steps, and {steps} are requested: raise learn.steps to {reached} "
                 "or more, choose another output.folder, or start over with --fresh"
             )
 

@@ -140,9 +140,8 @@ class Batches:
             order = np.random.default_rng([self.plan.seed, block, 6]).permutation(len(planned[1]))
             held = _local.block = self.rows, block, planned, order
         (X, y, weights), order = held[2:]
-        few = order[len(order) * part // self.per_read : len(order) * (part + 1) // self.per_read]
-        if not few.size:  # most rows of the block have weight 0
-            few = order[part % len(order), None]
+        first = min(len(order) * part // self.per_read, len(order) - 1)
+        few = order[first : max(first + 1, len(order) * (part + 1) // self.per_read)]  # a row, if most have weight 0
         return X[few], y[few], None if weights is None else weights[few]
 
     def _planned(self, number: int) -> Weighted:
@@ -332,8 +331,7 @@ def learn(
         own: dict[str, Any] = {"batch_size": batches.plan.batch_size, "batches_per_step": batches_per_step}
         own |= {} if local_steps is None else {"mode": "local", "local_steps": local_steps}
         own |= {"average": average} if average else {}
-        scale = batches.rows.scale
-        form = {"dtype": batches.rows.dtype, "scaling": scale and scale.to_plain()}
+        form = {"dtype": batches.rows.dtype, "scaling": batches.rows.scale and batches.rows.scale.to_plain()}
         identity = run_identity(settings, own, {**learner.describe(), **form}, start, batches.digest)
     return trainer.run(run_round, identity, checkpoints, callback)
 

@@ -141,7 +141,7 @@ class PlateauWatch:
         self._parameters: dict[str, np.ndarray] | None = None
 
     def should_stop(self, value: float, parameters: dict[str, np.ndarray], steps: int = 1) -> bool:
-        """`value` is the mean over a round of so many steps that began with these parameters."""
+        """`value` is the mean over a round of `steps`, which began with these parameters."""
         if self._patience is None:
             return False
         kept = self._smoothing**steps

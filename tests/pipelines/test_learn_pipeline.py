@@ -77,7 +77,7 @@ def test_fewer_steps_than_were_learned_are_refused_until_asked_to_start_over(con
     runs.run(load_config(config, ["learn.steps=8"]), name="small")
     shorter = load_config(config, ["learn.steps=3"])
     for command in (learn.run, runs.run):
-        with pytest.raises(ConfigError, match=r"has learned 8 steps, and 3 are asked for: .* learn\.steps .* --fresh"):
+        with pytest.raises(ConfigError, match=r"has learned 8 steps, and 3 are requested: .* learn\.steps .* --fresh"):
             command(shorter, name="small")
     assert (tmp_path / "run" / "model.zarr").exists(), "nothing was replaced"
     assert not (tmp_path / "run" / "previous").exists()

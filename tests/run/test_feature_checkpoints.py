@@ -155,5 +155,5 @@ def test_a_constant_rate_may_be_continued_for_longer(tmp_path):
     assert bits(continued) == bits(CENClassifier(hidden=(8,), batch_size=30, steps=25).fit(X, y))
     again = CENClassifier(hidden=(8,), batch_size=30, steps=25).fit(X, y, checkpoints=tmp_path)
     assert bits(again) == bits(continued)
-    with pytest.raises(ConfigError, match=r"learned 25 steps, and 10 are asked for: raise learn\.steps to 25 or"):
+    with pytest.raises(ConfigError, match=r"learned 25 steps, and 10 are requested: raise learn\.steps to 25 or"):
         short.fit(X, y, checkpoints=tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -177,6 +180,36 @@ def test_another_regularisation_does_not_resume_from_the_steps_of_the_first(tmp_
     np.testing.assert_array_equal(found.embedding.weights, fit(rows, regularization=1e-2).embedding.weights)
 
 
+@pytest.mark.parametrize("changed", [{"tile_rows": 100}, {"floor": 0.3}])
+def test_tiles_of_another_size_and_losses_of_another_floor_are_not_resumed(changed, tmp_path):
+    rows = source(*table())
+    with pytest.raises(KeyboardInterrupt):
+        fit(rows, executor=Interrupted(2), scratch=tmp_path, tile_rows=40)
+    settings, lines = {"tile_rows": 40, **changed}, []
+    found = fit(rows, scratch=tmp_path, report=lines.append, **settings)
+    assert not any("resumes after step" in line for line in lines)
+    np.testing.assert_array_equal(found.embedding.weights, fit(rows, **settings).embedding.weights)
+    assert found.loss == fit(rows, **settings).loss
+
+
+@pytest.mark.parametrize("sampled", [(), ((7, 50), (400, 420))])
+def test_calls_do_not_grow_with_the_rows_held_out(sampled, tmp_path):
+    class Measured(SerialExecutor):
+        sizes: ClassVar[list[int]] = []
+
+        def map_reduce(self, function, calls, combine, *, name, sticky=False):
+            own = [[part for part in call if not isinstance(part, RowsRef)] for call in calls]
+            self.sizes += [len(pickle.dumps(call)) for call in own]
+            return super().map_reduce(function, calls, combine, name=name, sticky=sticky)
+
+    rows = source(*table(4_000))
+    found = fit(rows, executor=Measured(), scratch=tmp_path, sampled=sampled)
+    assert found.facts["held_out_rows"] == (63 if sampled else 200)
+    assert max(Measured.sizes) < 1_600, "8 bytes for each of 200 rows"
+    assert max(Measured.sizes) - min(Measured.sizes) < 100
+    np.testing.assert_array_equal(found.embedding.weights, fit(rows, sampled=sampled).embedding.weights)
+
+
 def test_equal_centres_are_no_obstacle(without_held_out_rows):
     X, y = table(300)
     X = np.repeat(X[:30], 10, axis=0)
@@ -185,7 +218,7 @@ def test_equal_centres_are_no_obstacle(without_held_out_rows):
 
 
 def test_rows_that_are_not_vectors_are_refused():
-    with pytest.raises(errors.ConfigError, match=r"solver='falkon' requires rows of numbers.*'nystrom'"):
+    with pytest.raises(errors.ConfigError, match=r"solver='falkon' requires rows of numbers.*'cholesky'"):
         fit_on_dataset(
             ArrayRows(["ab", "ba", "aab"] * 5, np.arange(15) % 2, range(2)), Spectrum(p=2), 1e-3, solver="falkon",
             centres=5, executor=SerialExecutor(), scaling=None, retune=False,

@@ -64,6 +64,7 @@ _FEWEST_HELD_OUT = 100
 _FRACTIONS = (1.0, 0.1)  # of the given λ, which was tuned for all rows as centres: with fewer of them less is needed
 _TYPICAL_STEPS, MOST_STEPS = 12, 40
 _PATIENCE, _GAIN = 2, 2e-3  # steps without a relative gain of the held-out loss
+_HELD = "held-rows"  # in the scratch folder: the numbers of the rows held out, or ranges of them
 _JITTER = {"float32": 3e-7, "float64": 1e-13}  # times p, on the diagonal of K in the preconditioner
 
 
@@ -210,18 +211,18 @@ def precondition_columns(L: Triangle, R: Triangle, name: str, columns: tuple[int
     return np.asarray(L.solve(Z, transposed=True).astype(np.float64) * size)
 
 
-def multiply_rows(rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None, name: str) -> np.ndarray:
+def multiply_rows(rows: RowsRef, ref: BasisRef, span: Span, name: str) -> np.ndarray:
     """Zᵀ diag(w) Z S for rows of a span that are not held out."""
     passing("fit.before_part")
-    X, _, w = fitted_rows(rows, span, held)
+    X, _, w = fitted_rows(rows, span, ref.scratch)
     return normal_product(basis_of(ref), X, np.array(ref.scratch.load(name)), w)
 
 
 def begin_rows(
-    rows: RowsRef, ref: BasisRef, span: Span, held: BatchRef | None, target: Standardises | None = None
+    rows: RowsRef, ref: BasisRef, span: Span, target: Standardises | None = None
 ) -> tuple[np.ndarray, float]:
     """Zᵀ diag(w) Y for rows of a span that are not held out, and their Σ w; Y are classes, or numbers of a `target`."""
-    X, y, w = fitted_rows(rows, span, held)
+    X, y, w = fitted_rows(rows, span, ref.scratch)
     Y = np.asarray(one_hot(y, rows.n_classes, np.zeros(0))) if target is None else target.standardised(y)
     return right_side(basis_of(ref), X, Y, w), float(len(y) if w is None else w.sum())
 
@@ -236,22 +237,26 @@ def multiply_stored(ref: BasisRef, what: str, span: Span, name: str) -> np.ndarr
     return kernel_product(basis_of(ref), X, np.array(ref.scratch.load(name)))
 
 
-def fitted_rows(rows: RowsRef, span: Span, held: BatchRef | None) -> tuple[Any, np.ndarray, np.ndarray | None]:
-    """Rows of a span, their labels and weights, without those held out or of weight 0."""
+def fitted_rows(rows: RowsRef, span: Span, scratch: Scratch) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """Rows of a span, their labels and weights, without those held out or of weight 0.
+
+    Which rows are held out is in the scratch folder: a scheduler would keep a copy of them with every call.
+    """
     X, y = rows.read(*span)
     w = rows.weights(*span, unit=False)
-    kept = np.ones(len(y), bool) if held is None else ~_is_held(rows, span, held)
+    kept = ~_is_held(rows, span, np.asarray(scratch.load(_HELD))) if scratch.has(_HELD) else np.ones(len(y), bool)
     kept &= True if w is None else w > 0
     if not kept.all():
         X, y, w = X[kept], y[kept], None if w is None else w[kept]
     return X, y, w
 
 
-def _is_held(rows: RowsRef, span: Span, held: BatchRef) -> np.ndarray:
-    if held.rows is None:
-        return among(rows, *span, tuple(sorted(held.spans)))
+def _is_held(rows: RowsRef, span: Span, held: np.ndarray) -> np.ndarray:
+    """By the numbers of rows in the source, or by sorted ranges of them."""
+    if held.ndim == 2:
+        return among(rows, *span, tuple((int(low), int(high)) for low, high in held))
     numbers = np.concatenate([np.arange(low, high) for low, high in rows.stored(*span)])
-    return np.isin(numbers, held.rows)
+    return np.isin(numbers, held)
 
 
 # --- the fit ----------------------------------------------------------------------------------------
@@ -347,7 +352,10 @@ class _Work:
         self.problem, self.points, self.rates = prepared.problem, prepared.points, prepared.rates
         self.lams, self.run_round = lams, prepared.problem.executor.map
         points = hashlib.sha256(np.ascontiguousarray(self.points).tobytes()).hexdigest()
-        name = fingerprint(self.problem, lams=lams, centres=points, seed=self.problem.seed, held=self.problem.sampled)
+        name = fingerprint(
+            self.problem, lams=lams, centres=points, seed=self.problem.seed, held=self.problem.sampled,
+            tile=self._tile, floor=self.problem.floor,
+        )  # fmt: skip
         self.scratch = self.problem.scratch.child(f"falkon-{name}")
         self.ref = publish(Centres(self.problem.kernel, self.points), self.scratch, "numpy", token=name)
         rows, most = self.problem.rows, min(_HELD_OUT[0], int(_HELD_OUT[1] * self.problem.rows.count))
@@ -360,9 +368,12 @@ class _Work:
         self.columns = self.problem.columns * len(lams)
         self.spans = rows.blocks(task_rows(len(self.points), rows.count))
 
+    @property
+    def _tile(self) -> int:
+        return self.problem.tile_rows or _TILE
+
     def _blocks(self, count: int) -> list[Span]:
-        size = self.problem.tile_rows or _TILE
-        return [(start, min(start + size, count)) for start in range(0, count, size)]
+        return [(start, min(start + self._tile, count)) for start in range(0, count, self._tile)]
 
     # --- rows held out ---
 
@@ -404,13 +415,15 @@ class _Work:
         """Step until the loss of the rows held out no longer falls, or the residual is below the tolerance."""
         precondition, weight = self._preconditioner(), 0.0
         self.scratch.save("held", np.asarray(self._held[0]))  # sparse rows as dense ones, like the centres
+        if self.held is not None:
+            self.scratch.save(_HELD, np.array(sorted(self.held.spans)) if self.held.rows is None else self.held.rows)
         held, size = len(self._held[1]), len(self.points)
         if self.scratch.has("progress"):
             found = Progress.load(self.scratch, size, self.columns, held, len(self.lams))
             weight = float(self.scratch.load("weight")[0])
             self.problem.report(f"fit: resumes after step {found.steps}")
         else:
-            calls = [(self.problem.rows, self.ref, span, self.held, self.problem.target) for span in self.spans]
+            calls = [(self.problem.rows, self.ref, span, self.problem.target) for span in self.spans]
             B, weight = self.problem.executor.map_reduce(begin_rows, calls, add_sides, name="right-side")
             self.scratch.save("weight", np.array([weight]))
             state = begin(np.tile(B / weight, (1, len(self.lams))), precondition)
@@ -436,7 +449,7 @@ class _Work:
     def _step(self, found: Progress, precondition: Precondition, weight: float) -> Progress:
         state, name, m = found.state, f"P-{found.steps}", self.problem.columns
         self.scratch.save(name, state.P)
-        calls = [(self.problem.rows, self.ref, span, self.held, name) for span in self.spans]
+        calls = [(self.problem.rows, self.ref, span, name) for span in self.spans]
         product = self.problem.executor.map_reduce(multiply_rows, calls, np.add, name="normal-product") / weight
         KP, HP = self._stored_products(name)
         product += KP * np.repeat(self.lams, m)
