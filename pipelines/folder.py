@@ -44,7 +44,8 @@ PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed",
 @dataclass(frozen=True)
 class Listener:
     """Callbacks for the progress of a run: name of a starting point, learning step, units done, text line, and the
-    beginning and the end of a stage. `run_id` is the id of the job that runs it, empty without one."""
+    beginning and the end of a stage. `run_id` is the id of the job that runs it, empty without one; `scheduled`: a
+    schedule has started that job."""
 
     start: Callable[[str], None] = lambda name: None
     step: Callable[[dict[str, Any]], None] = lambda record: None
@@ -53,6 +54,7 @@ class Listener:
     begin: Callable[[str], None] = lambda stage: None
     end: Callable[[str], None] = lambda stage: None
     run_id: str = ""
+    scheduled: bool = False
 
 
 @dataclass

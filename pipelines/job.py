@@ -25,6 +25,7 @@ def run_pipeline(pipeline: str, config: Config, *, name: str, command: str, list
         say=listener.say,
         begin=listener.begin,
         run_id=listener.job.id,
+        scheduled=listener.scheduled,
     )
     result: dict[str, Any] = module.run(config, name=name, listener=adapted, command=command)
     return result

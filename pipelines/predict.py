@@ -2,8 +2,8 @@
 
 The section `predict` of the config names model, data and output; absent keys default to the run folder: the model of
 `kme-dist run` or `fit`, the test rows of its data, and `predictions.zarr`. After a kill, or after rows were appended,
-the same command predicts what is missing. In a run, `STAGE` predicts the test rows, and the data that the section
-names.
+the same command predicts what is missing. In a run, `STAGE` predicts the test rows; then `predict_named_data` predicts
+the data that the section names, in every call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kme_dist.data.chunks import read_attributes
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.places import Place
 from kme_dist.data.receipts import read_state
-from kme_dist.errors import ConfigError
+from kme_dist.errors import ConfigError, KMEError
 from kme_dist.models.base import model_place
 from kme_dist.models.outputs import REGRESSION_OUTPUTS
 from kme_dist.models.predict import model_digest
@@ -41,6 +41,7 @@ from kme_dist.run.streams import Calls
 T = TypeVar("T")
 EXIT_INCOMPLETE = 65
 PREDICTIONS = "predictions.zarr"
+NAMED_DATA = "data-predictions"  # of the data that the config names
 FEW_CHUNKS = 4
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -75,7 +76,8 @@ def request_of(config: Config, name: str) -> PredictRequest:
     elif settings.like is None and own is not None:
         settings = settings.model_copy(update={"like": own.path})  # files are encoded like the rows of the run
     model = settings.model or str(folder / MODEL)
-    default = {"parquet": "predictions", "csv": "predictions.csv"}.get(settings.format or "", PREDICTIONS)
+    stem = "predictions" if settings.data is None else NAMED_DATA  # those of the test rows stay where they are
+    default = {"parquet": stem, "csv": f"{stem}.csv"}.get(settings.format or "", f"{stem}.zarr")
     out = _destination(settings.out or str(folder / default), model, settings)
     return PredictRequest(name, model, data, out, split, settings)
 
@@ -145,10 +147,25 @@ def run_request(
     with (
         LazyExecutor(cluster, listener.say, performance) as executor,
         telemetry(
-            executor, run=listener.run_id or new_id(request.name), stage="predict", pipeline=request.name
+            executor,
+            run=listener.run_id or new_id(request.name),
+            stage="predict",
+            pipeline=request.name,
+            scheduled=listener.scheduled,
         ) as stage,
     ):
-        return predict_rows(request, executor, stage, listener, fresh=fresh, overwrite=overwrite)
+        result = predict_rows(request, executor, stage, listener, fresh=fresh, overwrite=overwrite)
+        if listener.scheduled:
+            executor.connect()
+        _close_incomplete(stage, result)
+    return result
+
+
+def _close_incomplete(stage: Telemetry, result: dict[str, Any]) -> None:
+    """Rows without a prediction fail the command and the job (exit code 65), so the stage has not succeeded either."""
+    if result["status"] != "succeeded":
+        skipped = {"quarantined": len(result["quarantined"]), "skipped_rows": result["skipped_rows"]}
+        stage.close("failed", error="CorruptError", exit_code=EXIT_INCOMPLETE, **skipped)
 
 
 def predict_rows(
@@ -224,8 +241,6 @@ def _work(run: Run) -> dict[str, Any]:
         found[out] = _predicted(
             run, PredictRequest(run.name, str(place / model), run.data.path, str(place / out), "test", own)
         )
-    if settings.data is not None:
-        found["data"] = _predicted(run, request_of(run.config, run.name))
     return found
 
 
@@ -235,6 +250,34 @@ def _predicted(run: Run, request: PredictRequest) -> dict[str, Any]:
 
 def _inputs(run: Run) -> dict[str, Any]:
     return {"predict": run.resolved["predict"], "data": run.data.digest, "model": run.inputs_digest("fit")}
+
+
+def predict_named_data(run: Run) -> dict[str, Any] | None:
+    """Predict the data that the config names, if it does: in every call, since what is complete takes no time, and rows
+    may have been appended or predictions removed. Those of another model are treated as `on_model_change` says, except
+    in the run folder, whose results are all of the same model."""
+    settings = run.config.predict
+    if settings.data is None:
+        return None
+    own_place = settings.out is None and run.config.output.overwrite
+    run.listener.begin(NAMED_DATA)
+    with contextlib.ExitStack() as stack:
+        lazy = LazyExecutor(run.workers.settings, run.listener.say, run.workers.performance)
+        executor = run.executor if run.workers.started else stack.enter_context(lazy)
+        report = stack.enter_context(run.reporting(executor, NAMED_DATA))
+        result = predict_rows(
+            request_of(run.config, run.name),
+            executor,
+            report,
+            run.listener,
+            fresh=STAGE.name in run.fresh,
+            overwrite=own_place,
+        )
+        if run.listener.scheduled and isinstance(executor, LazyExecutor):
+            executor.connect()
+        _close_incomplete(report, result)
+    run.listener.end(NAMED_DATA)
+    return result
 
 
 STAGE = Stage("predict", _work, _inputs, lambda run: [out for _, out in models_of(run)])
@@ -269,6 +312,13 @@ class LazyExecutor(SerialExecutor):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    def connect(self) -> None:
+        """Connect to a cluster that runs anyway, so that it is told of a success that had nothing to compute. One that
+        does not answer makes nothing fail."""
+        if self._opened is None and self._settings.kind == "address":
+            with contextlib.suppress(KMEError):
+                self._opened = self._stack.enter_context(open_executor(self._settings))
 
     @property
     def client(self) -> Any:

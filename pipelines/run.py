@@ -7,6 +7,8 @@
     evaluate   metrics.json        metrics of the test rows
     report     report.html         the same with plots
 
+With `predict.data` in the config, the rows of that data are predicted too, in every call (to `predict.out`).
+
 Each stage is the same as the command of that name. The run folder also holds config.yaml (with all defaults),
 metrics.jsonl (one line per learning step, written during learning) and run.json (status, timings, versions, digests). A
 stage whose inputs have not changed is skipped, so a second call with the same configuration, data and version returns
@@ -63,13 +65,18 @@ def run(
             current.keep_previous(REPLACED, learn.STAGE, fit.STAGE)
         for stage in STAGES[1:]:
             current.do(stage)
+        named = predict.predict_named_data(current)
+        current.confirm(STAGES)
         reused = not folder.done_now and folder.known.get("status") == "succeeded"
         counted = folder.done_now or [stage.name for stage in STAGES]
         seconds = round(sum(folder.stages[stage]["seconds"] for stage in counted), 3)
         summary = {**current.result(report.STAGE.name), "seconds": seconds}
         if not reused:
             folder.write(summary=summary)
-    return {**summary, "reused": reused}
+    if named is None:
+        return {**summary, "reused": reused}
+    skipped = {key: named[key] for key in ("quarantined", "skipped_rows")}
+    return {**summary, **skipped, "data_predictions": named, "reused": reused and not named["computed"]}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import yaml
 from kme_dist.backend import blas_threads
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.errors import KMEError
 from kme_dist.models.classifier import with_class_weight
 from kme_dist.ops.cluster import in_words, open_executor
 from kme_dist.ops.jobs import new_id
@@ -49,8 +50,8 @@ class Workers:
     """The cluster of a run: started when the first stage needs it, closed when the run ends."""
 
     def __init__(self, settings: ClusterConfig, listener: Listener, performance: Path | None) -> None:
-        self._settings, self._listener, self._performance = settings, listener, performance
-        self._stack = contextlib.ExitStack()
+        self.settings, self.performance = settings, performance
+        self._listener, self._stack = listener, contextlib.ExitStack()
 
     def __enter__(self) -> Workers:
         return self
@@ -60,10 +61,14 @@ class Workers:
 
     @cached_property
     def executor(self) -> Executor:
-        executor = self._stack.enter_context(open_executor(self._settings))
-        self._stack.enter_context(performance_report(executor, self._performance))
+        executor = self._stack.enter_context(open_executor(self.settings))
+        self._stack.enter_context(performance_report(executor, self.performance))
         self._listener.say(in_words(executor))
         return executor
+
+    @property
+    def started(self) -> bool:
+        return "executor" in self.__dict__
 
 
 @dataclass
@@ -155,12 +160,34 @@ class Run:
     def _work(self, stage: Stage) -> dict[str, Any]:
         """The work of a stage, reported to the dashboard and to log.jsonl."""
         cluster = self.executor if stage.over_workers else None
-        log = self.folder.path / "log.jsonl"
         self.listener.begin(stage.name)
-        with telemetry(cluster, run=self.id, stage=stage.name, pipeline=self.name, log=log) as self.telemetry:
+        with self.reporting(cluster, stage.name) as self.telemetry:
             result = stage.work(self)
         self.listener.end(stage.name)
         return result
+
+    def reporting(self, cluster: Any, stage: str) -> contextlib.AbstractContextManager[Telemetry]:
+        """Reports of a stage of this run to the scheduler and to log.jsonl."""
+        return telemetry(
+            cluster,
+            run=self.id,
+            stage=stage,
+            pipeline=self.name,
+            scheduled=self.listener.scheduled,
+            log=self.folder.path / "log.jsonl",
+        )
+
+    def confirm(self, stages: Sequence[Stage]) -> None:
+        """Tell the cluster of a schedule that the stages that were up to date have succeeded too: an alert waits for
+        that. A cluster that does not answer makes nothing fail."""
+        known = [stage.name for stage in stages if stage.over_workers and stage.name not in self.folder.done_now]
+        if not known or not self.listener.scheduled or self.config.cluster.kind != "address":
+            return
+        with contextlib.suppress(KMEError):
+            executor = self.executor
+            for name in known:
+                with self.reporting(executor, name):
+                    pass
 
     @property
     def id(self) -> str:

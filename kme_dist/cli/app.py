@@ -55,7 +55,7 @@ from kme_dist.cli.options import (
     split_names,
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
-from kme_dist.errors import AssumptionWarning, ConfigError, KMEError, plural
+from kme_dist.errors import AssumptionWarning, ConfigError, KMEError, counted, plural
 
 app = typer.Typer(
     name="kme-dist",
@@ -102,6 +102,12 @@ def run(
         _run_pendulum(config, options.overrides, output)
         return
     result = _run_stage("run", config, options, output, fresh=fresh)
+    _show_run(result, output)
+    if (named := result.get("data_predictions")) is not None:
+        predict_commands.exit_if_incomplete(named)
+
+
+def _show_run(result: dict[str, Any], output: Output) -> None:
     if output.as_json:
         print_json(result)
         return
@@ -123,6 +129,9 @@ def run(
         f"{result['steps']} {plural(result['steps'], 'step')}, {result['seconds']:.1f} s)"
     )
     print(f"report: {result['report']}")
+    if (named := result.get("data_predictions")) is not None:
+        print(f"{counted(named['rows'], 'row', ',')} of {named['data']} ({named['computed_rows']:,} computed)")
+        print(f"predictions: {named['predictions']}")
 
 
 @app.command()

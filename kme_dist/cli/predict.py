@@ -130,6 +130,11 @@ def predict(
         f"{result['seconds']:.1f} s, {result['rows_per_second']:,.0f} rows/s",
         f"predictions: {result['predictions']}",
     )
+    exit_if_incomplete(result)
+
+
+def exit_if_incomplete(result: dict[str, Any]) -> None:
+    """List what has no prediction, and exit with 65 if there is any."""
     for entry in result["quarantined"]:
         last = entry["first_row"] + entry["rows"] - 1
         print(
@@ -141,7 +146,7 @@ def predict(
     if (more := result["skipped_rows"] - len(result["first_skipped"])) > 0:
         print(f"skipped {counted(more, 'further row', ',')}", file=sys.stderr)
     if result["status"] == "incomplete":
-        raise typer.Exit(pipeline.EXIT_INCOMPLETE)
+        raise typer.Exit(load("pipelines.predict").EXIT_INCOMPLETE)
 
 
 def score(

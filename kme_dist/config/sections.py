@@ -299,7 +299,9 @@ class PredictConfig(_Section):
     )
     split: str | None = Field(default=None, min_length=1, description="split of the data set; absent: all rows")
     out: str | None = Field(
-        default=None, min_length=1, description="destination; absent: predictions.zarr in the run folder"
+        default=None,
+        min_length=1,
+        description="destination; absent: predictions.zarr in the run folder, with predict.data data-predictions.zarr",
     )
     format: Literal["zarr", "parquet", "csv"] | None = Field(
         default=None,

@@ -26,13 +26,13 @@ from kme_dist.data.ingest import (
     parse_bytes,
     silent,
 )
-from kme_dist.data.leases import writer_lease
+from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import MatrixSource, open_source
 from kme_dist.data.reading import sort_options
 from kme_dist.data.splits import Split
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.store import sealed
+from kme_dist.data.store import sealed, sweep
 from kme_dist.data.writer import ChunkLayout, ShardWriter, padded_sum, split_entry, weight_entry
 from kme_dist.errors import ConfigError, DataError
 
@@ -64,6 +64,8 @@ def append(
     budget = parse_bytes(memory)
     options.setdefault("block_bytes", min(4 << 20, budget // 64))
     with store_errors(place), writer_lease(place) as still_held:
+        if place.is_local:
+            sweep(place.path)
         data = open_dataset(place)
         target = (
             data.label
@@ -99,19 +101,20 @@ def append(
             progress or silent,
             part=split or "all",
         )
-        writer = _reopen_writer(data)
+        writer = _reopen_writer(data, still_held)
         with tempfile.TemporaryDirectory(prefix="kme-") as scratch:
             writer.begin(job.part)
             job.run(writer, Path(scratch))
         if writer.total > data.rows:
             for name in writer.digests:
+                still_held()
                 _grow(place, name, writer.total)
             still_held()
             write_attributes(place, sealed(place, _merged(data, writer, job)))
     return open_dataset(place)
 
 
-def _reopen_writer(data: Dataset) -> ShardWriter:
+def _reopen_writer(data: Dataset, still_held: Check) -> ShardWriter:
     """A writer that continues in the last shard, after the rows already stored."""
     first = data.rows // data.shard_rows * data.shard_rows
     compressed = data.attributes["compression"] == "zstd"
@@ -126,6 +129,7 @@ def _reopen_writer(data: Dataset) -> ShardWriter:
         settled=True,
         segments=[(None, first)],
         with_weights=data.has_weights,
+        still_held=still_held,
     )
     if first < data.rows:
         X, y = data.read_rows(first, data.rows)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kme_dist.data.encode import Encoder
+from kme_dist.data.leases import Check
 from kme_dist.data.places import Place
 from kme_dist.data.readers import (
     Block,
@@ -130,7 +131,7 @@ def write_in_parallel(client: Any, job: IngestPlan, writer: ShardWriter) -> bool
         unlabelled = replace(schema, label=None, task="none", weight=None)
         first = next(iter(_encoder(origin, unlabelled, (0, layout.chunk_rows)).encoded()))
         layout = ChunkLayout(layout.chunk_rows, layout.shard_rows, pays_off(first.X))
-    shared = (origin, schema, writer.place.address, layout)
+    shared = (origin, schema, writer.place.address, layout, writer.still_held)
     futures = _submit(client, f"kme-ingest-{token}", _store_window, windows, shared)
     for (_, stop), future in zip(windows, futures, strict=True):
         digests, statistics = future.result()
@@ -177,7 +178,7 @@ def _find_classes(origin: Origin, schema: Schema, window: Window) -> list[Any]:
 
 
 def _store_window(
-    origin: Origin, schema: Schema, address: str, layout: ChunkLayout, window: Window
+    origin: Origin, schema: Schema, address: str, layout: ChunkLayout, still_held: Check, window: Window
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
     if window[1] - window[0] > layout.shard_rows:
         raise DataError(
@@ -195,6 +196,7 @@ def _store_window(
         stop_row=window[1],
         settled=True,
         with_weights=schema.weight is not None,
+        still_held=still_held,
     )
     try:
         for block in _encoder(origin, schema, window).encoded():

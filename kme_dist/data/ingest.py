@@ -38,7 +38,7 @@ from kme_dist.data.reading import Table, check_width, sort_options, table_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.store import check_replaceable, publish, sealed, sweep
+from kme_dist.data.store import check_replaceable, is_staging, publish, sealed, sweep
 from kme_dist.data.survey import plan_schema, with_indicators
 from kme_dist.data.writer import (
     CHUNK_BYTES,
@@ -52,7 +52,7 @@ from kme_dist.data.writer import (
     weight_entry,
     write_shard,
 )
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, KMEError
 from kme_dist.failpoints import passing
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
@@ -160,6 +160,8 @@ def ingest(
     files, table = sort_options(source, {**options, "label": label, "weight": weight})
     division = Split.of(split, key=split_key, column=split_column, stratify=stratify, seed=shuffle or 0)
     with store_errors(place), writer_lease(place) as still_held:
+        if place.is_local:
+            sweep(place.path)
         if check_replaceable(place, DATASET_FORMAT) and not overwrite and place.exists():
             raise ConfigError(
                 f"{place}: a data set already exists; replace it with overwrite (--overwrite), or "
@@ -194,8 +196,8 @@ def ingest(
                 asked_for_classes=table.task == "classification",
                 positions=opened.positions if isinstance(opened, MatrixSource) else None,
             )
-            with _staging(place, scratch) as (target, scratch_folder):
-                writer = job.new_writer(target, job.layout(*sizes))
+            with _staging(place, scratch, still_held) as (target, scratch_folder):
+                writer = job.new_writer(target, job.layout(*sizes), still_held)
                 alone = client is None or not job.encoder.refuse_unseen  # which counts them
                 if alone or not _in_parallel(client, job, writer):
                     job.run(writer, scratch_folder)
@@ -237,12 +239,13 @@ class _staging:
 
     On a disk, and in an object store with an older data set to keep until the new one is complete, it is built next to
     its destination; in an object store with a free destination, in place, where its last object makes it readable.
+    There a process that stalled may wake up when another has taken over: it touches nothing but its own staging area.
     """
 
-    def __init__(self, place: Place, scratch: str | Path | None) -> None:
-        self.place = place
+    def __init__(self, place: Place, scratch: str | Path | None, still_held: Check) -> None:
+        self.place, self.still_held = place, still_held
         self.beside = place.is_local or place.exists()
-        token = uuid.uuid4().hex if place.is_local else "new"  # in a store the lease holder may reuse the name
+        token = uuid.uuid4().hex
         self.target = place.sibling(f".{place.name}.{token}.partial") if self.beside else place
         if place.is_local and scratch is None:
             self.scratch = place.path.with_name(f".{place.name}.{token}.scratch.partial")
@@ -250,9 +253,9 @@ class _staging:
             self.scratch = Path(tempfile.mkdtemp(prefix="kme-", dir=scratch))
 
     def __enter__(self) -> tuple[Place, Path]:
-        if self.place.is_local:
-            sweep(self.place.path)
-        else:
+        if not self.place.is_local:
+            self.still_held()
+            self._sweep_store()
             self.target.delete_all()
         return self.target, self.scratch
 
@@ -262,10 +265,25 @@ class _staging:
             if kind is None and self.place.is_local:
                 publish(self.target.path, self.place.path)
             elif kind is None and self.beside:
-                self.target.move_objects(self.place, last=METADATA_KEY)
+                self.target.move_objects(self.place, METADATA_KEY, self.still_held)
         finally:
-            if self.beside or kind is not None:
+            if self.beside or (kind is not None and self._is_still_held()):
                 self.target.delete_all()
+
+    def _is_still_held(self) -> bool:
+        """False also where the store does not answer: what is left has no metadata, and the next ingest removes it."""
+        try:
+            self.still_held()
+        except KMEError:
+            return False
+        return True
+
+    def _sweep_store(self) -> None:
+        """Remove the staging areas of dead writers."""
+        home = Place.of(self.place.sibling("").address)
+        for name in home.folders():
+            if is_staging(name, self.place.name):
+                self.place.sibling(name).delete_all()
 
 
 @dataclass
@@ -296,7 +314,7 @@ class IngestPlan:
     def reorders(self) -> bool:
         return self.seed is not None or self.division is not None
 
-    def new_writer(self, target: Place, layout: ChunkLayout) -> ShardWriter:
+    def new_writer(self, target: Place, layout: ChunkLayout, still_held: Check) -> ShardWriter:
         labelled = self.schema.task != "none"
         return ShardWriter(
             target,
@@ -306,6 +324,7 @@ class IngestPlan:
             self.reorders or self.schema.missing == "drop",
             layout,
             with_weights=self.schema.weight is not None,
+            still_held=still_held,
         )
 
     def run(self, writer: ShardWriter, scratch: Path) -> None:
@@ -474,6 +493,7 @@ def _recode(writer: ShardWriter, target: Place, places: np.ndarray) -> None:
         stop = min(writer.total, start + layout.shard_rows)
         buffer = np.zeros(layout.shard_rows, np.int64)
         buffer[: stop - start] = places[stored.read(start, stop)]
+        writer.still_held()
         writer.digests["y"] += write_shard(target, "y", start // layout.shard_rows, buffer, stop - start, layout)
     target.delete(f"y/{METADATA_KEY}")
 

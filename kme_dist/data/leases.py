@@ -162,8 +162,9 @@ def _busy(place: Place | Path, role: str, holder: str) -> RetryError:
 def writer_lease(place: Place, *, wait_s: float = 0.0, beat_s: float | None = None) -> Iterator[Check]:
     """Hold the only right to write at `place`; RetryError when another process has it for longer than `wait_s`.
 
-    Yields a function to call right before the step that makes the work visible: it raises RetryError when the lease was
-    lost in the meantime, because this process had stalled for so long that another took over.
+    Yields a function to call right before each step that changes what others may have written by then, above all the
+    one that makes the work visible: it raises RetryError when the lease was lost in the meantime, because this process
+    had stalled for so long that another took over. It can be sent to workers.
     """
     if place.is_local:
         with _file_lock(place.path, wait_s) as check:
@@ -172,7 +173,31 @@ def writer_lease(place: Place, *, wait_s: float = 0.0, beat_s: float | None = No
     lease = WriterLease(place, beat_s=beat_s)
     lease.acquire(wait_s)
     with lease:
-        yield lease.check
+        yield lease.held
+
+
+def always_held() -> None:
+    """The check on a disk, where the kernel takes no lock away from a living process; and of a task that has none."""
+
+
+class _HeldInStore:
+    """Asks an object store whether a lease is still the one with this token; of a worker's copy, for the driver."""
+
+    def __init__(self, place: Place, home: Place, key: str, token: str, refused: Event | None = None) -> None:
+        self._place, self._home, self._key, self._token, self._refused = place, home, key, token, refused
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _HeldInStore, (self._place, self._home, self._key, self._token)  # events stay in their process
+
+    def __call__(self) -> None:
+        if (self._refused is not None and self._refused.is_set()) or not self.is_ours():
+            raise _busy(self._place, WriterLease.role, "it took over because this process had stalled")
+
+    def is_ours(self) -> bool:
+        try:
+            return self._token in self._home.read(self._key).decode(errors="replace")
+        except FileNotFoundError:  # the other one is done already
+            return False
 
 
 class WriterLease(Lease):
@@ -192,6 +217,7 @@ class WriterLease(Lease):
         self._home, self._key = Place.of(place.sibling("").address), f"{place.name}.lease"
         self._token = uuid.uuid4().hex
         self._version: str | None = None
+        self.held = _HeldInStore(place, self._home, self._key, self._token, self._renewal_refused)
 
     def _observe(self) -> Observation:
         version = self._home.version(self._key)
@@ -208,7 +234,7 @@ class WriterLease(Lease):
         return self._version is not None
 
     def _release(self) -> None:
-        if not self._renewal_refused.is_set():
+        if not self._renewal_refused.is_set() and self.held.is_ours():  # never that of another, who needs it
             self._home.delete(self._key)
 
     def _current_holder(self) -> str:
@@ -218,19 +244,10 @@ class WriterLease(Lease):
             return "unknown"
 
     def check(self) -> None:
-        try:
-            lost = self._renewal_refused.is_set() or self._token not in self._home.read(self._key).decode()
-        except FileNotFoundError:  # the other one is done already
-            lost = True
-        if lost:
-            raise _busy(self.place, self.role, "it took over because this process had stalled")
+        self.held()
 
     def _content(self) -> bytes:
         return json.dumps({"holder": self.holder, "token": self._token, "counter": self._counter}).encode()
-
-
-def _always_held() -> None:
-    """The kernel never takes a lock away from a living process."""
 
 
 @contextlib.contextmanager
@@ -269,7 +286,7 @@ def _file_lock(target: Path, wait_s: float) -> Iterator[Check]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _this_process().encode(), 0)
         passing("lease.after_claim")
-        yield _always_held
+        yield always_held
         passing("lease.before_release")
     finally:
         path.unlink(missing_ok=True)

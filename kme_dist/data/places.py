@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,6 +220,13 @@ class Place:
             listing = obstore.list(self.client(), prefix=prefix or None)
             return {entry["path"]: int(entry["size"]) for page in listing for entry in page}
 
+    def folders(self) -> list[str]:
+        """In an object store: the names of the folders right below this one."""
+        import obstore
+
+        with store_errors(self):
+            return [path.rstrip("/") for path in obstore.list_with_delimiter(self.client())["common_prefixes"]]
+
     def delete(self, key: str) -> None:
         with store_errors(self):
             if self.is_local:
@@ -285,15 +292,18 @@ class Place:
             if keys:
                 obstore.delete(self.client(), keys)
 
-    def move_objects(self, target: Place, last: str) -> None:
-        """Move all objects to another place in the same bucket, `last` last, replacing what is there."""
+    def move_objects(self, target: Place, last: str, still_held: Callable[[], None]) -> None:
+        """Move all objects to another place in the same bucket, `last` last, replacing what is there. `still_held` is
+        called before each change, and raises if the target has another writer by now."""
         import obstore
 
         keys = sorted(self.sizes(), key=lambda key: (key == last, key))
+        still_held()
         target.delete_all()
         home = self.sibling("")
         with store_errors(self):
             for key in keys:
+                still_held()
                 obstore.copy(Place.of(home.address).client(), f"{self.name}/{key}", f"{target.name}/{key}")
 
 

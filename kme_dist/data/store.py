@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ from kme_dist.failpoints import passing
 ARRAYS_FORMAT = "kme-dist/arrays"
 ARRAYS_VERSION = 1
 _BY_COLUMNS = "by_columns"
+_ASIDE = ".aside.partial"  # ends the name of an older version that is being replaced
 CHUNK_BYTES = 32 << 20  # for save_arrays; data sets choose their own
 
 
@@ -70,8 +72,7 @@ def create_array(
     codecs: list[Any] = [ZstdCodec(level=1, checksum=False)] if compressed else []
     with store_errors(place):
         return zarr.create_array(
-            zarr_store(place),
-            name=name,
+            zarr_store(place.child(name)),  # by its name, zarr would write metadata of the group, which come last
             shape=shape,
             dtype=np.dtype(dtype),
             chunks=(chunk_rows, *row_shape) if shape else (),
@@ -106,10 +107,17 @@ def publish(staging: Path, target: Path) -> None:
     if _exchange(staging, target):
         shutil.rmtree(staging, ignore_errors=True)
         return
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    # A kill between the two leaves nothing under the name: `sweep` then puts the older version back.
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}{_ASIDE}")
     os.rename(target, aside)
-    os.rename(staging, target)
-    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        os.rename(staging, target)
+    except BaseException:
+        if not target.exists():
+            os.rename(aside, target)
+        raise
+    os.rename(aside, staging)  # from here on it is litter
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -122,9 +130,20 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def sweep(target: Path) -> None:
-    """Remove leftovers of dead writers next to `target`. Call it with the lease held."""
-    for litter in target.parent.glob(f".{target.name}.*.partial"):
+    """Put back the older version that a dead writer had renamed, then remove what dead writers left next to `target`.
+    Call it with the lease held, before anything is looked up there."""
+    left = [folder for folder in target.parent.glob(".*.partial") if is_staging(folder.name, target.name)]
+    aside = [folder for folder in left if folder.name.endswith(_ASIDE)]
+    if aside and not target.exists():
+        os.rename(aside[0], target)
+        left.remove(aside[0])
+    for litter in left:
         shutil.rmtree(litter, ignore_errors=True)
+
+
+def is_staging(name: str, target: str) -> bool:
+    """Whether a folder of this name is one in which the target of that name is, or was, built."""
+    return re.fullmatch(rf"\.{re.escape(target)}\.([0-9a-f]+|new)(\.scratch|\.aside)?\.partial", name) is not None
 
 
 def check_replaceable(place: Place, format_name: str) -> bool:
@@ -176,16 +195,17 @@ def save_arrays(path: str | Path, arrays: Mapping[str, np.ndarray], attributes: 
         complete[_BY_COLUMNS] = by_columns
     complete = sealed(place, complete)
     with store_errors(place), writer_lease(place, wait_s=30.0) as still_held:
+        if place.is_local:
+            sweep(place.path)
         replacing = check_replaceable(place, complete["format"])
         if not place.is_local:
+            still_held()
             if replacing:
                 place.delete(METADATA_KEY)
             place.delete_all()
             _write_group(place, ready, complete, still_held)
             passing("commit.after_arrays")
             return
-        place.path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(place.path)
         staging = Place.of(place.path.with_name(f".{place.name}.{uuid.uuid4().hex}.partial"))
         try:
             _write_group(staging, ready, complete, still_held)
@@ -243,6 +263,7 @@ def _write_group(
     for parent in {name.split("/")[0] for name in arrays if "/" in name}:
         write_attributes(place.child(parent), {})
     for name, array in arrays.items():
+        still_held()
         row_bytes = max(1, math.prod(array.shape[1:]) * array.dtype.itemsize)
         rows = max(1, min(array.shape[0] if array.shape else 1, CHUNK_BYTES // row_bytes))
         target = create_array(place, name, array.shape, array.dtype, chunk_rows=rows)

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from kme_dist.data.chunks import encode_shard
+from kme_dist.data.leases import Check, always_held
 from kme_dist.data.places import Place, store_errors
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import create_array
@@ -104,6 +105,7 @@ class ShardWriter:
     digests: dict[str, list[str]] = field(default_factory=dict)
     statistics: dict[str, Measured] = field(default_factory=dict)
     with_weights: bool = False
+    still_held: Check = always_held  # called before each stored object: in a store, another writer may have taken over
 
     def __post_init__(self) -> None:
         if self.first_row % self.layout.shard_rows:
@@ -206,6 +208,7 @@ class ShardWriter:
         result = _Written({}, {})
         with store_errors(self.place):
             for name, buffer in buffers.items():
+                self.still_held()
                 result.digests[name] = write_shard(self.place, name, shard, buffer, count, self.layout)
         for split, low, high in self._pieces(start, start + count):
             chunk = slice(low - start, high - start)

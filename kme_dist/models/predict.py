@@ -122,7 +122,7 @@ def predict(
     from_scratch : recompute every chunk, also finished ones
     on_model_change : "refuse", or "recompute": replace predictions that differ in nothing but the model
     progress : called with the rows done and the total rows
-    watch : called with the chunks done, failed and in total; the rows done; and `retried`
+    watch : called with the chunks done, failed and in total; the rows done; `retried` and `rejected` (rows skipped)
 
     Returns
     -------

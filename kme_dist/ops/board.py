@@ -85,6 +85,7 @@ class BoardRun:
     def __init__(self, message: Mapping[str, Any], number: int) -> None:
         self.run, self.stage = str(message["run"])[:120], str(message["stage"])[:40]
         self.pipeline, self.version = str(message.get("pipeline", ""))[:120], str(message.get("version", ""))[:40]
+        self.scheduled = bool(message.get("scheduled"))
         self.client = str(message.get("client", ""))
         self.began = float(message["began"])
         self.number = number  # in order of appearance
@@ -214,6 +215,7 @@ class RunBoard:
         self.last_start: dict[tuple[str, str], float] = {}
         self.last_success: dict[tuple[str, str], float] = {}
         self.last_duration: dict[tuple[str, str], float] = {}
+        self.scheduled: dict[tuple[str, str], bool] = {}  # whether a schedule has started it, once or more
         self.certificate_expires: float | None = None  # that of the scheduler, if it has one
         self._number = 0
 
@@ -237,7 +239,8 @@ class RunBoard:
         self.last_start[what] = max(run.began, self.last_start.get(what, 0.0))
         if run.status == "succeeded" and run.ended is not None:
             self.last_success[what], self.last_duration[what] = run.ended, run.seconds
-        for table in (self.last_start, self.last_success, self.last_duration):
+        self.scheduled[what] = run.scheduled or self.scheduled.get(what, False)
+        for table in (self.last_start, self.last_success, self.last_duration, self.scheduled):
             while len(table) > 4 * RUNS_KEPT:
                 del table[next(iter(table))]
 

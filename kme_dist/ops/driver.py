@@ -76,7 +76,7 @@ def drive(
     with lease:
         if (done := job.result()) is not None:
             return done
-        listener = JobListener(job, lease, host.shutting_down, say)
+        listener = JobListener(job, lease, host.shutting_down, say, bool(request.get("scheduled")))
         try:
             with store_errors(job.place):  # a full disk is an infrastructure failure wherever it is noticed
                 passing("job.before_run")
@@ -132,9 +132,8 @@ def _check_nothing_skipped(result: Mapping[str, Any]) -> None:
     found = [f"{counted(chunks, 'chunk')} that could not be read (quarantined)"] if chunks else []
     found += [f"{counted(rows, 'row', ',')} that are not finite"] if rows else []
     if found:
-        raise CorruptError(
-            f"skipped {' and '.join(found)}, the others are done; see `kme-dist inspect {result.get('predictions')}`"
-        )
+        predictions = result.get("data_predictions", result).get("predictions")
+        raise CorruptError(f"skipped {' and '.join(found)}, the others are done; see `kme-dist inspect {predictions}`")
 
 
 def _pipeline_name(request: Mapping[str, Any]) -> str:
@@ -180,6 +179,7 @@ class JobListener:
     lease: EpochLease
     shutting_down: Callable[[], bool]
     tell: Callable[[str], None]
+    scheduled: bool = False  # started by a schedule
     _checked: float = field(default=0.0, repr=False)
     _logged: float = field(default=0.0, repr=False)
 

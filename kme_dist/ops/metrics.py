@@ -131,9 +131,10 @@ def _recurring(board: RunBoard) -> Iterator[Metric]:
         ("kme_run_last_success_timestamp_seconds", "When a pipeline's stage last succeeded", board.last_success),
         ("kme_run_last_duration_seconds", "Duration of the last success", board.last_duration),
     ):
-        family = GaugeMetricFamily(name, text, labels=["pipeline", "phase"])
+        family = GaugeMetricFamily(name, text, labels=["pipeline", "phase", "scheduled"])
         for (pipeline, stage), value in table.items():
-            family.add_metric([pipeline, stage], value)
+            scheduled = "true" if board.scheduled.get((pipeline, stage)) else "false"
+            family.add_metric([pipeline, stage, scheduled], value)
         yield family
 
 

@@ -76,7 +76,13 @@ _QUERY_OF_ADDRESS = re.compile(r"(://[^\s?#]+)\?[^\s#]+")
 
 @contextlib.contextmanager
 def telemetry(
-    cluster: Any = None, *, run: str, stage: str, pipeline: str | None = None, log: str | Path | TextIO | None = None
+    cluster: Any = None,
+    *,
+    run: str,
+    stage: str,
+    pipeline: str | None = None,
+    scheduled: bool = False,
+    log: str | Path | TextIO | None = None,
 ) -> Iterator[Telemetry]:
     """Report `stage` of `run` from its start to its end, whether it succeeds or fails.
 
@@ -85,9 +91,10 @@ def telemetry(
     cluster : a `distributed.Client`, an executor, or None; tasks sent inside the block belong to the span (run, stage)
     run : the id of the run or of the job, which no other has
     pipeline : what recurs from run to run: the name of the config, the label of its runs; default: the stage
+    scheduled : started by a schedule: a success that does not come is worth an alert
     log : a path to append JSON lines to, "-" for stderr, or an open file
     """
-    report = Telemetry(cluster, run=run, stage=stage, pipeline=pipeline, log=log)
+    report = Telemetry(cluster, run=run, stage=stage, pipeline=pipeline, scheduled=scheduled, log=log)
     try:
         with report.span():
             yield report
@@ -107,9 +114,11 @@ class Telemetry:
         run: str,
         stage: str,
         pipeline: str | None = None,
+        scheduled: bool = False,
         log: str | Path | TextIO | None = None,
     ) -> None:
         self.run, self.stage, self.pipeline = str(run), str(stage), str(pipeline or stage)
+        self.scheduled = scheduled
         self._cluster = cluster
         self._lock = threading.Lock()
         self._waiting: dict[str, Any] = {}
@@ -266,6 +275,7 @@ class Telemetry:
             "run": self.run,
             "stage": self.stage,
             "pipeline": self.pipeline,
+            "scheduled": self.scheduled,
             "client": str(getattr(self._client, "id", "")),
             "version": _version(),
             "began": self._began,

@@ -60,9 +60,10 @@ Progress = Callable[[int, int], None]  # rows done, total rows
 
 
 class Watch(Protocol):
-    """Called with the chunks done, failed and in total, the rows done, and the number of retries."""
+    """Called with the chunks done, failed and in total, the rows done, the number of retries, and how many of the rows
+    done have no prediction because their input or their output is not finite."""
 
-    def __call__(self, done: int, failed: int, total: int, rows: int, *, retried: int) -> None: ...
+    def __call__(self, done: int, failed: int, total: int, rows: int, *, retried: int, rejected: int) -> None: ...
 
 
 # --- the job ---------------------------------------------------------------------------------------
@@ -263,6 +264,7 @@ class _ChunkProgress:
         self.kept = len(self.done)
         self.retried = self.computed_rows = 0
         self.rows_done = sum(receipt.rows for receipt in kept.values())
+        self.rejected = sum(receipt.skipped for receipt in kept.values())
         self._reruns_before = self._reruns
 
     def rows_of(self, chunk: int) -> int:
@@ -297,19 +299,21 @@ class _ChunkProgress:
         before = self.grown.pop(chunk, None)
         self.done[chunk] = receipt
         self.rows_done += receipt.rows - (before.rows if before is not None else 0)
+        self.rejected += receipt.skipped - (before.skipped if before is not None else 0)
         self.computed_rows += receipt.rows - (before.rows if before is not None else 0)
 
     def _forget_rows_before(self, chunk: int) -> None:
         """Compute the whole chunk next time: what failed may be the rows that were stored before."""
         if (before := self.grown.pop(chunk, None)) is not None:
             self.rows_done -= before.rows
+            self.rejected -= before.skipped
 
     def _report(self, failed: int) -> None:
         if self.progress is not None:
             self.progress(self.rows_done, self.source.count)
         if self.watch is not None:
             retried = self.retried + self._reruns - self._reruns_before
-            self.watch(len(self.done), failed, self.chunks, self.rows_done, retried=retried)
+            self.watch(len(self.done), failed, self.chunks, self.rows_done, retried=retried, rejected=self.rejected)
 
     @property
     def _reruns(self) -> int:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pickle
 import types
+from contextlib import ExitStack
 
+import numpy as np
 import pytest
 
-from kme_dist.data import leases
+from kme_dist.data import append as append_module
+from kme_dist.data import leases, store
+from kme_dist.data.append import append
+from kme_dist.data.cluster import _store_window
+from kme_dist.data.dataset import open_dataset
+from kme_dist.data.ingest import _staging, ingest
 from kme_dist.data.leases import EpochLease, LeaseLost, WriterLease, latest_epoch, writer_lease
 from kme_dist.data.places import Place
+from kme_dist.data.readers import FileOptions
+from kme_dist.data.writer import ChunkLayout
 from kme_dist.errors import RetryError
 
 
@@ -24,7 +34,7 @@ def test_a_stalled_writer_is_told_that_another_took_over(bucket):
             with pytest.raises(RetryError, match="took over because this process had stalled"):
                 check()
         home.write("m.zarr.lease", b"{}")
-    assert "m.zarr.lease" not in home.sizes()
+    assert home.read("m.zarr.lease") == b"{}", "that of a third one, who needs it"
 
 
 def test_a_writer_that_was_replaced_notices_at_its_next_beat_and_leaves_the_lease_alone(bucket):
@@ -123,3 +133,169 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_not_a_lock(tmp_path, mon
         ):
             pass
     assert os.listdir(tmp_path) == []
+
+
+# --- a process that stalls while it writes to an object store, and wakes up when another is at work, or done ----------
+
+SMALL = {"chunk_bytes": 4096, "shard_bytes": 8192, "block_bytes": 4096}
+
+
+@pytest.fixture
+def stalled(monkeypatch):
+    """A function: `what()` is done by another process while this one stalls, at the first progress of its work."""
+    monkeypatch.setattr(WriterLease, "default_beat_s", 600)  # the next beat never comes
+
+    def while_stalled(what):
+        def progress(*_):
+            if not happened:
+                happened.append(True)
+                with monkeypatch.context() as patch:
+                    patch.setattr(WriterLease, "default_beat_s", 0.02)
+                    what()
+
+        happened = []
+        return progress
+
+    return while_stalled
+
+
+def rows(value, count=3000):
+    return np.full((count, 4), value, np.float32)
+
+
+def check_rows(path, expected):
+    found = open_dataset(path)
+    found.verify()
+    np.testing.assert_array_equal(found.read()[0], expected)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_ingest_that_was_replaced_leaves_the_data_set_of_its_successor(bucket, stalled, earlier, interrupted):
+    place = f"{bucket}/sets/d.zarr"
+    if earlier:
+        ingest(rows(0), place, **SMALL)
+
+    def other():
+        ingest(rows(2), place, overwrite=True, **SMALL)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt if interrupted else RetryError):
+        ingest(rows(1), place, overwrite=True, progress=stalled(other), **SMALL)
+    check_rows(place, rows(2))
+    assert all(key.startswith("d.zarr/") for key in Place.of(f"{bucket}/sets").sizes())
+
+
+def test_an_ingest_that_was_replaced_leaves_what_its_successor_is_writing(bucket, stalled):
+    place = Place.of(f"{bucket}/d.zarr")
+    ingest(rows(0), place, **SMALL)
+    with ExitStack() as second:
+
+        def other():
+            held = second.enter_context(writer_lease(place))
+            target, _ = second.enter_context(_staging(place, None, held))
+            target.write("X/c/0/0", b"of the successor")
+            target.write("zarr.json", b"{}")
+
+        with pytest.raises(RetryError, match="took over because this process had stalled"):
+            ingest(rows(1), place, overwrite=True, progress=stalled(other), **SMALL)
+    assert place.read("X/c/0/0") == b"of the successor"
+
+
+def test_an_ingest_that_stalls_before_its_first_shard_deletes_nothing(bucket, stalled, monkeypatch):
+    place = f"{bucket}/d.zarr"
+    first = stalled(lambda: ingest(rows(2), place, **SMALL))
+    real = _staging.__init__
+
+    def slowly(self, *arguments):
+        real(self, *arguments)
+        first()
+
+    monkeypatch.setattr(_staging, "__init__", slowly)
+    with pytest.raises(RetryError, match="took over because this process had stalled"):
+        ingest(rows(1), place, **SMALL)
+    check_rows(place, rows(2))
+
+
+def test_an_ingest_that_stalls_before_it_moves_the_new_data_set_replaces_nothing(bucket, stalled, monkeypatch):
+    place = f"{bucket}/d.zarr"
+    ingest(rows(0), place, **SMALL)
+    first = stalled(lambda: ingest(rows(2), place, overwrite=True, **SMALL))
+    real = Place.move_objects
+
+    def slowly(self, *arguments):
+        first()
+        real(self, *arguments)
+
+    monkeypatch.setattr(Place, "move_objects", slowly)
+    with pytest.raises(RetryError, match="took over because this process had stalled"):
+        ingest(rows(1), place, overwrite=True, **SMALL)
+    check_rows(place, rows(2))
+
+
+def test_what_a_dead_writer_left_in_a_store_is_swept(bucket):
+    home = Place.of(f"{bucket}/sets")
+    home.write(".d.zarr.0123abcd.partial/X/c/0/0", b"left")
+    home.write(".d.zarr.e.0123abcd.partial/X/c/0/0", b"of d.zarr.e, whose writer lives")
+    ingest(rows(1), f"{bucket}/sets/d.zarr", **SMALL)
+    assert {key for key in home.sizes() if not key.startswith("d.zarr/")} == {".d.zarr.e.0123abcd.partial/X/c/0/0"}
+
+
+def test_an_append_that_was_replaced_leaves_the_rows_of_its_successor(bucket, stalled):
+    place = f"{bucket}/d.zarr"
+    ingest(rows(0, 1000), place, **SMALL)
+    other = stalled(lambda: append(place, rows(2, 700)))
+    with pytest.raises(RetryError, match="took over because this process had stalled"):
+        append(place, rows(1, 900), progress=other)
+    check_rows(place, np.concatenate([rows(0, 1000), rows(2, 700)]))
+
+
+def test_an_append_that_stalls_before_its_last_step_declares_no_rows(bucket, stalled, monkeypatch):
+    place = Place.of(f"{bucket}/d.zarr")
+    ingest(rows(0, 1000), place, **SMALL)
+    first = stalled(lambda: ingest(rows(2, 100), place, overwrite=True, **SMALL))
+    real = append_module.IngestPlan.run
+
+    def slowly(self, *arguments):
+        real(self, *arguments)
+        if self.source.rows == 900:
+            first()
+
+    monkeypatch.setattr(append_module.IngestPlan, "run", slowly)
+    with pytest.raises(RetryError, match="took over because this process had stalled"):
+        append(place, rows(1, 900))
+    assert json.loads(place.read("X/zarr.json"))["shape"] == [100, 4]
+    check_rows(place, rows(2, 100))
+
+
+def test_a_worker_is_told_too(bucket, tmp_path):
+    place = Place.of(f"{bucket}/d.zarr")
+    np.save(tmp_path / "rows.npy", rows(1, 512))
+    with writer_lease(place, beat_s=600) as held:
+        sent = pickle.loads(pickle.dumps(held))
+        sent()
+        schema = ingest(rows(1, 8), tmp_path / "example.zarr").schema
+        origin, layout = (str(tmp_path / "rows.npy"), FileOptions()), ChunkLayout(256, 512, False)
+        _store_window(origin, schema, place.address, layout, sent, (0, 512))
+        Place.of(bucket).delete("d.zarr/X/c/0/0")
+        with writer_lease(place, beat_s=0.02), pytest.raises(RetryError, match="took over"):
+            _store_window(origin, schema, place.address, layout, sent, (0, 512))
+    assert Place.of(bucket).sizes() == {}
+
+
+def test_saved_arrays_of_a_successor_are_not_overwritten(bucket, stalled, monkeypatch):
+    place = f"{bucket}/m.zarr"
+    first = stalled(lambda: store.save_arrays(place, {"none": np.zeros(0), "one": np.full(3, 2.0)}, {}))
+    real = store.create_array
+
+    def slowly(where, name, *arguments, **options):
+        made = real(where, name, *arguments, **options)
+        if name == "none":
+            first()
+        return made
+
+    monkeypatch.setattr(store, "create_array", slowly)
+    with pytest.raises(RetryError, match="took over because this process had stalled"):
+        store.save_arrays(place, {"none": np.zeros(0), "one": np.full(3, 1.0)}, {})
+    np.testing.assert_array_equal(store.load_arrays(place)[0]["one"], np.full(3, 2.0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +16,12 @@ import numpy as np
 import pytest
 import zarr
 
+import kme_dist
+from kme_dist.data import store
+from kme_dist.data.append import append
 from kme_dist.data.places import Place
-from kme_dist.data.store import check_replaceable, load_arrays, save_arrays
-from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
+from kme_dist.data.store import check_replaceable, create_array, load_arrays, save_arrays, sweep
+from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 
 ARRAYS = {
     "weights": np.linspace(0, 1, 30, dtype=np.float32).reshape(10, 3),
@@ -227,6 +232,78 @@ def test_a_killed_writer_leaves_the_old_group_and_no_lock(tmp_path):
     assert os.listdir(tmp_path) == ["m.zarr"], "what the dead writer left is swept"
 
 
+def test_a_kill_between_two_renames_loses_neither_version(tmp_path):
+    """On file systems that cannot exchange two names, such as NFS."""
+    save_arrays(tmp_path / "m.zarr", {"a": np.zeros(4)}, {})
+    save_arrays(tmp_path / "m.zarr.b", {"a": np.ones(4)}, {})  # its staging area begins with the same name
+    code = textwrap.dedent(
+        f"""
+        import os, signal
+        import numpy as np
+        from kme_dist.data import store
+        store._exchange = lambda first, second: False
+        rename = os.rename
+        def die_at_the_second(old, new):
+            if str(new).endswith("m.zarr"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(old, new)
+        os.rename = die_at_the_second
+        store.save_arrays({str(tmp_path / "m.zarr")!r}, {{"a": np.ones(4)}}, {{}})
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "m.zarr").exists()
+    shutil.copytree(tmp_path / "m.zarr.b", tmp_path / ".m.zarr.b.0123.partial")
+    with pytest.raises(ConfigError, match="is not overwritten"):  # the next writer, whatever comes of it
+        save_arrays(tmp_path / "m.zarr", ARRAYS, {"format": "kme-dist/model"})
+    np.testing.assert_array_equal(load_arrays(tmp_path / "m.zarr")[0]["a"], 0)
+    assert sorted(os.listdir(tmp_path)) == [".m.zarr.b.0123.partial", "m.zarr", "m.zarr.b"]
+
+
+def test_a_refused_exchange_replaces_all_the_same_and_one_that_fails_puts_the_old_one_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    save_arrays(tmp_path / "m.zarr", {"a": np.zeros(4)}, {})
+    save_arrays(tmp_path / "m.zarr", {"b": np.ones(4)}, {})
+    assert set(load_arrays(tmp_path / "m.zarr")[0]) == {"b"}
+    assert os.listdir(tmp_path) == ["m.zarr"]
+    rename, renamed = os.rename, []
+
+    def fail_at_the_second(old, new):
+        renamed.append(new)
+        if len(renamed) == 2:
+            raise OSError(errno.ESTALE, "stale file handle")
+        rename(old, new)
+
+    monkeypatch.setattr(store.os, "rename", fail_at_the_second)
+    with pytest.raises(KMEError, match="stale file handle"):
+        save_arrays(tmp_path / "m.zarr", {"other": np.ones(4)}, {})
+    assert set(load_arrays(tmp_path / "m.zarr")[0]) == {"b"}
+    assert os.listdir(tmp_path) == ["m.zarr"]
+
+
+def test_what_was_set_aside_comes_back_only_where_nothing_is(tmp_path):
+    (tmp_path / ".d.zarr.0a.aside.partial").mkdir()
+    (tmp_path / ".d.zarr.0b.partial").mkdir()
+    (tmp_path / "d.zarr").mkdir()
+    (tmp_path / "d.zarr" / "new").touch()
+    sweep(tmp_path / "d.zarr")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["d.zarr", "d.zarr/new"]
+
+
+@pytest.mark.parametrize("how", ["ingest", "append"])
+def test_an_ingest_and_an_append_find_the_data_set_that_was_set_aside(tmp_path, how):
+    X = np.arange(20.0).reshape(10, 2)
+    kme_dist.ingest(X, tmp_path / "d.zarr")
+    os.rename(tmp_path / "d.zarr", tmp_path / ".d.zarr.0a.aside.partial")
+    if how == "append":
+        assert append(tmp_path / "d.zarr", X).rows == 20
+        return
+    with pytest.raises(ConfigError, match="a data set already exists"):
+        kme_dist.ingest(X, tmp_path / "d.zarr")
+    assert kme_dist.open_dataset(tmp_path / "d.zarr").rows == 10
+
+
 def test_a_place_that_may_not_be_written_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises((ConfigError, RetryError, DataError)) as caught:
@@ -277,6 +354,12 @@ class TestObjectStore:
         monkeypatch.setenv("KME_STORE_RETRIES", "0")
         with pytest.raises(RetryError, match="could not be reached"):
             load_arrays(f"{bucket}/m.zarr")
+
+    def test_arrays_of_a_writer_that_died_before_the_attributes_are_replaced(self, bucket):
+        create_array(Place.of(f"{bucket}/m.zarr"), "old", (3,), np.dtype(np.float64), chunk_rows=3)
+        save_arrays(f"{bucket}/m.zarr", {"new": np.ones(3)}, {})
+        assert set(load_arrays(f"{bucket}/m.zarr")[0]) == {"new"}
+        assert not Place.of(f"{bucket}/m.zarr").sizes("old")
 
     def test_a_live_lease_refuses_and_a_dead_one_is_taken_over(self, bucket):
         from kme_dist.data.leases import writer_lease

@@ -82,6 +82,48 @@ def test_a_night_has_one_name_however_often_it_is_started(tmp_path):
             assert night_of(plain, tmp_path) == night
 
 
+DATE = """#!/bin/sh
+# date, as of $NOW
+case "$*" in
+    *-d*) while [ "$#" -gt 0 ]; do
+        case "$1" in -d) shift; when=$1 ;; *) rest="$rest $1" ;; esac; shift; done
+        exec /bin/date -d "$NOW $when" $rest ;;
+    *) exec /bin/date -d "$NOW" "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "zone", "now", "night"),
+    [
+        ("kme-dist-nightly.service", "UTC", "2026-03-02 02:30:00 UTC", "2026-03-02"),
+        ("kme-dist-nightly.service", "UTC", "2026-03-02 02:40:00 UTC", "2026-03-02"),
+        ("kme-dist-nightly.service", "UTC", "2026-03-02 09:00:00 UTC", "2026-03-02"),
+        # A machine that was off, and boots before the next night: that one keeps its own name.
+        ("kme-dist-nightly.service", "UTC", "2026-03-02 01:15:00 UTC", "2026-03-01"),
+        ("cron", "UTC", "2026-03-02 02:30:00 UTC", "2026-03-02"),
+        # Two nights of different dates in UTC, or of the same one where clocks went forward in between.
+        ("cron", "Europe/Helsinki", "2026-03-28 02:30:00 +0200", "2026-03-28"),
+        ("cron", "Europe/Helsinki", "2026-03-29 02:30:00 +0200", "2026-03-29"),
+        ("cron", "Europe/Helsinki", "2026-03-30 02:30:00 +0300", "2026-03-30"),
+    ],
+)
+def test_every_night_has_a_name_of_its_own(tmp_path, where, zone, now, night):
+    (tmp_path / "date").write_text(DATE)
+    (tmp_path / "date").chmod(0o755)
+    if where == "cron":
+        (line,) = (line for line in (DEPLOY / "cron" / "kme-dist").read_text().splitlines() if "--at" in line)
+        script = line[line.index("kme-dist schedule") : line.index(" >>")]
+    else:
+        script = dict(raw_command_lines())[where][-1].replace("$$", "$")
+    assert night_of(script, tmp_path, TZ=zone, NOW=now) == f"{night}T02:30:00Z"
+
+
+def test_a_night_in_a_container_is_called_as_the_host_says(tmp_path):
+    script = dict(raw_command_lines())["compose nightly"][-1].replace("$$", "$")
+    assert night_of(script, tmp_path, KME_NIGHT="2026-03-29") == "2026-03-29T02:30:00Z"
+
+
 def test_every_worker_has_a_port_of_its_own(tmp_path):
     (tmp_path / "dask").write_text('#!/bin/sh\nwhile [ "$1" != --dashboard-address ]; do shift; done\necho "$2"\n')
     (tmp_path / "dask").chmod(0o755)

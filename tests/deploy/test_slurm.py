@@ -111,6 +111,18 @@ def test_try_again_goes_back_into_the_queue_a_few_times(allocation, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
+def test_no_scheduler_goes_back_into_the_queue_too(allocation, tmp_path):
+    (tmp_path / "dask").write_text("#!/bin/bash\necho 'no port is free' >&2; exit 1\n")
+    process = allocation("learn", "x.yaml")
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == TRY_AGAIN
+    assert "allocation: no scheduler within a minute" in said
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    (tmp_path / "requeued").unlink()
+    assert ended(allocation("learn", "x.yaml", restarts=3)) == TRY_AGAIN
+    assert not (tmp_path / "requeued").exists()
+
+
 def test_the_end_of_the_time_limit_saves_the_state_and_requeues(allocation, tmp_path):
     process = allocation("learn", "x.yaml", HOLD="yes")
     for _ in range(400):

@@ -10,13 +10,18 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from distributed import Client, LocalCluster
 
+import kme_dist as kme
+from kme_dist.cli.app import execute
 from kme_dist.config import parse_config
 from kme_dist.data.ingest import ingest
 from kme_dist.meter import STAGES
 from kme_dist.models.predict import predict as predict_all
+from kme_dist.ops.telemetry import STATUSES
 from kme_dist.pipelines import fit, learn, predict
 from kme_dist.pipelines import run as whole
 from kme_dist.pipelines.folder import Listener
@@ -179,7 +184,7 @@ def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_
         tmp_path / "rows.zarr",
         tmp_path / "out.zarr",
         executor=DaskExecutor(client),
-        watch=lambda done, failed, total, rows, *, retried: told.append((done, failed, total, retried)),
+        watch=lambda done, failed, total, rows, *, retried, rejected: told.append((done, failed, total, retried)),
     )
     failed = len(outcome.quarantined)
     assert failed >= 1
@@ -187,3 +192,74 @@ def test_chunks_that_fail_are_told_while_others_go_on(client, config, said, tmp_
     assert told[-1] == (outcome.chunks - failed, failed, outcome.chunks, outcome.retried)
     assert outcome.retried == 2 * failed
     assert scraped(client)["kme_tiles_computed_total", 'outcome="failed",phase="predict_chunk"'] == 3 * failed
+
+
+# --- a job of a schedule --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nightly(client, tmp_path_factory):
+    """A function: the exit code of a night that predicts rows.zarr on that cluster; and the folder."""
+    root = tmp_path_factory.mktemp("nightly")
+    rng = np.random.default_rng(6)
+    X = rng.normal(size=(600, 3))
+    kme.MCEClassifier(steps=0).fit(X[:100], (X[:100, 0] > 0).astype(int)).save(root / "model.zarr")
+    ingest(X, root / "rows.zarr", chunk_bytes=100 * 3 * 4)
+    X[[7, 300, 599]] = np.inf
+    pq.write_table(pa.table({f"x{i}": X[:, i] for i in range(3)}), root / "holes.parquet")
+
+    def night(name, day, *changes, pipeline="predict"):
+        (root / f"{name}.yaml").write_text(
+            "data: {source: rows.zarr}\n"
+            f"predict: {{model: model.zarr, data: rows.zarr, out: {name}.zarr, outputs: [label]}}\n"
+            f"cluster: {{kind: address, address: '{client.scheduler.address}'}}\n"
+        )
+        command = ["schedule", str(root / f"{name}.yaml"), "--pipeline", pipeline, "--once", "--quiet", "--root"]
+        sets = [word for change in changes for word in ("--set", change)]
+        return execute([*command, str(root), "--at", f"2026-03-{day:02d}T02:30Z", *sets])
+
+    return night, root
+
+
+def scheduler_metrics(client):
+    with urllib.request.urlopen(client.dashboard_link.replace("/status", "/metrics"), timeout=60) as answer:
+        found = re.findall(r"^(kme_\w+){(.*)} (\S+)$", answer.read().decode(), re.M)
+    return {(name, labels): float(value) for name, labels, value in found}
+
+
+def test_skipped_rows_are_counted_and_the_stage_fails_like_the_job(client, nightly):
+    night, root = nightly
+    assert night("holes", 1, f"predict.data={root / 'holes.parquet'}") == 65
+    found = scheduler_metrics(client)
+    labels = 'phase="predict",pipeline="holes",{}run_id="holes-20260301T023000Z"'
+    assert found["kme_rows_rejected_total", labels.format('reason="invalid",')] == 3
+    assert found["kme_run_rows_total", labels.format("")] == 600
+    told = {status: found["kme_run_status", f'{labels.format("")},status="{status}"'] for status in STATUSES}
+    assert told == {**dict.fromkeys(STATUSES, 0), "failed": 1}
+    assert not any(name == "kme_run_last_success_timestamp_seconds" and "holes" in labels for name, labels in found)
+
+
+def test_a_night_without_new_rows_is_a_success_too_and_only_nights_are_missed(client, nightly, monkeypatch):
+    night, root = nightly
+    series = "kme_run_last_success_timestamp_seconds", 'phase="predict",pipeline="grown",scheduled="true"'
+    assert night("grown", 1) == 0
+    first = scheduler_metrics(client)[series]
+    assert night("grown", 2) == 0
+    assert scheduler_metrics(client)[series] > first
+    names = [str(root / name) for name in ("model.zarr", "rows.zarr", "other.zarr")]
+    given = ["--model", names[0], "--data", names[1], "--out", names[2], "--scheduler", client.scheduler.address]
+    assert execute(["predict", *given, "--quiet"]) == 0
+    assert ("kme_run_last_success_timestamp_seconds", 'phase="predict",pipeline="other",scheduled="false"') in (
+        scheduler_metrics(client)
+    )
+    monkeypatch.setattr("kme_dist.ops.cluster.CONNECT_S", 1.0)
+    assert night("grown", 3, "cluster.address=tcp://127.0.0.1:9") == 0, "nobody there to be told"
+
+
+def test_a_scheduled_run_tells_of_the_stages_that_are_up_to_date(client, config):
+    chosen, told = config("up-to-date", learn={"steps": 2, "batch_size": 60}), []
+    for night in (1, 2):
+        whole.run(chosen, name="up-to-date", listener=Listener(run_id=f"night-{night}", scheduled=True))
+        told.append({k: v for k, v in scheduler_metrics(client).items() if "last_success" in k[0] and "up-to" in k[1]})
+    assert [re.findall('phase="(.*?)"', labels)[0] for _, labels in told[0]] == ["learn", "fit", "predict", "evaluate"]
+    assert all(told[1][series] > before for series, before in told[0].items())

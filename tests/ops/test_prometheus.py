@@ -229,6 +229,7 @@ def test_the_unit_tests_would_notice_a_broken_rule(promtool, tmp_path):
         ("> 0.01", "> 0.9"),
         ("for: 5m", "for: 5h"),
         ("14 * 86400", "2 * 86400"),
+        ('{scheduled="true"}', ""),
     ):
         assert right in rules
         (tmp_path / "alerts.yml").write_text(rules.replace(right, wrong), encoding="utf-8")

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import kme_dist
@@ -425,3 +427,104 @@ def test_rows_of_predictions_are_those_of_the_table_before_it_was_split(tmp_path
     np.testing.assert_allclose(
         found.read("probability"), model.predict_proba(np.stack([x, z], axis=1)[rows]), atol=1e-4
     )
+
+
+# --- data that the config names --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named(tmp_path):
+    """A config of a run that predicts further rows; the rows are in arrivals.zarr, and grow."""
+    data, X = stored(tmp_path), np.random.default_rng(5).random((40, 3)).astype(np.float32)
+    ingest(X, tmp_path / "arrivals.zarr")
+    tree = config_of(tmp_path / "run", data, {}, {"steps": 4}, predict={"data": str(tmp_path / "arrivals.zarr")})
+    (tmp_path / "named.yaml").write_text(json.dumps(tree))
+    return tree, X
+
+
+def with_keys(tree, section, **keys):
+    return parse_config({**tree, section: {**tree[section], **keys}})
+
+
+def check_predictions(path, run_folder, X):
+    found = kme_dist.open_predictions(path)
+    found.verify()
+    assert found.status == "complete"
+    np.testing.assert_array_equal(found.labels(), kme_dist.load(run_folder).predict(X))
+
+
+@pytest.mark.parametrize("out", [None, "scores.zarr"])
+def test_a_run_predicts_the_data_of_its_config_in_every_call(named, tmp_path, out):
+    (tree, X), folder = named, tmp_path / "run"
+    config = parse_config(tree) if out is None else with_keys(tree, "predict", out=str(tmp_path / out))
+    place = folder / "data-predictions.zarr" if out is None else tmp_path / out
+    first = run.run(config, name="x")
+    facts = first["data_predictions"]
+    assert (first["reused"], facts["predictions"], facts["computed_rows"]) == (False, str(place), 40)
+    assert (first["quarantined"], first["skipped_rows"]) == ([], 0)
+    check_predictions(place, folder, X)
+    assert kme_dist.open_predictions(folder / "predictions.zarr").rows == 45, "those of the test rows are there too"
+    again = run.run(config, name="x")
+    assert (again["reused"], again["data_predictions"]["computed_rows"]) == (True, 0)
+    more = np.concatenate([X, X[:7] + 1])
+    kme_dist.open_dataset(tmp_path / "arrivals.zarr").append(more[40:])
+    grown = run.run(config, name="x")
+    assert (grown["reused"], grown["data_predictions"]["computed_rows"]) == (False, 7)
+    check_predictions(place, folder, more)
+    shutil.rmtree(place)
+    assert run.run(config, name="x")["data_predictions"]["computed_rows"] == 47
+    check_predictions(place, folder, more)
+    assert first["accuracy"] == again["accuracy"] == grown["accuracy"]
+
+
+def test_the_command_predict_finds_what_the_run_has_predicted(named, tmp_path, capsys):
+    config = str(tmp_path / "named.yaml")
+    assert execute(["run", config, "--quiet"]) == 0
+    assert f"40 rows of {tmp_path / 'arrivals.zarr'} (40 computed)" in capsys.readouterr().out
+    assert execute(["predict", config, "--json", "--quiet"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["computed_rows"], facts["predictions"]) == (0, str(tmp_path / "run" / "data-predictions.zarr"))
+
+
+def test_a_destination_with_predictions_of_another_model_is_treated_as_the_config_says(named, tmp_path):
+    (tree, X), folder, out = named, tmp_path / "run", tmp_path / "scores.zarr"
+    asked = {"out": str(out)}
+    run.run(with_keys(tree, "predict", **asked), name="x")
+    before = kme_dist.open_predictions(out).labels()
+    tree = {**tree, "learn": {**tree["learn"], "steps": 1}}
+    with pytest.raises(ConfigError, match=r"finished predictions with other settings \(model changed\)"):
+        run.run(with_keys(tree, "predict", **asked), name="x")
+    np.testing.assert_array_equal(kme_dist.open_predictions(out).labels(), before)
+    assert json.loads((folder / "run.json").read_text())["stages"]["report"], "the run itself is done"
+    beside = run.run(with_keys(tree, "predict", **asked, on_model_change="new-folder"), name="x")
+    path = beside["data_predictions"]["predictions"]
+    assert path.startswith(str(tmp_path / "scores-"))
+    check_predictions(path, folder, X)
+    np.testing.assert_array_equal(kme_dist.open_predictions(out).labels(), before)
+    replaced = run.run(with_keys(tree, "predict", **asked, on_model_change="recompute"), name="x")
+    assert replaced["data_predictions"]["computed_rows"] == 40
+    check_predictions(out, folder, X)
+
+
+def test_predictions_in_the_run_folder_follow_its_model(named, tmp_path):
+    tree, X = named
+    run.run(parse_config(tree), name="x")
+    run.run(with_keys(tree, "learn", steps=1), name="x")
+    check_predictions(tmp_path / "run" / "data-predictions.zarr", tmp_path / "run", X)
+
+
+def test_a_run_whose_data_have_rows_without_a_prediction_ends_like_predict(named, tmp_path, capsys):
+    _, X = named
+    X[[3, 30]] = np.inf
+    pq.write_table(pa.table({f"x{i}": X[:, i] for i in range(3)}), tmp_path / "holes.parquet")
+    command = [str(tmp_path / "named.yaml"), "--set", f"predict.data={tmp_path / 'holes.parquet'}", "--quiet"]
+    assert execute(["run", *command]) == 65
+    assert "skipped row 3: feature 0: the value is inf, must be finite" in capsys.readouterr().err
+    assert execute(["run", *command, "--json"]) == 65
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["skipped_rows"], facts["quarantined"], facts["status"]) == (2, [], "succeeded")
+    job = ["schedule", *command, "--pipeline", "run", "--once", "--at", "2026-03-01T02:30Z", "--root", str(tmp_path)]
+    assert execute(job) == 65
+    said = capsys.readouterr().err
+    assert "skipped 2 rows that are not finite, the others are done" in said
+    assert f"kme-dist inspect {tmp_path / 'run' / 'data-predictions.zarr'}" in said
