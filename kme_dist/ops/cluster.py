@@ -21,6 +21,7 @@ it; workers without one then read data for the others.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import ipaddress
@@ -416,6 +417,25 @@ def open_unchecked(settings: ClusterConfig, timeout_s: float | None = None) -> A
             f"no scheduler answers at {settings.address} ({type(error).__name__}); is it running, "
             f"{'with' if security else 'without'} TLS?"
         ) from error
+
+
+def scheduler_id(settings: ClusterConfig, timeout_s: float) -> str:
+    """Of a running scheduler: another one after every start, the same under all its addresses."""
+    from distributed import Security
+    from distributed.core import rpc
+
+    address = str(settings.address)
+    refuse_plain(address, settings.insecure)
+    security = _security(settings) or Security()
+
+    async def ask() -> str:
+        async with rpc(address, connection_args=security.get_connection_args("client")) as scheduler:
+            return str((await scheduler.identity())["id"])
+
+    async def ask_in_time() -> str:
+        return await asyncio.wait_for(ask(), timeout_s)  # a client would wait for ever for what only listens
+
+    return asyncio.run(ask_in_time())
 
 
 def _security(settings: ClusterConfig) -> Any:

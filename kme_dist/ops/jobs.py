@@ -93,6 +93,8 @@ class Job:
         for key in ("pipeline", "name", "submitted"):
             if not isinstance(found.get(key), str):
                 raise CorruptError(f"{self.folder / 'job.json'} has no valid {key!r}; delete the folder, submit again")
+        if not isinstance(found.get("priority", 0), int):
+            raise CorruptError(f"{self.folder / 'job.json'} has no valid 'priority'; delete the folder, submit again")
         return found
 
     def config(self) -> Config:

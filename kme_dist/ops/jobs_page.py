@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kme_dist.errors import KMEError
+from kme_dist.errors import CorruptError, KMEError
 from kme_dist.ops.board import duration
 from kme_dist.ops.jobs import ENDED, STATES, Job, in_queue, job_at, job_root
 from kme_dist.ops.queue import Entry
@@ -115,7 +115,10 @@ def _stamp(folder: Path) -> Any:
 
 def _status(job: Job) -> dict[str, Any]:
     try:
-        return job_at(job.root, job.id).status()
+        found = job_at(job.root, job.id).status()
+        if found["state"] not in STATES:
+            raise CorruptError(f"{job.folder / 'events.jsonl'} has the unknown state {found['state']!r}")
+        return found
     except (KMEError, OSError, KeyError, TypeError, ValueError) as error:  # damaged: it must not hide the others
         row = {"id": job.id, "pipeline": "", "name": "", "state": "damaged", "owner": None, "priority": 0}
         return {**row, "submitted": None, "error": str(error), "folder": str(job.folder)}
@@ -269,7 +272,7 @@ def _row(row: Mapping[str, Any], wanted: Wanted) -> str:
     said = row.get("error") or (line[0].get("message", "") if line else "")
     cells = (
         f"<a href='{wanted.address(job=row['id'])}'>{_text(row['id'])}</a><small>{_text(row['pipeline'])}</small>",
-        f"<span class='state {row['state']}'>{row['state']}{' (stopping)' if row.get('stopping') else ''}</span>",
+        f"<span class='state {_text(row['state'])}'>{_text(row['state'])}{' (stopping)' if row.get('stopping') else ''}</span>",
         _text(row["owner"] or ""),
         _progress(row),
         _moment(row["submitted"]),
@@ -281,13 +284,13 @@ def _row(row: Mapping[str, Any], wanted: Wanted) -> str:
 
 def _progress(row: Mapping[str, Any]) -> str:
     if row.get("place"):
-        priority = f", priority {row['priority']}" if row.get("priority") else ""
+        priority = f", priority {_text(row['priority'])}" if row.get("priority") else ""
         return f"number {row['place']} in the queue{priority}"
     found = row.get("progress")
     if not isinstance(found, Mapping):
         return ""
     done, total = found.get("done"), found.get("total")
-    if not total or not isinstance(done, int | float):
+    if not total or not isinstance(total, int | float) or not isinstance(done, int | float):
         return _text(found.get("stage", ""))
     share = min(1.0, max(0.0, done / total))
     return (
@@ -318,7 +321,7 @@ def _one_job(listing: Listing, wanted: Wanted) -> str:
     )
     results = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in shown.items())
     return (
-        f"{back}<h1>{_text(row['id'])} <span class='state {row['state']}'>{row['state']}</span></h1>"
+        f"{back}<h1>{_text(row['id'])} <span class='state {_text(row['state'])}'>{_text(row['state'])}</span></h1>"
         f"<p>{_progress(row)}</p>"
         f"<p><a href='../kme?run={urllib.parse.quote(row['id'])}'>Its run on the dashboard</a></p>"
         f"<table class=facts>{facts}</table>"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -23,7 +24,7 @@ from typing import Any
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import LeaseLost, begin_epoch, latest_epoch
 from kme_dist.errors import ConfigError, KMEError, RetryError
-from kme_dist.ops.cluster import check_versions, open_unchecked
+from kme_dist.ops.cluster import check_versions, open_unchecked, scheduler_id
 from kme_dist.ops.driver import DriverHost, RunPipeline, drive, orphaned
 from kme_dist.ops.jobs import ENDED, Job
 from kme_dist.ops.queue import Entry, driver_name, enqueue, find_jobs, forget, hosts_for, job_key
@@ -128,6 +129,38 @@ def _known_key(job: Job) -> str:
         return job_key(job)
     except OSError:  # deleted since it was listed: no scheduler knows this key
         return f"{job.id}-deleted"
+
+
+def belongs_elsewhere(address: str, cluster: ClusterConfig) -> str | None:
+    """Why a job that was submitted to the scheduler at `address` is left to that one and its supervisors.
+
+    None when it is the scheduler of `cluster`, also under another name, or when nothing listens there any more: a
+    scheduler that came back under another address has left its jobs behind.
+    """
+    ours, theirs = (text.rpartition("://")[2].rstrip("/") for text in (str(cluster.address), address))
+    if ours == theirs or not _listens(theirs):
+        return None
+    tls = cluster.tls if address.startswith("tls://") else None
+    try:
+        there = scheduler_id(cluster.model_copy(update={"address": address, "tls": tls}), ANSWER_S)
+        if there == scheduler_id(cluster, ANSWER_S):
+            return None
+    except Exception as error:  # whatever a connection to something else raises, or one that is not allowed
+        return (
+            f"it was submitted to the scheduler at {address}, where something listens that "
+            f"cannot be asked ({type(error).__name__} {error}); "
+            "if that is no scheduler any more, resume the job with `kme-dist jobs resume ID`"
+        )
+    return f"it was submitted to the scheduler at {address}, which is another one and answers"
+
+
+def _listens(host_and_port: str) -> bool:
+    host, _, port = host_and_port.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
 
 
 def wait(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import subprocess
 import time
 import urllib.request
@@ -27,10 +28,10 @@ from threading import Event
 from typing import Any
 
 from kme_dist.config import ClusterConfig
-from kme_dist.data.leases import latest_epoch
+from kme_dist.data.leases import latest_epoch, writer_lease
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 from kme_dist.ops.jobs import ENDED, Job, list_jobs, redact
-from kme_dist.ops.submit import GONE, on_scheduler, submit
+from kme_dist.ops.submit import GONE, belongs_elsewhere, on_scheduler, submit
 
 EVERY_S = 10.0
 LIMIT = 5
@@ -76,6 +77,37 @@ class Notices:
         return bool(self.command or self.url)
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What the folder of a job says at one moment."""
+
+    status: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    traces: Any  # which change whenever a driver or a supervisor does something
+
+    @classmethod
+    def at(cls, job: Job) -> _Look:
+        lease, events = latest_epoch(job.place), job.events()  # before the status, which may only be newer
+        return cls(job.status(), events, (lease, len(events)))
+
+    @property
+    def submissions(self) -> list[Mapping[str, Any]]:
+        return [event for event in self.events if "scheduler" in event]
+
+    @property
+    def resubmissions(self) -> int:
+        count = self.submissions[-1].get("resubmission", 0) if self.submissions else 0
+        return count if isinstance(count, int) else 0
+
+    def is_ours(self, job: Job) -> bool:
+        """Whether a scheduler was to run the job, and it should be running."""
+        if job.stop_requested or not self.submissions:
+            return False
+        if self.status["state"] == "failed":
+            return self.status.get("exit_code") == RetryError.exit_code and not self.events[-1].get("given_up")
+        return self.status["state"] not in ENDED
+
+
 @dataclass
 class Supervisor:
     """Looks at the jobs under `root` that were submitted to the scheduler of `cluster`."""
@@ -87,7 +119,7 @@ class Supervisor:
     pause_s: float = PAUSE_S
     notices: Notices = field(default_factory=Notices)
     _seen: dict[str, Any] = field(default_factory=dict, repr=False)  # what a job looked like at the last look
-    _not_before: dict[str, float] = field(default_factory=dict, repr=False)
+    _counted: dict[str, tuple[int, float]] = field(default_factory=dict, repr=False)  # resubmissions; of the last, when
     _said: dict[str, str] = field(default_factory=dict, repr=False)  # the last line about each job; "": about all
 
     def keep(self, stop: Event, every_s: float | None = None) -> None:
@@ -105,22 +137,28 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """One look at all jobs; returns the ids of those that were resubmitted."""
-        active: list[tuple[Job, dict[str, Any]]] = []
+        active: list[tuple[Job, _Look]] = []
         for job in list_jobs(self.root):
             with self._apart(job):
-                status = job.status()
-                if self._is_ours(job, status):
-                    active.append((job, status))
-                self._notify(job, status)
+                look = _Look.at(job)
+                if look.is_ours(job):
+                    active.append((job, look))
+                    self._count(job, look)
+                self._notify(job, look.status)
         if not active:
             return []
         resubmitted: list[str] = []
+        elsewhere: dict[str, str | None] = {}
         known = on_scheduler([job for job, _ in active], self.cluster)
-        for (job, status), there in zip(active, known, strict=True):
-            stalled = False
-            with self._apart(job):
-                stalled = self._has_stalled(job, status, there["state"])
-            if stalled and self._resubmit(job, status):
+        for (job, look), there in zip(active, known, strict=True):
+            if not self._has_stalled(job, look, there["state"]):
+                continue
+            address = str(look.submissions[-1]["scheduler"])
+            if address not in elsewhere:
+                elsewhere[address] = belongs_elsewhere(address, self.cluster)
+            if (why := elsewhere[address]) is not None:
+                self._say_once(job.id, f"{job.id}: left alone: {why}")
+            elif self._resubmit(job, look):
                 resubmitted.append(job.id)
         return resubmitted
 
@@ -134,54 +172,65 @@ class Supervisor:
         except (KMEError, OSError) as error:
             self._say_once(job.id, f"{job.id}: {error}")
 
-    def _is_ours(self, job: Job, status: Mapping[str, Any]) -> bool:
-        """Whether a scheduler was to run the job, and it should be running."""
-        events = job.events()
-        if job.stop_requested or not any("scheduler" in event for event in events):
-            return False
-        if status["state"] == "failed":
-            return status.get("exit_code") == RetryError.exit_code and not events[-1].get("given_up")
-        return status["state"] not in ENDED
+    def _count(self, job: Job, look: _Look) -> None:
+        """Note when the job was resubmitted, by whomever: the next time is later."""
+        if job.id not in self._counted:
+            self._counted[job.id] = look.resubmissions, -math.inf
+        elif self._counted[job.id][0] != look.resubmissions:
+            self._counted[job.id] = look.resubmissions, time.monotonic()
 
-    def _has_stalled(self, job: Job, status: Mapping[str, Any], there: str | None) -> bool:
+    def _has_stalled(self, job: Job, look: _Look, there: str | None) -> bool:
         if there not in GONE:
             self._seen.pop(job.id, None)
             return False
-        if status["state"] == "failed":
+        if look.status["state"] == "failed":
             return True
         # One look alone proves nothing: a driver of another scheduler may be at work, and shows it by its beats.
-        now = (latest_epoch(job.place), len(job.events()))
-        before, self._seen[job.id] = self._seen.get(job.id), now
-        return before == now
+        before, self._seen[job.id] = self._seen.get(job.id), look.traces
+        return bool(before == look.traces)
 
-    def _resubmit(self, job: Job, status: Mapping[str, Any]) -> bool:
-        if time.monotonic() < self._not_before.get(job.id, 0.0):
+    def _resubmit(self, job: Job, look: _Look) -> bool:
+        """Whether the job was resubmitted. Of several supervisors one does so, and the others find that it was done."""
+        earlier, since = self._counted[job.id]
+        if time.monotonic() - since < min(self.pause_s * 2 ** max(0, earlier - 1), _LONGEST_PAUSE_S):
             return False
-        earlier = resubmissions(job)
+        with contextlib.ExitStack() as stack:
+            current = None
+            with self._apart(job):
+                try:
+                    stack.enter_context(writer_lease(job.place))  # which ends with this process, whatever ends that
+                except RetryError:  # another supervisor is at it
+                    return False
+                current = _Look.at(job)
+            if current is None or current.traces != look.traces or not current.is_ours(job):
+                return False
+            return self._resubmit_alone(job, look)
+
+    def _resubmit_alone(self, job: Job, look: _Look) -> bool:
+        state, earlier = look.status["state"], look.resubmissions
         if earlier >= self.limit:
-            why = status.get("error") or f"it was {status['state']} without a driver"
-            job.event("failed", exit_code=RetryError.exit_code, given_up=True,
-                      error=f"given up after {earlier} resubmissions: {why}")  # fmt: skip
-            job.log(f"given up after {earlier} resubmissions", level="error")
-            self.say(f"{job.id}: given up after {earlier} resubmissions; see `kme-dist jobs logs {job.id}`")
-            self._notify(job, job.status())
+            with self._apart(job):
+                self._give_up(job, look)
             return False
-        self._not_before[job.id] = time.monotonic() + min(self.pause_s * 2**earlier, _LONGEST_PAUSE_S)
         try:
             submit(job, self.cluster, resubmission=earlier + 1)
-        except RetryError:
-            self._not_before.pop(job.id)
+        except RetryError:  # of no use to try the others now
             raise
-        except (DataError, FileNotFoundError):  # just deleted
-            return False
-        except (
-            KMEError,
-            OSError,
-        ) as error:  # e.g. another version on the workers: a person has to act, other jobs go on
+        except (KMEError, OSError) as error:  # e.g. other versions: a person has to act, the other jobs go on
+            self._counted[job.id] = earlier, time.monotonic()
             self._say_once(job.id, f"{job.id}: cannot be resubmitted: {error}")
             return False
-        self.say(f"{job.id}: was {status['state']} without a driver; resubmitted ({earlier + 1} of {self.limit})")
+        self._counted[job.id] = earlier + 1, time.monotonic()
+        self.say(f"{job.id}: was {state} without a driver; resubmitted ({earlier + 1} of {self.limit})")
         return True
+
+    def _give_up(self, job: Job, look: _Look) -> None:
+        count, why = look.resubmissions, look.status.get("error") or f"it was {look.status['state']} without a driver"
+        job.event("failed", exit_code=RetryError.exit_code, given_up=True,
+                  error=f"given up after {count} resubmissions: {why}")  # fmt: skip
+        job.log(f"given up after {count} resubmissions", level="error")
+        self.say(f"{job.id}: given up after {count} resubmissions; see `kme-dist jobs logs {job.id}`")
+        self._notify(job, job.status())
 
     def _notify(self, job: Job, status: Mapping[str, Any]) -> None:
         if not self.notices or status["state"] not in NOTICED:
@@ -199,8 +248,4 @@ class Supervisor:
 
 def resubmissions(job: Job) -> int:
     """How often the job was resubmitted since a person submitted it."""
-    count = 0
-    for event in job.events():
-        if "scheduler" in event:
-            count = int(event.get("resubmission", 0))
-    return count
+    return _Look.at(job).resubmissions

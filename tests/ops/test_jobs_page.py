@@ -151,6 +151,27 @@ def test_damaged_jobs_do_not_hide_the_others_and_no_text_is_html(tmp_path):
         assert EVIL not in page(listing, wanted)
 
 
+def test_what_is_written_to_the_folder_of_a_job_is_never_html(tmp_path):
+    create(tmp_path, "state").event(EVIL)
+    work = create(tmp_path, "progress")
+    first = create(tmp_path, "priority")
+    request = json.loads((first.folder / "job.json").read_text())
+    request.pop("digest")
+    (first.folder / "job.json").write_text(json.dumps({**request, "priority": EVIL}))
+    with EpochLease.take(work.place) as lease:
+        work.event("running", epoch=1)
+        lease.progress = {"stage": EVIL, "done": 1, "total": EVIL}
+        lease._renew()
+        listing = JobIndex().read([str(tmp_path)])
+        for wanted in (Wanted(), *(Wanted(job=row["id"]) for row in listing.rows)):
+            assert EVIL not in page(listing, wanted)
+    states = {row["id"]: row["state"] for row in listing.rows}
+    assert states == {"state": "damaged", "priority": "damaged", "progress": "running"}
+    assert "damaged 2" in page(listing, Wanted())
+    evil = Listing(tuple({**row, "state": EVIL} for row in listing.rows))
+    assert EVIL not in page(evil, Wanted()) + page(evil, Wanted(job="state"))
+
+
 def test_without_jobs_the_page_says_how_to_submit_one(tmp_path):
     assert "No jobs yet" in page(JobIndex().read([str(tmp_path)]), Wanted())
     assert "No jobs yet" in page(JobIndex().read([]), Wanted())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from distributed import LocalCluster
 from ports import free_port
 
 from kme_dist.cli import app as cli
@@ -54,6 +55,7 @@ def scheduler(monkeypatch):
 
     monkeypatch.setattr(supervisor, "on_scheduler", lambda found, cluster: [{"state": told.state} for _ in found])
     monkeypatch.setattr(supervisor, "submit", accept)
+    monkeypatch.setattr(supervisor, "belongs_elsewhere", lambda address, cluster: None)
     return told
 
 
@@ -157,6 +159,109 @@ def test_a_schedule_and_a_driver_host_keep_the_jobs_of_their_root(job, scheduler
     with kept_jobs(job.root, AT, lambda line: None):
         _until(lambda: scheduler.sent)
     assert scheduler.sent[0] == (job.id, 1)
+
+
+# --- several supervisors, several clusters -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["failed", "waiting"])
+def test_what_another_supervisor_resubmitted_during_a_look_is_not_resubmitted(job, scheduler, monkeypatch, state):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    if state == "failed":
+        job.event("failed", exit_code=75, error="?")
+    first, second, asked = watched(job), watched(job), []
+    if state == "waiting":
+        assert (first.look(), second.look()) == ([], [])
+
+    def ask(found, cluster):
+        asked.append(found)
+        if len(asked) == 1:  # the second one is between its look at the folder and its resubmission
+            assert first.look() == [job.id]
+        return [{"state": None} for _ in found]
+
+    monkeypatch.setattr(supervisor, "on_scheduler", ask)
+    assert second.look() == []
+    assert scheduler.sent == [(job.id, 1)]
+    assert supervisor.resubmissions(job) == 1
+
+
+def test_of_two_supervisors_one_resubmits(job, scheduler, monkeypatch):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=75, error="?")
+    real, others = supervisor.submit, []
+
+    def slow(job, cluster, resubmission):
+        if not others:
+            others.append(watched(job).look())  # before the first one has written anything
+        real(job, cluster, resubmission)
+
+    monkeypatch.setattr(supervisor, "submit", slow)
+    assert watched(job).look() == [job.id]
+    assert others == [[]]
+    assert scheduler.sent == [(job.id, 1)]
+
+
+def test_a_supervisor_whose_submission_fails_leaves_it_to_the_next_look(job, scheduler, monkeypatch):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=75, error="?")
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "submit", lambda *_, **__: (_ for _ in ()).throw(RetryError("no driver host")))
+        with pytest.raises(RetryError):
+            watched(job).look()
+    assert watched(job).look() == [job.id]
+
+
+def test_the_resubmissions_of_several_supervisors_get_further_apart_too(job, scheduler, monkeypatch):
+    clock, when = [100.0], []
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    keepers = [Supervisor(job.root, AT, pause_s=10.0, limit=4) for _ in range(2)]
+    for second in range(200):
+        clock[0] = 100.0 + second
+        when += [second for keeper in keepers if keeper.look()]
+    assert np.diff(when) == pytest.approx([10, 20, 40], abs=1)
+
+
+@pytest.fixture
+def clusters():
+    with contextlib.ExitStack() as stack:
+        settings = {"n_workers": 0, "processes": False, "dashboard_address": "127.0.0.1:0", "protocol": "tcp://"}
+        yield [stack.enter_context(LocalCluster(**settings)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("state", ["failed", "waiting"])
+def test_a_job_of_another_cluster_is_left_to_it_until_that_is_gone(job, clusters, monkeypatch, state):
+    ours, theirs = clusters
+    at = ClusterConfig(kind="address", address=ours.scheduler_address)
+    sent, lines = [], []
+    monkeypatch.setattr(supervisor, "submit", lambda job, cluster, resubmission: sent.append(resubmission))
+    job.event("waiting", scheduler=theirs.scheduler_address)
+    if state == "failed":
+        job.event("failed", exit_code=75, error="?")
+    keeper = Supervisor(job.root, at, pause_s=0.0, say=lines.append)
+    assert [keeper.look() for _ in range(3)] == [[]] * 3
+    assert lines == [
+        f"{job.id}: left alone: it was submitted to the scheduler at {theirs.scheduler_address}, which is another one "
+        "and answers"
+    ]
+    theirs.close()  # and comes back under another address
+    assert keeper.look() == [job.id]
+    assert sent == [1]
+
+
+def test_a_scheduler_is_known_by_all_its_names_and_a_stranger_is_not_taken_for_one(clusters, monkeypatch):
+    monkeypatch.setattr(submit, "ANSWER_S", 1.0)
+    address = clusters[0].scheduler_address
+    at = ClusterConfig(kind="address", address=address)
+    assert submit.belongs_elsewhere(address, at) is None
+    assert submit.belongs_elsewhere(address.replace("127.0.0.1", "localhost"), at) is None
+    assert submit.belongs_elsewhere(f"tcp://127.0.0.1:{free_port()}", at) is None
+    assert submit.belongs_elsewhere("not an address", at) is None
+    other = clusters[1].scheduler_address
+    assert "another one and answers" in submit.belongs_elsewhere(other, at)
+    assert "cannot be asked" in submit.belongs_elsewhere(other.replace("tcp", "tls"), at), "without certificates"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert "cannot be asked" in submit.belongs_elsewhere(f"tcp://127.0.0.1:{server.getsockname()[1]}", at)
 
 
 # --- what goes wrong with one job, or at one look ----------------------------------------------------
