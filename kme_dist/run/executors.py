@@ -36,14 +36,13 @@ from kme_dist.backend import blas_threads, free_bytes
 from kme_dist.errors import RetryError
 from kme_dist.failpoints import passing
 from kme_dist.meter import metered, observed
-from kme_dist.run.gathering import Stalled, fetch, gather_from_live
+from kme_dist.run.gathering import GRACE_S, Stalled, cluster_errors, fetch, gather_from_live, raise_own
 from kme_dist.run.lanes import Lanes, aligned
 from kme_dist.run.streams import Calls, Done, Stream, shorten_logs, trim_notes
 
 T = TypeVar("T")
 U = TypeVar("U")
 Function = Callable[..., T]
-_GRACE_S = 5.0  # for fetching finished results after a round has failed
 _COUNT_EVERY_S = 5.0
 _QUICK_S = 0.25  # rounds shorter than this bypass the scheduler, whose 10 to 20 ms would be a tenth of them
 _SHOWN_EVERY_S = 1.0  # and still use it about this often, to show on the dashboard
@@ -398,17 +397,17 @@ class DaskExecutor:
 
     def fetch(self, futures: list[Any]) -> dict[Any, Any]:
         """Results of finished tasks by one message, of those that were not lost."""
-        found: dict[Any, Any] = self.client.sync(fetch, self.client, futures, self._direct, callback_timeout=_GRACE_S)
+        found: dict[Any, Any] = self.client.sync(fetch, self.client, futures, self._direct, callback_timeout=GRACE_S)
         return found
 
     def outcome(self, future: Any, otherwise: Any) -> Any:
         """The result or error of a task that is no longer pending; `otherwise` if it cannot be fetched."""
         try:
             if future.status == "error":
-                return future.exception(timeout=_GRACE_S)
+                return future.exception(timeout=GRACE_S)
             if future.status == "finished":
                 return self.fetch([future]).get(future, otherwise)
-        except _cluster_errors() as error:
+        except cluster_errors() as error:
             self.check_alive(error)
         return otherwise
 
@@ -417,7 +416,7 @@ class DaskExecutor:
     def _submitted(self, submit: Submit, count: int, name: str, tasks: int | None = None) -> Started[dict[int, Any]]:
         """Submit; results are collected later. `tasks` are made for them, by default one for each."""
         futures: dict[int, Any] = {}
-        with contextlib.suppress(*_cluster_errors()):  # submitted again when collected
+        with contextlib.suppress(*cluster_errors()):  # submitted again when collected
             self._begin_round()
             futures = submit(list(range(count)), self._away_from_suspects())
 
@@ -437,7 +436,7 @@ class DaskExecutor:
 
     def _collect(self, submit: Submit, count: int, futures: dict[int, Any], name: str, tasks: int) -> dict[int, Any]:
         """Wait for `futures` as long as their workers get on, and resubmit what is missing."""
-        cluster_errors = _cluster_errors()
+        lost = cluster_errors()
         found: dict[int, Any] = {}
         last: BaseException | None = None
         for attempt in range(self.attempts):
@@ -448,9 +447,9 @@ class DaskExecutor:
                 limit = self.limit(self._slowest.get(name))
                 values = self.client.sync(gather_from_live, self.client, waiting, self._direct, self._run, limit)
                 found |= dict(zip(futures, values, strict=True))
-            except cluster_errors as error:
+            except lost as error:
                 last = error
-                _raise_own(futures.values())
+                raise_own(futures.values())
                 self.check_alive(error)
                 found |= self._finished(futures)
                 self.retried += count - len(found)
@@ -533,7 +532,7 @@ class DaskExecutor:
     def _finished(self, futures: dict[int, Any]) -> dict[int, Any]:
         """Results of a failed round that are available."""
         finished = {future: i for i, future in futures.items() if future.status == "finished"}
-        with contextlib.suppress(*_cluster_errors()):
+        with contextlib.suppress(*cluster_errors()):
             return {finished[future]: value for future, value in self.fetch(list(finished)).items()}
         return {}
 
@@ -567,27 +566,6 @@ class DaskExecutor:
             raise RetryError(
                 f"the Dask scheduler at {_address(self.client)} was lost; restart it and run the same command"
             ) from error
-
-
-def _cluster_errors() -> tuple[type[BaseException], ...]:
-    """Errors raised when workers die, hang or are unreachable; functions that read files raise some of them, too."""
-    from concurrent.futures import CancelledError
-
-    from distributed import KilledWorker
-    from distributed.client import ClosedClientError
-
-    return (TimeoutError, OSError, CancelledError, KilledWorker, ClosedClientError)
-
-
-def _raise_own(futures: Iterable[Any]) -> None:
-    """Raise the error of a call that failed by itself: it would fail again."""
-    from distributed import KilledWorker
-
-    for future in futures:
-        if future.status == "error":
-            error = future.exception(timeout=_GRACE_S)
-            if not isinstance(error, KilledWorker):
-                raise error
 
 
 def _address(client: Any) -> str:

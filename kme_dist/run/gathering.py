@@ -13,9 +13,10 @@ workers it started from no longer hold the results.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+GRACE_S = 5.0  # for fetching finished results after a round has failed
 _LOOK_EVERY_S = 10.0  # how often the tasks of the workers are looked at while a round lasts
 _CHECK_EVERY_S = 1.0  # how often the scheduler is asked during a fetch; most fetches take milliseconds
 _PAUSE_S = 0.05
@@ -135,3 +136,24 @@ async def _done(future: Any) -> None:
     await state.wait()
     if state.status in ("error", "cancelled"):
         raise state.exception.with_traceback(state.traceback)
+
+
+def cluster_errors() -> tuple[type[BaseException], ...]:
+    """Errors raised when workers die, hang or are unreachable; functions that read files raise some of them, too."""
+    from concurrent.futures import CancelledError
+
+    from distributed import KilledWorker
+    from distributed.client import ClosedClientError
+
+    return (TimeoutError, OSError, CancelledError, KilledWorker, ClosedClientError)
+
+
+def raise_own(futures: Iterable[Any]) -> None:
+    """Raise the error of a call that failed by itself: it would fail again."""
+    from distributed import KilledWorker
+
+    for future in futures:
+        if future.status == "error":
+            error = future.exception(timeout=GRACE_S)
+            if not isinstance(error, KilledWorker):
+                raise error
