@@ -269,10 +269,11 @@ def _pages(wanted: Wanted, number: int, pages: int, count: int) -> str:
 
 def _row(row: Mapping[str, Any], wanted: Wanted) -> str:
     line = last_lines(row.get("folder"), 1)
+    stopping = " (stopping)" if row.get("stopping") else ""
     said = row.get("error") or (line[0].get("message", "") if line else "")
     cells = (
         f"<a href='{wanted.address(job=row['id'])}'>{_text(row['id'])}</a><small>{_text(row['pipeline'])}</small>",
-        f"<span class='state {_text(row['state'])}'>{_text(row['state'])}{' (stopping)' if row.get('stopping') else ''}</span>",
+        f"<span class='state {_text(row['state'])}'>{_text(row['state'])}{stopping}</span>",
         _text(row["owner"] or ""),
         _progress(row),
         _moment(row["submitted"]),
