@@ -115,8 +115,12 @@ class Drivers:
             answer = self._exchange(client)
             if answer.seen[0] != self._seen[0]:
                 restored = self._still_to_do() if self._seen[0] else ()
-                self._seen = (answer.seen[0], -1)
-                answer = self._exchange(client, restored=restored)
+                before, self._seen = self._seen, (answer.seen[0], -1)
+                try:
+                    answer = self._exchange(client, restored=restored)
+                except RetryError:
+                    self._seen = before  # else its jobs would seem to be those of others, and their drivers be stopped
+                    raise
             if answer.check:
                 self._exchange(client, checked={entry.key: _problem(entry) for entry in answer.check})
             stop.wait(POLL_S)

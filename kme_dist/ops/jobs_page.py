@@ -269,6 +269,7 @@ def _pages(wanted: Wanted, number: int, pages: int, count: int) -> str:
 
 def _row(row: Mapping[str, Any], wanted: Wanted) -> str:
     line = last_lines(row.get("folder"), 1)
+    stopping = " (stopping)" if row.get("stopping") else ""
     said = row.get("error") or (line[0].get("message", "") if line else "")
     stopping = " (stopping)" if row.get("stopping") else ""
     cells = (

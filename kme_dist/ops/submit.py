@@ -104,6 +104,8 @@ def drive_for_host(job: Job, cluster: ClusterConfig, run_pipeline: RunPipeline) 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise LeaseLost("the driver host is shutting down")
 
+    # Ctrl-C in the terminal of the host reaches this process too, and is no failure of the job: the host decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = signal.signal(signal.SIGTERM, stop)
     try:
         with dask.config.set({"client-name": driver_name(job_key(job))}):  # by which its tasks are found
@@ -203,8 +205,11 @@ def wait(
 
 def cancel(job: Job, cluster: ClusterConfig | None, *, grace_s: float = 30.0) -> dict[str, Any]:
     """Ask the driver to stop; if it has not after `grace_s`, revoke its lease and restart its workers."""
-    if job.status()["state"] in ENDED:
-        return job.status()
+    status = job.status()
+    if status["state"] in ENDED:
+        if status["state"] == "cancelled" and cluster is not None:
+            _stop_tasks(job, cluster)  # what an earlier call could not stop
+        return status
     job.request_stop("jobs cancel")
     job.log("asked to stop")
     deadline = time.monotonic() + grace_s
@@ -213,11 +218,11 @@ def cancel(job: Job, cluster: ClusterConfig | None, *, grace_s: float = 30.0) ->
             return job.status()
         time.sleep(POLL_S)
     begin_epoch(job.place, "jobs cancel")  # from here on the driver can no longer commit
-    if cluster is not None:
-        _stop_tasks(job, cluster)
     if job.result() is None:
         job.event("cancelled")
         job.log("cancelled; the lease of its driver was revoked")
+    if cluster is not None:
+        _stop_tasks(job, cluster)
     return job.status()
 
 
@@ -232,7 +237,13 @@ def _stop_tasks(job: Job, cluster: ClusterConfig) -> None:
         try:
             outcome = client.restart_workers(workers, timeout=RESTART_S, raise_for_error=False)
         except (OSError, ValueError, RuntimeError, TimeoutError) as error:
-            raise RetryError(f"the workers {', '.join(workers)} could not be restarted: {error}") from error
+            raise RetryError(
+                f"the job {job.id} is cancelled, but the workers that compute for it could not be restarted, and do so "
+                f"until their tasks end ({', '.join(workers)}: {error}); restart them by hand if that takes too long"
+            ) from error
         stuck = sorted(worker for worker, how in outcome.items() if how == "timed out")
         if stuck:
-            raise RetryError(f"the workers {', '.join(stuck)} did not restart in time; check them, then try again")
+            raise RetryError(
+                f"the job {job.id} is cancelled, but the workers {', '.join(stuck)} did not restart in time; check "
+                "them, then run this again"
+            )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -179,6 +181,80 @@ def test_a_scheduler_that_lost_its_queue_gets_it_back(tmp_path, at, host, schedu
     (tmp_path / "go").touch()
     until(lambda: states(*found) == ["succeeded"] * 3)
     assert [job.status()["drivers"] for job in found] == [1, 1, 1], "those that ran went on"
+
+
+@pytest.mark.chaos(6)
+def test_a_connection_lost_while_a_queue_is_restored_costs_no_driver(tmp_path, at, host, scheduler, monkeypatch):
+    job = submitted(tmp_path, at, "restored")
+    until(lambda: states(job) == ["running"] and host._known and host._known[0].host == host.id)
+    real, lost = Drivers._exchange, []
+
+    def exchange(self, client, **more):
+        if more.get("restored") and not lost:
+            lost.append(more["restored"])
+            raise RetryError("the scheduler was lost")
+        return real(self, client, **more)
+
+    monkeypatch.setattr(Drivers, "_exchange", exchange)
+    del scheduler.extensions[queue.NAME]
+    scheduler.plugins.pop(queue.NAME)
+    until(lambda: lost and submit.on_scheduler([job], at)[0]["state"] == "running")
+    (tmp_path / "go").touch()
+    until(lambda: states(job) == ["succeeded"])
+    assert job.status()["drivers"] == 1
+
+
+# A driver host in a process of its own, which runs until it is interrupted.
+HOST = """
+import sys, threading
+from kme_dist.cli.drivers import _signals_set
+from kme_dist.config import ClusterConfig
+from kme_dist.ops.drivers import Drivers
+
+address, code = sys.argv[1:]
+stop = threading.Event()
+with _signals_set(stop):
+    at = ClusterConfig(kind="address", address=address)
+    Drivers(at, lambda job: [sys.executable, "-c", code, str(job.root), job.id, address]).serve(stop)
+"""
+
+
+def test_an_interrupt_in_the_terminal_of_a_host_fails_no_job(tmp_path, at, scheduler):
+    """Ctrl-C goes to all processes of the terminal: the host, and the drivers that it has started."""
+    command = [sys.executable, "-c", HOST, at.address, DRIVER]
+    process = subprocess.Popen(command, start_new_session=True)
+    job = submitted(tmp_path, at, "interrupted")
+    until(lambda: states(job) == ["running"])
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    assert [event["state"] for event in job.events()] == ["waiting", "running", "waiting"]
+    assert "error" not in job.status()
+
+
+def test_a_cancelled_job_stays_so_when_its_workers_cannot_be_restarted(tmp_path, at, host):
+    job = submitted(tmp_path, at, "busy")
+    until(lambda: states(job) == ["running"])
+    release = tmp_path / "release"
+
+    def hold(path):
+        while not Path(path).exists():
+            time.sleep(0.02)
+
+    with (
+        dask.config.set({"client-name": queue.driver_name(queue.job_key(job))}),
+        Client(at.address, set_as_default=False) as client,
+    ):
+        task = client.submit(hold, str(release), pure=False)
+        try:
+            until(lambda: submit.on_scheduler([job], at)[0]["busy"])
+            for _ in range(2):  # the same command tries again
+                with pytest.raises(RetryError, match="is cancelled, but the workers that compute for it could not be"):
+                    submit.cancel(job, at, grace_s=0.0)
+                assert states(job) == ["cancelled"]
+        finally:
+            release.touch()
+        task.result(timeout=60)
+    assert submit.wait(job, 1.0)["state"] == "cancelled"
 
 
 def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, capsys, monkeypatch):
