@@ -242,9 +242,9 @@ for number, point in enumerate(points, start=1):
 """
 
 POINTS = [
-    ("before", r"/00000001-\w+/0"),
-    ("after", r"/00000001-\w+/0"),
-    ("after", r"/00000001-\w+/1"),
+    ("before", r"/00000001-\w+\.0$"),
+    ("after", r"/00000001-\w+\.0$"),
+    ("after", r"/00000001-\w+\.1$"),
     ("before", r"receipts/\w+/00000001\.json"),
     ("after", r"receipts/\w+/00000001\.json"),
     ("before", r"move label/c/1"),
