@@ -189,8 +189,8 @@ class CENClassifier(EmbeddingClassifier):
         counts as the row twice, 0 as no row (see `MCEClassifier.fit`; here to the last bit if all rows are one batch).
         `callback` receives the record of every step. `watch` is a pair of rows and labels: after every epoch W is
         solved on all training rows and evaluated on them, see `curve_`. `checkpoints` is a folder to save to while
-        learning; after an interruption the same call resumes from there, to the same bits. Checkpoints of other settings
-        or rows are refused.
+        learning; after an interruption the same call resumes from there, to the same bits. Checkpoints of other
+        settings or rows are refused.
         """
         self._begin_fit()
         account, saved = Account(self.verbose, type(self).__name__), as_checkpoints(checkpoints)
