@@ -159,7 +159,8 @@ class System:
         xp = namespace_of(V)
         AV = _symmetric_product(self.G, V)
         AV = AV + self.rows * lam * (V if self.M is None else _symmetric_product(self.M, V))
-        return float(xp.sqrt(xp.sum((AV - self.B) ** 2)) / xp.sqrt(xp.sum(self.B**2)))
+        size = float(xp.sqrt(xp.sum(self.B**2)))  # 0 if all features are: then V is, too
+        return float(xp.sqrt(xp.sum((AV - self.B) ** 2))) / (size or 1.0)
 
 
 def _add_to_diagonal(A: Array, value: float) -> None:

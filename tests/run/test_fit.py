@@ -659,6 +659,11 @@ def test_the_loss_is_finite_with_two_rows(tmp_path):
     assert found.solver == "cholesky"
 
 
+def test_features_that_are_all_zero_are_solved_exactly():
+    G, B = np.zeros((3, 3)), np.zeros((3, 2))
+    assert System(G, B, None, 10, 0.0).residual(1e-2, np.zeros((3, 2))) == 0.0
+
+
 def test_the_residual_is_measured_at_all_rows_or_at_stretches_from_first_to_last():
     assert measured_spans(1024) == [(0, 1024)]
     assert measured_spans(15_000) == [(0, 256), (4914, 5170), (9829, 10085), (14744, 15000)]
