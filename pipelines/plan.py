@@ -77,15 +77,19 @@ def run(config: Config, scenario: Scenario | None = None, *, calibrate: bool = T
     """
     scenario = scenario or Scenario()
     data: Any = _found(config.data.source)
-    if data is None:
-        data = _opened(config.data.source) if scenario.rows is None else scaling.made_up(scenario)
-    workers, limit = _workers(config.cluster, ask=scenario.workers is None)
-    rows, count = scenario.rows or data.split_rows(data.training_split()), scenario.workers or workers
-    limit = limit if scenario.workers is None or config.cluster.memory is not None else None
     facts: dict[str, Any] = {}
+    if data is None and scenario.rows is None:
+        data = _opened(config.data.source)
+    rows = scenario.rows or data.split_rows(data.training_split())
+    if data is None or scenario.features or scenario.classes:
+        facts["data"] = f"made up; {config.data.source} is not a data set" if data is None else "made up, as asked for"
+        data = scaling.made_up(scenario, data)
+    workers, limit = _workers(config.cluster, ask=scenario.workers is None)
+    count = scenario.workers or workers
+    limit = limit if scenario.workers is None or config.cluster.memory is not None else None
     if config.model.kind == "mce" and scenario == Scenario(machine=scenario.machine):
         facts = _learning(config, calibrate, workers, limit)
-    facts |= {"rows": rows, "workers": count}
+    facts |= {"rows": rows, "workers": count, "features": data.features, "classes": data.n_classes}
     if not calibrate:
         return facts
     # With given constants the plan is the same everywhere: a batch is counted, not measured.

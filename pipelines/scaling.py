@@ -41,8 +41,8 @@ class Scenario:
 
     workers: int | None = None
     rows: int | None = None
-    features: int = 50
-    classes: int = 10
+    features: int | None = None
+    classes: int | None = None
     machine: str | None = None  # a JSON file of constants
 
     def __post_init__(self) -> None:
@@ -64,11 +64,12 @@ class Scenario:
         return Machine.from_mapping(given)
 
 
-def made_up(scenario: Scenario) -> ArrayRows:
-    """A few rows with the features and classes of a scenario."""
-    rng = np.random.default_rng(0)
-    X = rng.random((_MADE_UP_ROWS, scenario.features), dtype=np.float32)
-    return ArrayRows(X, np.arange(len(X)) % scenario.classes, classes=range(scenario.classes))
+def made_up(scenario: Scenario, data: RowSource | None = None) -> ArrayRows:
+    """A few rows with the features and classes of a scenario; what it lacks is that of a data set, or as usual."""
+    features = scenario.features or (50 if data is None else data.features)
+    classes = scenario.classes or (10 if data is None else max(2, data.n_classes))
+    X = np.random.default_rng(0).random((_MADE_UP_ROWS, features), dtype=np.float32)
+    return ArrayRows(X, np.arange(len(X)) % classes, classes=range(classes))
 
 
 def stages(

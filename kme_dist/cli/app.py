@@ -216,8 +216,8 @@ class ScenarioOptions:
 
     workers: Annotated[int | None, typer.Option(help="Number of workers; default: that of the config.")] = None
     rows: Annotated[str | None, typer.Option(help="Number of rows, e.g. 1e9; default: those of the data set.")] = None
-    features: Annotated[int, typer.Option(help="Features of a row, if there is no data set.")] = 50
-    classes: Annotated[int, typer.Option(help="Number of classes, if there is no data set.")] = 10
+    features: Annotated[int | None, typer.Option(help="Features of a row; without a data set 50.")] = None
+    classes: Annotated[int | None, typer.Option(help="Number of classes; without a data set 10.")] = None
     machine: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON file of speeds; default: measured here.")
     ] = None

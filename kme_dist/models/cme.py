@@ -67,8 +67,7 @@ from kme_dist.run.scratch import Scratch
 
 _SELECTION_ROWS = 1_200  # pairs used to choose kernel and λ
 _CENTRES, _TARGET_CENTRES, _FEATURES = 1_000, 500, 1_000
-_CHOICE_ROWS = 20_000  # rows to choose centres from
-_QUERY_ROWS = 1_024  # quantiles are computed for at a time
+_CHOICE_ROWS, _QUERY_ROWS = 20_000, 1_024  # rows to choose centres from, and to compute quantiles of at a time
 
 
 class ConditionalMeanEmbedding(Estimator):

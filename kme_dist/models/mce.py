@@ -262,7 +262,8 @@ class MCEClassifier(EmbeddingClassifier):
             losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.loo_log_loss_.items())
             kept = f"; kept {self.objective_}" if len(self.loo_log_loss_) > 1 else ""
             account.say(f"leave-one-out log loss: {losses}{kept}")
-        tuned = " (by leave-one-out)" if self.loo_log_loss_ and self.refit_regularization else ""
+        rows = "rows held out" if self.solver_ == "falkon" else "leave-one-out"
+        tuned = f" (by {rows})" if self.loo_log_loss_ and self.refit_regularization else ""
         if (curves := self.scaling_.curves) is not None:
             account.say(f"{counted(len(curves.columns), 'feature')} with heavy tails: normal scores")
         account.say(f"lambda {self.regularization_:.3g}{tuned}, kernel {self.kernel_!r}")

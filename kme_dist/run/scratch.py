@@ -49,11 +49,12 @@ class Scratch:
 
     def save(self, name: str, array: np.ndarray, *, copy: bool = True) -> None:
         """Without `copy` the caller gives the array away and must not change it afterwards."""
+        # In the same order in memory as in a file: products of columns and of rows are rounded differently.
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            array, copy = np.ascontiguousarray(array), False
         if self._place is None:
             self._held[name] = np.array(array) if copy else array
             return
-        if not (array.flags.c_contiguous or array.flags.f_contiguous):
-            array = np.ascontiguousarray(array)
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
         flat = array.reshape(-1, order="A")  # a view of the bytes in memory order

@@ -116,6 +116,19 @@ def test_bytes_agree_with_the_plan_of_a_data_set(tmp_path, machine):
     assert predict["tasks"] == 1
 
 
+def test_a_plan_says_what_it_is_of(tmp_path, machine):
+    rng = np.random.default_rng(0)
+    ingest((rng.random((900, 5)), rng.integers(0, 3, 900)), tmp_path / "rows.zarr", dtype="float32")
+    mistyped = plan.run(config(tmp_path / "row.zarr"), Scenario(rows=10**6, machine=machine))
+    assert (mistyped["features"], mistyped["classes"]) == (50, 10)
+    assert mistyped["data"].endswith("row.zarr is not a data set")
+    real = plan.run(config(tmp_path / "rows.zarr"), Scenario(rows=10**6, machine=machine))
+    assert (real["features"], real["classes"], "data" in real) == (5, 3, False)
+    wider = plan.run(config(tmp_path / "rows.zarr"), Scenario(features=500, machine=machine))
+    assert (wider["rows"], wider["features"], wider["classes"]) == (900, 500, 3)
+    assert wider["stages"][2]["bytes_read"] == 900 * 500 * 4
+
+
 def test_the_same_constants_give_the_same_json(tmp_path, machine, capsys):
     path = tmp_path / "config.yaml"
     path.write_text("data: {source: none.zarr}\ncluster: {memory: 4GiB}\n")

@@ -91,13 +91,32 @@ def test_single_precision_gives_three_digits(without_held_out_rows):
 def test_the_best_regularisation_on_rows_held_out_is_taken(monkeypatch):
     monkeypatch.setattr(falkon, "_FRACTIONS", (100.0, 1.0, 1e-4))
     X, y = table(4_000)
-    found = fit(source(X, y), regularization=1e-4, retune=True)
+    found = fit(source(X, y), regularization=1e-4, retune="shared")
     assert found.facts["held_out_rows"] == 200
     losses = list(found.facts["lambdas"].values())
     assert len(losses) == 3
     assert found.loss == min(losses)
     assert found.regularization == pytest.approx([1e-2, 1e-4, 1e-8][int(np.argmin(losses))])
     assert len(found.left_out.codes) == 200
+
+
+def test_a_regularisation_that_was_not_tuned_is_searched_before_the_steps():
+    X, y = table(2_000)
+    rows, few = source(X, y), {"centres": 400, "retune": True}
+    far, near, direct = (
+        fit(rows, solver, lam, **few) for solver, lam in (("falkon", 10.0), ("falkon", 1e-6), ("nystrom", 1e-6))
+    )
+    assert far.regularization == pytest.approx(near.regularization, rel=3.0)
+    assert 1e-8 < far.regularization < 1e-2
+    assert far.facts["leave_one_out_rows"] == 2_000
+    found, wanted = (one.embedding.decision(X).argmax(axis=1) for one in (far, direct))
+    assert np.mean(found == wanted) > 0.97
+
+
+def test_a_fit_in_memory_has_the_bits_of_one_in_a_folder(tmp_path):
+    rows, few = source(*table()), {"tile_rows": 64, "dtype": "float32"}
+    here, there = (fit(rows, scratch=scratch, **few) for scratch in (None, tmp_path / "scratch"))
+    np.testing.assert_array_equal(here.embedding.weights, there.embedding.weights)
 
 
 @pytest.mark.parametrize("retune", [False, "shared"])

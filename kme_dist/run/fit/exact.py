@@ -53,10 +53,7 @@ class Exact:
         return self.problem.kernel.alpha(few) ** 2 or 1.0
 
     def leave_one_out(self, lams: list[float]) -> list[float]:
-        """One task for each λ; rows beyond a few thousand are sampled."""
-        p = self.problem
-        calls = [(p.rows, p.kernel, lam, self._variance, p.floor, p.seed, p.backend) for lam in lams]
-        return p.executor.map(leave_one_out_on_worker, calls, name="leave-one-out", gpu=p.backend == "cupy")
+        return leave_one_out_of_sample(self.problem, lams, self._variance)
 
     def residual(self, solved: Solved, lam: float) -> float:
         return relative_residual(self.problem, solved.weights.astype(np.float64), lam)
@@ -78,6 +75,13 @@ class Exact:
 
     def close(self) -> None:
         """Nothing to remove; only an interrupted fit leaves tiles."""
+
+
+def leave_one_out_of_sample(problem: Problem, lams: list[float], variance: float) -> list[float]:
+    """One task for each λ; rows beyond a few thousand are sampled. `variance` is the largest k(x, x)."""
+    p = problem
+    calls = [(p.rows, p.kernel, lam, variance, p.floor, p.seed, p.backend) for lam in lams]
+    return p.executor.map(leave_one_out_on_worker, calls, name="leave-one-out", gpu=p.backend == "cupy")
 
 
 def leave_one_out_on_worker(

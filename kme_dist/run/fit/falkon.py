@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from kme_dist.core.falkon import (
     right_side,
 )
 from kme_dist.core.objective import one_hot
+from kme_dist.core.regularization import LOO_ROWS
 from kme_dist.core.sums import Centres
 from kme_dist.data.dataset import Span
 from kme_dist.data.plan import BatchRef
@@ -41,6 +43,7 @@ from kme_dist.errors import ConfigError, NumericalError
 from kme_dist.failpoints import passing
 from kme_dist.run.fit.additive import BasisRef, among, basis_of, publish
 from kme_dist.run.fit.centres import choice_bytes, choice_pass, choose_points
+from kme_dist.run.fit.exact import leave_one_out_of_sample
 from kme_dist.run.fit.problem import (
     EXPONENTIAL,
     Cost,
@@ -142,12 +145,26 @@ class Triangle:
     def factor(self, A: np.ndarray, i: int, j: int) -> None:
         """Tile (i, j) of the factor, from that of the matrix (overwritten) and the finished tiles to its left."""
         for k in range(j):
-            A -= self.tile(i, k) @ self.tile(j, k).T
+            left, right = self._pair((i, k), (j, k))
+            A -= left @ right.T
         if i == j:
             self.store(cholesky(np.asfortranarray(A)).lower, i, j)
         else:
             corner = Factor(np.asfortranarray(self.tile(j, j)))
             self.store(np.ascontiguousarray(corner.half_solve(A.T).T), i, j)
+
+    def _pair(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Two tiles; the same one is loaded once. NumPy multiplies an array with itself by another routine than two
+        equal ones, to other bits, and only in memory a tile is the same array each time."""
+        tile = self.tile(*one)
+        return tile, tile if one == other else self.tile(*other)
+
+    def products(self, i: int, j: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """For the product of the transposed factor with itself: k, and the tiles (k, i) and (k, j)."""
+        for k in range(i, len(self.blocks)):
+            left, right = self._pair((k, i), (k, j))
+            left = np.tril(left) if i == k else left
+            yield k, left, left if i == j else right
 
     def solve(self, B: np.ndarray, *, transposed: bool = False) -> np.ndarray:
         """L⁻¹ B or L⁻ᵀ B; reads every tile once."""
@@ -177,8 +194,7 @@ def square_tile(square: Triangle, factor: Triangle, rates: np.ndarray | None, i:
     if square.has(i, j):
         return
     size, total = factor.blocks[-1][1], None
-    for k in range(i, len(factor.blocks)):
-        left, right = (np.tril(factor.tile(k, c)) if c == k else factor.tile(k, c) for c in (i, j))
+    for k, left, right in factor.products(i, j):
         if rates is not None:
             right = right / rates[slice(*factor.blocks[k])].astype(right.dtype)[:, None]
         part = left.T @ right
@@ -301,14 +317,19 @@ class Falkon:
     rates: np.ndarray | None  # at which the centres were sampled, with the mean 1; None: uniform
     facts: dict[str, Any]
     statistics: None = None
-    evaluated_rows: int = 0  # λ is not searched beforehand: its values share the passes of the solve
+
+    @property
+    def evaluated_rows(self) -> int:
+        """λ is searched beforehand, on a sample of rows; the solve compares it with a lower one."""
+        rows = self.problem.rows
+        return min(rows.positive, LOO_ROWS) if self.problem.target is None and rows.positive > 1 else 0
 
     @property
     def scale(self) -> float:
         return (self.problem.kernel.alpha(self.points) ** 2 or 1.0) / self.problem.rows.positive
 
     def leave_one_out(self, lams: list[float]) -> list[float]:
-        raise NumericalError("solver='falkon' has no leave-one-out; it compares values of λ on held-out rows")
+        return leave_one_out_of_sample(self.problem, lams, self.problem.kernel.alpha(self.points) ** 2 or 1.0)
 
     def solve(self, lam: float) -> Solved:
         work = _Work(self, [lam * share for share in (_FRACTIONS if self.problem.retune else (1.0,))])
