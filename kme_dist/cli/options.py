@@ -186,7 +186,7 @@ class JobOptions:
 
 
 def covered(result: Mapping[str, Any]) -> str:
-    """How many true values are in their intervals, and how many were asked for."""
+    """How many true values are in their intervals, and how many were requested."""
     nominal = result.get("nominal_coverage")
     asked = "" if nominal is None else f" of {100 * nominal:g} % intervals"
     return f"coverage {100 * result['coverage']:.1f} %{asked}"

@@ -171,7 +171,10 @@ def text_among(X: Any) -> FoundText | None:
 
 def check_numeric_targets(y: Any, by: str) -> None:
     """Raise an error for targets of a regression that are texts."""
-    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in _NUMBERS:
+    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in (
+        *_NUMBERS,
+        "c",
+    ):  # complex ones are refused later
         return
     try:
         np.asarray(y, np.float64)

@@ -54,8 +54,9 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
     few = take(rows, slice(0, 2000))
     try:
         values = np.asarray(few, dtype=np.float64)
-    except (TypeError, ValueError):
-        found = text_among(few)
+    except (TypeError, ValueError) as error:
+        if (found := text_among(few)) is None and isinstance(error, TypeError):
+            raise  # it names the value
         what = f"values of type {type(few[0]).__name__}" if found is None else found.words
         raise DataError(
             f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "

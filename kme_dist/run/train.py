@@ -314,6 +314,8 @@ def fit_candidates(
     given = dataset, _resolved(dataset, split)
     learned = next((c.learned for c in candidates if c.learned is not None), None)
     source, split = given if learned is not None else as_distinct_rows(*given)
+    if report is not None and (different := source.split_rows(split)) < (rows := dataset.split_rows(given[1])):
+        report(f"fit: {different} of {rows} rows are different; copies are rows of larger weight")
     dtype = recipe.precision_for(source, split)
     floor = recipe.floor(source.split_weight(split), dataset.n_classes)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.cluster import _store_window
 from kme_dist.data.ingest import ingest
+from kme_dist.data.leases import always_held
 from kme_dist.data.new_rows import _plain_schema
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Field, OutputLayout, open_predictions
@@ -64,7 +65,7 @@ def test_no_two_tasks_of_ingest_write_to_one_object(folder, rows, chunk_bytes, s
         parts = {}
         for window in windows:  # each into a folder of its own, to see what is its own
             place = Path(here) / str(window[0])
-            _store_window((f"{here}/X.npy", FileOptions()), SCHEMA, str(place), layout, window)
+            _store_window((f"{here}/X.npy", FileOptions()), SCHEMA, str(place), layout, always_held, window)
             parts[window] = files_below(place)
         owners = owner_of_each(parts)
         one = ShardWriter(Place.of(f"{here}/one"), 2, np.dtype("float64"), None, False, layout, settled=True)
@@ -144,7 +145,7 @@ def test_a_task_that_would_share_an_object_is_refused(tmp_path, window):
     np.save(tmp_path / "X.npy", X)
     origin = (str(tmp_path / "X.npy"), FileOptions())
     with pytest.raises(DataError, match="would share a shard of 8 rows with another task"):
-        _store_window(origin, SCHEMA, str(tmp_path / "out"), ChunkLayout(4, 8, False), window)
+        _store_window(origin, SCHEMA, str(tmp_path / "out"), ChunkLayout(4, 8, False), always_held, window)
     layout = OutputLayout(str(tmp_path / "out"), "zarr", 8, FIELDS, ("no", "yes"))
     with pytest.raises(DataError, match=rf"does not write chunk {window[0] // 8} alone"):
         ChunkTask(layout, "job", window[0] // 8, *window, "", 400)

@@ -10,7 +10,7 @@ import kme_dist as kme
 from kme_dist.core.risk import merge_equal_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.kernels import Bags, Gaussian, Spectrum, from_config
-from kme_dist.run.fit import Size, choose
+from kme_dist.run.fit import Room, Size, choose
 
 RNG = np.random.default_rng(0)
 Y = np.arange(60) % 2
@@ -49,7 +49,7 @@ def test_solvers_that_require_numbers_say_which_one_does_not(name, settings, giv
 def test_many_rows_that_are_not_numbers_are_fitted_exactly_or_refused():
     assert choose("auto", Size(20_000, width=0, labelled=False)).solver == "cholesky"
     with pytest.raises(ConfigError, match=r"for 20000 rows, 1\.0 GB are available; fit fewer rows"):
-        choose("auto", Size(20_000, width=0, labelled=False), room=10**9)
+        choose("auto", Size(20_000, width=0, labelled=False), room=Room(alone=10**9))
 
 
 @pytest.mark.parametrize("name", ROWS)
