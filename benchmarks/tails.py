@@ -1,6 +1,7 @@
-"""Features with heavy tails: `MCEClassifier()` with and without normal scores, beside trees, which see the order only.
+"""Features with heavy tails: default models with and without normal scores, beside trees, which see the order only.
 
-    python -m benchmarks.tails [--rows 800] [--seeds 2]
+    python -m benchmarks.tails [--rows 800] [--seeds 2]       MCEClassifier
+    python -m benchmarks.tails --regression                   CMERegressor, on scikit-learn's `make_friedman1`
 
 The table is scikit-learn's `make_classification` with three classes; its standardised features z become exp(power z),
 at power 0 they are z. Trees get the same table at every power, up to rounding.
@@ -11,8 +12,9 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from sklearn.datasets import make_classification
-from sklearn.ensemble import HistGradientBoostingClassifier
+from scipy.special import ndtri
+from sklearn.datasets import make_classification, make_friedman1
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.metrics import log_loss
 
 import kme_dist as kme
@@ -30,7 +32,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=800, help="to learn from; as many test rows")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--regression", action="store_true")
     given = parser.parse_args(argv)
+    if given.regression:
+        return regression(given.rows, given.seeds)
     models = {
         "scaling='unit'": lambda: kme.MCEClassifier(scaling="unit"),
         "scaling='auto'": lambda: kme.MCEClassifier(),
@@ -49,6 +54,29 @@ def main(argv=None):
             accuracy, loss = np.mean(found, axis=0)
             cells.append(f"{name} {accuracy:.1f} % {loss:.3f}")
         print(f"exp({power} z): " + "   ".join(cells), flush=True)
+
+
+def regression(rows, seeds):
+    """Friedman's first function of ten uniform features u, of which models see exp(power z) with z = Φ⁻¹(u); and with
+    one wrong cell."""
+    models = {
+        "scaling='standard'": lambda: kme.CMERegressor(scaling="standard"),
+        "scaling='auto'": lambda: kme.CMERegressor(),
+        "HistGB": lambda: HistGradientBoostingRegressor(random_state=0),
+    }
+    print("R² of test rows")
+    for name in (*POWERS, "one cell of 1e9"):
+        cells = {model: [] for model in models}
+        for seed in range(seeds):
+            U, y = make_friedman1(2 * rows, noise=1.0, random_state=seed)
+            Z = ndtri(U)
+            X = np.exp(name * Z) if isinstance(name, int) and name else Z
+            if isinstance(name, str):
+                X[0, 0] = 1e9
+            for model, build in models.items():
+                cells[model].append(build().fit(X[:rows], y[:rows]).score(X[rows:], y[rows:]))
+        shown = "   ".join(f"{model} {np.mean(found):.3f}" for model, found in cells.items())
+        print(f"{f'exp({name} z)' if isinstance(name, int) else name}: {shown}", flush=True)
 
 
 if __name__ == "__main__":

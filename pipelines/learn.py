@@ -150,7 +150,9 @@ def _summary(learned: LearnedResult) -> dict[str, Any]:
 def _save(run: Run, learned: LearnedResult, steps: int) -> None:
     """Store as arrays and JSON; kernels and features apply to rows scaled by `(x - shift) * factor`."""
     settings, data = run.resolved, run.data
-    scaling = Scaling.of(data.split_statistics(data.training_split()), settings["model"]["scaling"])
+    kind = settings["model"]["scaling"]
+    kind = "standard" if kind == "auto" and run.config.model.kind == recipes.REGRESSION else kind
+    scaling = Scaling.of(data.split_statistics(data.training_split()), kind)
     arrays = scaling.stored()
     arrays |= {f"features/{name}": value for name, value in _arrays(learned).items()}
     attributes = {

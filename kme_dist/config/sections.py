@@ -161,7 +161,9 @@ class ModelConfig(_Section):
     )
     regularization: Positive | None = Field(default=None, description="initial regularisation")
     scaling: Literal["auto", "unit", "standard"] | None = Field(
-        default=None, description="scaling of the features inside the model; null: none"
+        default=None,
+        description="scaling of the features inside the model; auto: as suits the model, and normal scores "
+        "for features with heavy tails where they lower the error; null: none",
     )
     backend: Literal["auto", "numpy", "cupy"] | None = Field(default=None, description="numpy (CPU) or cupy (GPU)")
     dtype: Literal["float32", "float64"] | None = Field(default=None, description="precision of the arithmetic")

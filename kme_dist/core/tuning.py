@@ -49,6 +49,11 @@ class Tuned:
         gain = self.losses - other.losses
         return float(np.average(gain, weights=self.weights)), _standard_error(gain, self.weights)
 
+    def lead(self, other: Tuned) -> float:
+        """By how many standard errors this is better than `other`, row by row; 0 if they are equal."""
+        gain, error = other.gain(self)
+        return gain / error if error > 0 else 0.0
+
 
 def tune(
     kernel: Kernel,

@@ -52,7 +52,7 @@ from kme_dist.data.writer import (
     weight_entry,
     write_shard,
 )
-from kme_dist.errors import ConfigError, DataError, KMEError
+from kme_dist.errors import ConfigError, KMEError
 from kme_dist.failpoints import passing
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
@@ -527,7 +527,7 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
             found_classes = found if classes is not None else None
             splits[name] = split_entry([span], features, found_classes, own)
     schema = job.schema
-    _check_moments(job.source.name, schema.feature_names, whole)
+    whole.check_squares(job.source.name, schema.feature_names, "leave the column out with `exclude`")
     return {
         "format": DATASET_FORMAT,
         "format_version": DATASET_VERSION,
@@ -553,19 +553,6 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "written_by": f"kme-dist {written_by}",
     }
-
-
-def _check_moments(source: str, names: Sequence[str], found: Statistics) -> None:
-    """Values whose squares overflow have no variance: refused by the name of their column."""
-    too_large = np.flatnonzero(~np.isfinite(found.variance) & (found.count > 0))
-    if len(too_large):
-        j = int(too_large[0])
-        largest = max(abs(found.minimum[j]), abs(found.maximum[j]))
-        name = names[j] if j < len(names) else f"number {j}"
-        raise DataError(
-            f"{source}: column {name!r} has values up to {largest:.3g}, whose squares exceed float64; correct them "
-            "(they may stand for a missing value), or leave the column out with `exclude`"
-        )
 
 
 def _unseen(job: IngestPlan) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
 _LARGEST = 1e150  # of a scaled feature: larger squares overflow
+_SMALLEST_VARIANCE = 1e-290  # of smaller ones squares lose digits, or underflow
 _MOST_RANGES = 10_000  # they are sent with every task
 _SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
 
@@ -66,18 +67,33 @@ class Scaling:
         return cls.of(Statistics.of(X), kind)
 
     @classmethod
-    def of(cls, found: Statistics, kind: str | None) -> Scaling:
-        """From the statistics of rows: "unit" range (also under "auto"), "standard" deviation, or none."""
+    def of(cls, found: Statistics, kind: str | None, names: Sequence[str] = (), source: str = "the rows") -> Scaling:
+        """From the statistics of rows: "unit" range (also under "auto"), "standard" deviation, or none.
+
+        Columns and source are named in the error for values whose squares overflow. Where squares underflow a column
+        is divided by its range.
+        """
         if kind is None:
             return cls(np.zeros(found.mean.size), np.ones(found.mean.size))
         if kind not in ("auto", "unit", "standard"):
             raise ConfigError(f"scaling={kind!r} is unknown; choose 'auto', 'unit', 'standard' or None")
         standard = kind == "standard"
+        if standard:
+            found.check_squares(source, names, "divide the column by a constant")
         shift = found.mean if standard else found.minimum
         with np.errstate(divide="ignore", over="ignore"):
-            width = np.sqrt(found.variance) if standard else found.maximum - found.minimum
+            width = found.maximum - found.minimum
+            if standard:
+                width = np.where(found.variance > _SMALLEST_VARIANCE, np.sqrt(found.variance), width)
             factor = np.where(width > 0, 1.0 / width, 0.0)
         return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
+
+    def flattened(self, curves: Curves | None) -> Scaling:
+        """This scaling, but of the features that have a curve: that is of their own units."""
+        if curves is None:
+            return self
+        own = np.isin(np.arange(self.shift.size), curves.columns)
+        return Scaling(np.where(own, 0.0, self.shift), np.where(own, 1.0, self.factor), curves)
 
     def weighted(self, weights: np.ndarray) -> Scaling:
         """This scaling followed by a factor for each column."""
@@ -229,6 +245,10 @@ class RowsRef:
 
     def in_precision(self, dtype: str) -> RowsRef:
         return self if dtype == self.dtype else replace(self, dtype=dtype, token=f"{self.token}-{dtype}")
+
+    def unscaled(self) -> RowsRef:
+        """The same rows as they are stored, in double precision."""
+        return replace(self, scale=None, dtype="float64", token=f"{self.token}-unscaled")
 
     # --- rows --------------------------------------------------------------------------------------
 

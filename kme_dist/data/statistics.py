@@ -8,11 +8,13 @@ With weights of rows moments are weighted, and rows of weight 0 have no influenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from kme_dist.errors import DataError
 
 _PIECE_BYTES = 1 << 20  # doubles that fit the processor's cache, since they are used three times
 
@@ -45,6 +47,18 @@ class Statistics:
         spread, largest = np.sqrt(self.variance), np.maximum(np.abs(self.minimum), np.abs(self.maximum))
         merged = (spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread)
         return np.asarray(merged & (self.count > 0))
+
+    def check_squares(self, source: str, names: Sequence[str], remedy: str) -> None:
+        """DataError for values whose squares overflow, and so have no variance, by the name of their column."""
+        too_large = np.flatnonzero(~np.isfinite(self.variance) & (self.count > 0))
+        if len(too_large):
+            j = int(too_large[0])
+            largest = max(abs(self.minimum[j]), abs(self.maximum[j]))
+            name = names[j] if j < len(names) else f"number {j}"
+            raise DataError(
+                f"{source}: column {name!r} has values up to {largest:.3g}, whose squares exceed float64; correct them "
+                f"(they may stand for a missing value), or {remedy}"
+            )
 
     @classmethod
     def empty(cls, width: int) -> Statistics:

@@ -28,6 +28,7 @@ from kme_dist.core.pivots import choose_centres
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import RowsRef, Scaling
+from kme_dist.data.statistics import Statistics
 from kme_dist.data.validation import as_values, check_not_path
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import check_texts
@@ -183,7 +184,7 @@ def _variables(
     given: dict[str, Any], data: Dataset | None, kernels: Sequence[Any], scaling: str | None
 ) -> list[Variable]:
     """The variables by name, checked against each other and their kernels."""
-    found = [_variable(value, data, scaling) for value in given.values()]
+    found = [_variable(value, data, scaling, name) for name, value in given.items()]
     counts = {name: variable.count for name, variable in zip(given, found, strict=True)}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -196,7 +197,7 @@ def _variables(
     return found
 
 
-def _variable(given: Any, data: Dataset | None, scaling: str | None) -> Variable:
+def _variable(given: Any, data: Dataset | None, scaling: str | None, name: str = "the rows") -> Variable:
     if data is not None:
         if given is None:
             if data.y is None:
@@ -214,6 +215,7 @@ def _variable(given: Any, data: Dataset | None, scaling: str | None) -> Variable
     values = as_values(given)
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         values = values.astype(np.float64).reshape(len(values), -1)
+        Statistics.of(values).check_squares(name, (), "divide the column by a constant")
         if scaling is not None:
             values = Scaling.learn(values, scaling).apply(values, "float64")
     return Variable(RowsRef.of(ArrayRows(values, None)))

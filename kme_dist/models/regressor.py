@@ -30,7 +30,7 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
 from kme_dist.data.ingest import positive_bytes
 from kme_dist.data.rows import RowsRef
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
     DTYPES,
@@ -67,7 +67,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     batch_size, steps, learning_rate, optimizer : learning by the leave-one-out squared error on batches, in closed
         form; at most 100 steps are made.
     refit_regularization : with centres, retune λ by leave-one-out on all rows.
-    scaling : {"standard", "unit", None} of the inputs.
+    scaling : {"auto", "standard", "unit", None}
+        Of the inputs. "auto" is "standard", but normal scores for features with heavy tails where that is better.
     solver, centres : the final fit: "auto", "cholesky" (exact), "tiled" and "pcg" (exact, out of core), "nystrom"
         with up to 4,000 centres, or "falkon" with more of them (up to a twentieth of the rows, at most 4,000, is held
         out of the fit, for λ and intervals).
@@ -92,7 +93,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         "steps": integer(0),
         "learning_rate": positive(),
         "refit_regularization": truth(),
-        "scaling": one_of("standard", "unit", None),
+        "scaling": one_of("auto", "standard", "unit", None),
         "solver": one_of("auto", *SOLVERS),
         "centres": integer(1, optional=True),
         "dtype": one_of(*DTYPES),
@@ -116,7 +117,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         learning_rate: float = 0.1,
         optimizer: str = "adam",
         refit_regularization: bool = True,
-        scaling: str | None = "standard",
+        scaling: str | None = "auto",
         solver: str = "auto",
         centres: int | None = None,
         dtype: str = "float32",
@@ -196,6 +197,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         errors = ", ".join(f"{name} {error:.4f}" for name, error in self.loo_errors_.items())
         if errors:
             account.say(f"leave-one-out error over the targets' deviation: {errors}; kept {self.kernel_name_}")
+        if (curves := self.scaling_.curves) is not None:
+            account.say(f"{counted(len(curves.columns), 'feature')} with heavy tails: normal scores")
         account.say(f"lambda {self.regularization_:.3g}, kernel {self.kernel_!r}")
         account.done()
         return self
@@ -246,6 +249,8 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             memory=None if self.memory is None else positive_bytes("memory", self.memory),
             profiles=any_profile and not warm,
             warm=warm,
+            curves=self.scaling_.curves if warm else None,
+            base="standard",
         )
 
     def adopt(self, data: RowSource, candidates: list[Candidate], fit: RegressionFit) -> Self:

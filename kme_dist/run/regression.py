@@ -37,6 +37,7 @@ from kme_dist.core.risk import positive_rows, row_keys, weight_of_copies
 from kme_dist.core.squared import distinct_rows, in_order, solve_rows, squared_objective, tune_squared
 from kme_dist.core.sums import Centres, Sums, Values, sum_rows
 from kme_dist.core.tuning import START_SHIFT, Tuned, at_median_distance
+from kme_dist.data.curves import Curves
 from kme_dist.data.dataset import RowSource
 from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling
@@ -57,6 +58,7 @@ from kme_dist.run.learners import (
     within_limits,
 )
 from kme_dist.run.means import BLOCK_ROWS
+from kme_dist.run.samples import curves_of_sample, lowers_loss
 from kme_dist.run.scratch import Scratch
 from kme_dist.run.train import AUTO, Candidate, Recipe
 from kme_dist.run.trainer import LengthScalePrior
@@ -149,14 +151,16 @@ class RegressionLearner:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def numeric_rows(source: RowSource, recipe: Recipe, split: str | None = "auto") -> RowsRef:
+def numeric_rows(
+    source: RowSource, recipe: Recipe, split: str | None = "auto", curves: Curves | None = None
+) -> RowsRef:
     """The rows of a split, scaled; their labels must be numbers."""
     if source.classes is not None:
         raise DataError(
             f"{source.path} has class labels, and regression requires numbers; ingest it with the task regression"
         )
     split = source.training_split(split)
-    scaling, dtype = recipe.scaling_of(source, split), recipe.precision_for(source, split)
+    scaling, dtype = recipe.scaling_of(source, split, curves), recipe.precision_for(source, split)
     if source.split_rows(split) <= _DOUBLE_ROWS:
         dtype = "float64"
     rows = RowsRef.of(source, split=split, scaling=scaling, dtype=dtype).with_positive_weight()
@@ -185,13 +189,19 @@ def target_moments(rows: RowsRef) -> Statistics:
     return Statistics.of(np.asarray(y, np.float64).reshape(len(y), -1), rows.weights())
 
 
-def _sample(rows: RowsRef, target: Target, size: int, seed: int) -> tuple[Any, np.ndarray, np.ndarray | None, float]:
+def _sample(
+    rows: RowsRef, target: Target, size: int, seed: int, curves: Curves | None
+) -> tuple[Any, np.ndarray, np.ndarray | None, float]:
     """Random rows in random order, equal ones merged, with standardised targets; weights of mean 1 (None: all equal),
-    and what Wλ is to be divided by for the shift of these rows."""
+    and what Wλ is to be divided by for the shift of these rows. The same rows in the same order with curves."""
     plan = rows.plan(size, seed)
     X, y, w = positive_rows(*rows.batch(plan, 0), rows.batch_weights(plan, 0))
-    X, Y, w, *_ = distinct_rows(X, target.standardised(y), w)
+    X, Y, w, _, first = distinct_rows(X, target.standardised(y), w)
     order = in_order(X, Y)[np.random.default_rng([seed, 3]).permutation(len(Y))]
+    if curves is not None and rows.scale is not None:
+        flat = replace(rows, scale=rows.scale.flattened(curves), token=f"{rows.token}-flat")
+        X, _, _ = positive_rows(*flat.batch(plan, 0), flat.batch_weights(plan, 0))
+        X = X if first is None else select(X, first)
     if w is None:
         return select(X, order), Y[order], None, 1.0
     return select(X, order), Y[order], w[order] / w.mean(), float(w.mean())
@@ -215,8 +225,8 @@ def learn_regression(
     """
     kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0:
-        return [Candidate("given", kernel, lam)]
-    rows = numeric_rows(source, recipe, split)
+        return [Candidate("given", kernel, lam, curves=recipe.curves)]
+    rows, curves = numeric_rows(source, recipe, split), recipe.curves
     target, n, W = target_of(rows, executor), rows.positive, float(rows.weight)
     settings = recipe.settings(AUTO, round(W))
     batch = min(settings.batch_size or n, n)
@@ -224,17 +234,18 @@ def learn_regression(
     history: list[Record] = []
 
     def tuned(calls: list[tuple[Kernel, float]], size: tuple[int, int], trials: int, fine: bool) -> list[Tuned]:
-        common = (size, trials, fine, recipe.seed)
+        common = (size, trials, fine, recipe.seed, curves)
         return executor.map(tune_on_sample, [(rows, target, *own, *common) for own in calls], name="tune")
 
     def learned(start: Kernel, shift: float, steps: int, phase: str) -> tuple[Kernel, float]:
+        assert rows.scale is not None
         if not steps:
             return start, shift
         own = replace(settings, steps=steps, frozen=("scale",) if "scale" in start.parameters else ())
         own = replace(own, seed=own.seed + (phase == PROFILE_PHASE))  # other batches than before
         batches = Batches.of(
-            source, batch_size=batch, seed=own.seed, split=split, scaling=rows.scale, dtype=rows.dtype,
-            target=target.scale,
+            source, batch_size=batch, seed=own.seed, split=split, scaling=rows.scale.flattened(curves),
+            dtype=rows.dtype, target=target.scale,
         )  # fmt: skip
         first = log_parameters(start, shift / unit)
         found = learn(
@@ -253,8 +264,13 @@ def learn_regression(
         start = Tuned(kernel, lam * W, math.inf, np.empty(0), 0)
     else:
         start = tuned([(kernel, math.nan)], _COMPARED_ROWS, _START_TRIALS, False)[0]
+        if recipe.flattens:
+            curves = executor.map(curves_of_sample, [(rows, recipe.seed, recipe.base)], name="heavy-tails")[0]
+        if curves is not None:
+            flat = tuned([(kernel, math.nan)], _COMPARED_ROWS, _START_TRIALS, False)[0]
+            start, curves = (flat, curves) if lowers_loss(flat, start) else (start, None)
     if not recipe.warm and len(start.losses) < _LEARNED_ROWS:
-        return [Candidate("common", start.kernel, start.shift / W, [], start.loss)]
+        return [Candidate("common", start.kernel, start.shift / W, [], start.loss, curves)]
     first_steps = max(1, round(_FIRST_SHARE * settings.steps)) if recipe.profiles else settings.steps
     own = learned(start.kernel, start.shift, first_steps, PHASE)
     variants = _variants(*own, recipe.profiles)
@@ -270,7 +286,7 @@ def learn_regression(
     order = [best, *(i for i in range(len(found)) if i != best)]
     chosen = {i: (last if i == best else found[i]) for i in order}
     return [
-        Candidate(name, tuned.kernel, tuned.shift / W, history if i == best else [], found[i].loss)
+        Candidate(name, tuned.kernel, tuned.shift / W, history if i == best else [], found[i].loss, curves)
         for i, name, tuned in ((i, variants[i][0], chosen[i]) for i in order)
     ]
 
@@ -284,9 +300,10 @@ def tune_on_sample(
     trials: int,
     fine: bool,
     seed: int,
+    curves: Curves | None = None,
 ) -> Tuned:
     """Runs on a worker; `shift` is Wλ. With a shift of NaN the kernel starts at the median distance between rows."""
-    X, Y, w, unit = _sample(rows, target, size[0], seed)
+    X, Y, w, unit = _sample(rows, target, size[0], seed, curves)
     if math.isnan(shift):
         kernel = at_median_distance(kernel, X, seed, factor=1.5)
         shift = START_SHIFT * (kernel.alpha(X) ** 2 or 1.0) * unit
@@ -335,7 +352,7 @@ def fit_regression(
     "falkon" uses it, and resumes from what an interrupted fit left there.
     """
     began, report = time.perf_counter(), report or silent
-    rows = numeric_rows(source, recipe, split)
+    rows = numeric_rows(source, recipe, split, candidate.curves)
     target, n = target_of(rows, executor), rows.positive
     exchanged = Scratch.at(scratch)
     room = Room.of(executor, exchanged, recipe.memory)

@@ -8,9 +8,11 @@ import numpy as np
 
 from kme_dist.core.kernels.base import Kernel, length_scale_names
 from kme_dist.core.kernels.sparse import deviations_of
+from kme_dist.core.risk import positive_rows
 from kme_dist.core.tuning import COARSE, START_SHIFT, Tuned, at_median_distance, raise_shift, tune
 from kme_dist.data.curves import Curves
 from kme_dist.data.rows import RowsRef
+from kme_dist.data.statistics import Statistics
 from kme_dist.run.fit.exact import shuffled_sample
 from kme_dist.run.learners import STEP_TOLERANCE
 
@@ -20,10 +22,31 @@ _START_TRIALS, _TUNED_TRIALS = 8, 5
 _CURVE_ROWS = 4_000  # for quantiles of features with heavy tails
 
 
-def curves_of_sample(rows: RowsRef, seed: int) -> Curves | None:
-    """Curves for features with heavy tails, if there are any."""
-    X, _, w = shuffled_sample(rows, _CURVE_ROWS, seed)
-    return Curves.of(X, w) if isinstance(X, np.ndarray) and X.ndim == 2 else None
+def curves_of_sample(rows: RowsRef, seed: int, base: str) -> Curves | None:
+    """Curves for features with heavy tails, if there are any, of rows in their own units; to unit range, or with `base`
+    "standard" to unit deviation, as the other features.
+
+    Not of scaled rows, nor in single precision: scaled by one wrong cell of 1e100, all others are equal.
+    """
+    own = rows.unscaled()
+    plan = own.plan(_CURVE_ROWS, seed)
+    X, _, w = positive_rows(*own.batch(plan, 0), own.batch_weights(plan, 0))
+    if not isinstance(X, np.ndarray):
+        return None
+    X = X.reshape(len(X), -1)
+    curves = Curves.of(X, w)
+    if curves is None or base != "standard":
+        return curves
+    return curves.weighted(1 / np.sqrt(np.maximum(Statistics.of(curves.apply(X), w).variance, 1e-300)))
+
+
+def lowers_loss(flat: Tuned, plain: Tuned) -> bool:
+    """Whether curves lower the loss of the rows left out, by more than two standard errors.
+
+    Also of squared errors with heavy tails: k rows that have all of the gain are √k standard errors, so it takes more
+    than four of them, and a few large errors make the standard error large and curves are left out.
+    """
+    return flat.lead(plain) > 2
 
 
 def start_on_sample(rows: RowsRef, kernel: Kernel, spread: bool, floor: float, seed: int) -> Tuned | None:

@@ -41,7 +41,14 @@ from kme_dist.run.learn import learn_on_dataset
 from kme_dist.run.learners import LearnSettings, Record
 from kme_dist.run.maps import with_features
 from kme_dist.run.means import random_features
-from kme_dist.run.samples import COMPARED_ROWS, curves_of_sample, settle_on_sample, start_on_sample, tune_on_sample
+from kme_dist.run.samples import (
+    COMPARED_ROWS,
+    curves_of_sample,
+    lowers_loss,
+    settle_on_sample,
+    start_on_sample,
+    tune_on_sample,
+)
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import LearnedMap, SpectralSettings, learn_spectral
 
@@ -84,6 +91,7 @@ class Recipe:
     n_iter_no_change: int | None = None  # steps of a plateau; None: 50 under objective "auto", else 100
     warm: bool = False  # kernel and λ were learned before: "auto" starts from them, without a search
     curves: Curves | None = None  # of the rows that a warm kernel was learned from
+    base: str = "unit"  # what scaling "auto" is for features without heavy tails
     profiles: bool = False  # "auto" also compares Matérn profiles of the learned length scales
     # Only in a config:
     batches_per_step: int = 1
@@ -161,7 +169,9 @@ class Recipe:
 
     def scaling_of(self, source: RowSource, split: str | None, curves: Curves | None = None) -> Scaling:
         """What is applied to rows before the kernel."""
-        scaling = replace(Scaling.of(source.split_statistics(split), self.scaling), curves=curves)
+        kind = self.base if self.scaling == "auto" else self.scaling
+        names = source.feature_names
+        scaling = Scaling.of(source.split_statistics(split), kind, names, source.path).flattened(curves)
         later = isinstance(self.features, int) or self.learns_features  # drawn, or learned, after the kernel
         return scaling if later else with_features(scaling, self.features, self.seed)
 
@@ -235,7 +245,7 @@ def learn_candidates(
     rows = dataset.split_positive(split)
     kernel, lam = recipe.kernel, float(recipe.regularization)
     if recipe.steps == 0 and recipe.objective not in SEARCHED:
-        return [Candidate("given", kernel, lam)]
+        return [Candidate("given", kernel, lam, curves=recipe.curves)]
     if recipe.objective in SEARCHED:
         kernel, lam = _searched(dataset, recipe, split, executor)
         return [Candidate(recipe.objective, kernel, lam)]
@@ -459,14 +469,15 @@ def _start(dataset: RowSource, recipe: Recipe, split: str | None, executor: Exec
     """The best common factor of the length scales and the best shift, for features as scaled and standardised; and
     curves for features with heavy tails, if the loss is lower with them by more than two standard errors."""
     rows, floor = _rows(dataset, recipe, split), recipe.floor(dataset.split_weight(split), dataset.n_classes)
-    found = []
-    curves = executor.map(curves_of_sample, [(rows, recipe.seed)], name="heavy-tails")[0] if recipe.flattens else None
+    found, curves = [], None
+    if recipe.flattens:
+        curves = executor.map(curves_of_sample, [(rows, recipe.seed, recipe.base)], name="heavy-tails")[0]
     for own in (None, curves)[: 1 if curves is None else 2]:
         scaled = _rows(dataset, recipe, split, own)
         calls = [(scaled, recipe.kernel, spread, floor, recipe.seed) for spread in (False, True)]
         tried = executor.map(start_on_sample, calls, name="starting-point")
         found.append(min((tuned for tuned in tried if tuned is not None), key=lambda tuned: tuned.loss))
-    if len(found) == 2 and _lead(found[1], found[0]) > 2:
+    if len(found) == 2 and lowers_loss(found[1], found[0]):
         return found[1], curves
     return found[0], None
 
@@ -486,14 +497,14 @@ def _compared(
     trials = _variants(learned, common, recipe.profiles)
     common_arguments = (COMPARED_ROWS, _COMPARED_TRIALS, floor, recipe.seed)
     tuned = executor.map(tune_on_sample, [(rows, *own, FINE, *common_arguments) for _, *own in trials], name="tune")
-    likely = [i for i, own in enumerate(tuned) if _lead(min(tuned, key=lambda t: t.loss), own) < 2]
+    likely = [i for i, own in enumerate(tuned) if min(tuned, key=lambda t: t.loss).lead(own) < 2]
     finer = (FINE[0] / 2, FINE[1] / 2)
     calls = [(rows, tuned[i].kernel, tuned[i].shift, finer, *common_arguments) for i in likely]
     for i, better in zip(likely, executor.map(tune_on_sample, calls, name="tune"), strict=True):
         tuned[i] = better
     best = 0
     for i in likely:
-        if tuned[i].loss < tuned[best].loss and _lead(tuned[i], tuned[0]) > 1:
+        if tuned[i].loss < tuned[best].loss and tuned[i].lead(tuned[0]) > 1:
             best = i
     found = executor.map(settle_on_sample, [(rows, tuned[best], finer, floor, recipe.seed)], name="tune")[0]
     order = [best, *(i for i in range(len(tuned)) if i != best)]
@@ -508,12 +519,6 @@ def _compared(
         )
         for i in order
     ]
-
-
-def _lead(one: Tuned, other: Tuned) -> float:
-    """By how many standard errors `one` is better, row by row; 0 if they are equal."""
-    gain, error = other.gain(one)
-    return gain / error if error > 0 else 0.0
 
 
 def _variants(learned: Candidate, common: Tuned | None, profiles: bool) -> list[tuple[str, Kernel, float]]:

@@ -99,3 +99,18 @@ def test_a_scaling_with_curves_is_stored_and_restored():
     assert scaling.apply(X, "float32").dtype == np.float32
     weights = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
     np.testing.assert_allclose(scaling.weighted(weights).apply(X, "float64"), scaling.apply(X, "float64") * weights)
+
+
+@pytest.mark.parametrize("cell", [1e100, -1e100])
+def test_features_with_a_curve_are_in_their_own_units(cell):
+    """Minus its least value, -1e100, a feature would have one value only."""
+    X = table()
+    X[0, 0] = cell
+    plain = Scaling.learn(X, "unit")
+    curves = Curves.of(X)
+    flat = plain.flattened(curves)
+    assert 0 in curves.columns
+    assert len(np.unique(flat.apply(X, "float32")[:, 0])) > len(X) / 2
+    rest = [j for j in range(X.shape[1]) if j not in curves.columns]
+    np.testing.assert_array_equal(flat.apply(X, "float64")[:, rest], plain.apply(X, "float64")[:, rest])
+    assert plain.flattened(None) is plain

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
-from kme_dist import MCEClassifier, kernels, load
+from kme_dist import CMERegressor, MCEClassifier, kernels, load
 from kme_dist.cli.app import execute
 from kme_dist.config import load_config
 from kme_dist.core import features
 from kme_dist.data.ingest import ingest
+from kme_dist.data.rows import Scaling
 from kme_dist.data.store import load_arrays
 from kme_dist.errors import ConfigError
 from kme_dist.ops.cluster import versions
@@ -330,3 +331,23 @@ def test_curves_of_heavy_tails_are_learned_stored_and_used_by_the_fit(tmp_path):
     model, expected = load(tmp_path / "run" / "model.zarr"), MCEClassifier(steps=5).fit(data)
     assert model.scaling_.curves.columns.tolist() == [0, 1, 2]
     assert model.predict_proba(X).tobytes() == expected.predict_proba(X).tobytes()
+
+
+@pytest.mark.parametrize("scaling", [None, "auto", "standard"])
+def test_curves_of_a_regression_are_those_of_python(tmp_path, scaling):
+    rng = np.random.default_rng(4)
+    Z = rng.normal(size=(300, 3))
+    X = np.exp(3 * Z)
+    data = ingest((X, Z[:, 0] * Z[:, 1] + 0.1 * rng.normal(size=300)), tmp_path / "d.zarr", task="regression")
+    path, given = tmp_path / "tails.yaml", "" if scaling is None else f", scaling: {scaling}"
+    path.write_text(
+        f"data: {{source: {data.path}}}\nmodel: {{kind: cme{given}}}\nlearn: {{steps: 5}}\ncluster: {{kind: serial}}\n"
+        f"output: {{folder: {tmp_path / 'run'}}}\n"
+    )
+    learn.run(load_config(path), name="tails")
+    fit.run(load_config(path), name="tails")
+    model, expected = load(tmp_path / "run" / "model.zarr"), CMERegressor(steps=5, scaling=scaling or "auto").fit(data)
+    assert (model.scaling_.curves is None) == (scaling == "standard")
+    assert model.predict(X).tobytes() == expected.predict(X).tobytes()
+    learned = Scaling.restored(load_arrays(tmp_path / "run" / "learned.zarr")[0])
+    np.testing.assert_allclose(learned.apply(X, "float64").std(axis=0), 1.0)  # of what has no curve

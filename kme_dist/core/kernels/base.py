@@ -500,9 +500,13 @@ def median_length_scale(X: np.ndarray, seed: int, pairs: int = 10_000) -> float:
         return 1.0
     rng = np.random.default_rng(seed)
     i, j = rng.integers(0, row_count(X), size=(2, pairs))
-    distances = np.sqrt(np.sum((X[i[i != j]] - X[j[i != j]]).astype(np.float64) ** 2, axis=1))
+    differences = (X[i[i != j]] - X[j[i != j]]).astype(np.float64)
+    distances = np.sqrt(np.sum(differences**2, axis=1))
     distances = distances[distances > 0]
-    return float(np.median(distances)) if distances.size else 1.0
+    if distances.size or is_sparse(X):
+        return float(np.median(distances)) if distances.size else 1.0
+    largest = float(np.abs(differences).max(initial=0.0))  # of tiny numbers, squares underflow
+    return largest * median_length_scale(X / largest, seed, pairs) if largest > 0 else 1.0
 
 
 def length_scale_names(kernel: Kernel) -> list[str]:
