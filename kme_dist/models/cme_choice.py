@@ -54,8 +54,10 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
     few = take(rows, slice(0, 2000))
     try:
         values = np.asarray(few, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
         found = text_among(few)
+        if found is None and isinstance(error, TypeError):  # what scikit-learn expects of dictionaries among numbers
+            raise
         what = f"values of type {type(few[0]).__name__}" if found is None else found.words
         raise DataError(
             f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "
