@@ -19,7 +19,7 @@ import numpy as np
 
 from kme_dist.config import ClusterConfig, Config
 from kme_dist.core.metrics import Tally, class_codes
-from kme_dist.data.dataset import Dataset, open_dataset
+from kme_dist.data.dataset import Dataset
 from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.errors import counted
@@ -28,7 +28,7 @@ from kme_dist.pipelines import numeric_pages, pages
 from kme_dist.pipelines.folder import Listener, now, to_json
 from kme_dist.pipelines.predict import PREDICTIONS, models_of, request_of
 from kme_dist.pipelines.stages import Run, Stage
-from kme_dist.run.evaluate import tally_numbers, tally_predictions
+from kme_dist.run.evaluate import open_labelled, tally_numbers, tally_predictions
 from kme_dist.run.executors import Executor, SerialExecutor
 
 FEW_ROWS = 2_000_000
@@ -77,7 +77,7 @@ def evaluate(
     With `folder`, metrics.json and report.html are written there.
     """
     found = predictions if isinstance(predictions, Predictions) else open_predictions(predictions)
-    labelled = data if isinstance(data, Dataset) else open_dataset(data)
+    labelled = data if isinstance(data, Dataset) else open_labelled(found, data)
     predicted = found.state["computed_from"]["data"]
     if split is None and predicted.get("path") == labelled.path:
         split = predicted.get("split")

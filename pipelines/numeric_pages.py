@@ -138,7 +138,9 @@ def _scales(model: Any, names: Sequence[str]) -> list[Picture]:
     return [
         Picture(
             "Inverse length scales",
-            relevance_bars(relevance / max(relevance.sum(), 1e-300), list(names)),
+            relevance_bars(
+                relevance / max(relevance.sum(), 1e-300), list(names), quantity="share of the inverse length scales"
+            ),
             "How quickly the prediction changes with each feature, in units of the deviation of the feature, as shares "
             "of the sum.",
         )

@@ -131,7 +131,7 @@ class RunProgress:
         else:
             share = "" if not total else f" of {total:,} ({done / total:.0%})"
             left = f", {duration((total - done) / rate)} left" if total and rate > 0 and done < total else ""
-            self._print_later(f"{stage}: {done:,}{share}, {rate:,.3g}/s{left}", now)
+            self._print_later(f"{stage}: {done:,}{share}{f', {rate:,.3g}/s' if rate > 0 else ''}{left}", now)
 
     def begin(self, stage: str) -> None:
         """A stage that may say nothing until it ends."""

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.json as pj
@@ -28,6 +28,13 @@ from kme_dist.models.predict import TableScorer, columns_of
 FORMATS = ("csv", "jsonl")
 
 
+class Scored(NamedTuple):
+    """What was ignored, assumed or skipped, in lines, and the number of rows without a prediction."""
+
+    notes: tuple[str, ...]
+    skipped: int
+
+
 def run(
     model: str,
     rows: IO[bytes],
@@ -38,8 +45,8 @@ def run(
     coverage: float = 0.9,
     id_column: str | None = None,
     unseen: str = "zeros",
-) -> tuple[str, ...]:
-    """Predict the rows of a stream and write them to `sink`; returns what was ignored or assumed, in lines."""
+) -> Scored:
+    """Predict the rows of a stream and write them to `sink`."""
     if format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'csv' or 'jsonl'")
     fitted = load(model)
@@ -59,7 +66,7 @@ def run(
                     sink.writelines(json.dumps(row).encode() + b"\n" for row in table.to_pylist())
                 header = False
             sink.flush()
-            return tuple(note.replace(str(file), "stdin") for note in scorer.notes)
+            return Scored(tuple(note.replace(str(file), "stdin") for note in scorer.notes), len(scorer.skipped))
         except KMEError as error:  # the copy is gone when its name is read
             error.args = (str(error).replace(str(file), "stdin"), *error.args[1:])
             raise

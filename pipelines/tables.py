@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, TableSource, open_source
 from kme_dist.data.reading import Table, read_table, sort_options
 from kme_dist.data.schema import Schema, TableOptions, draft_schema
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, counted
 
 if TYPE_CHECKING:
     from kme_dist.config import DataConfig
@@ -426,7 +428,8 @@ def _from_file(settings: DataConfig, source: str, like: Schema | None) -> _Sourc
         reading["task"] = _task_of(open_source(source, files), options) or settings.task
     table = read_table(source, schema=like, dtype="float64", **reading)
     if table.y is None:
-        raise _without_label(source, dict.fromkeys(name.partition("=")[0] for name in table.feature_names))
+        columns = table.schema.columns
+        raise _without_label(source, [column.name for column in columns] if columns else table.feature_names)
     if not len(table.y):
         raise DataError(f"{source} has no rows; at least two rows of two classes are required")
     names = (list(table.feature_names), table.label or "target")
@@ -480,6 +483,11 @@ def _reading(settings: DataConfig) -> dict[str, Any]:
 def _split(settings: DataConfig, rows: _Source) -> list[np.ndarray]:
     """Features, labels, positions and, if there are any, weights: each of the training and of the test rows."""
     X, y, weights = rows.X, rows.y, rows.weights
+    if len(X) < (least := _fewest_rows(settings.test_fraction)):
+        raise DataError(
+            f"{settings.source} has {counted(len(X), 'row')}, and data.test_fraction {settings.test_fraction:g} needs "
+            f"at least {least}, two of them to train; add rows, or give test rows of their own as data.test_source"
+        )
     classes, counts = np.unique(y, return_counts=True)
     stratify = settings.stratify and not rows.numeric
     if stratify and len(classes) > 1 and counts.min() < 2:
@@ -503,6 +511,11 @@ def _split(settings: DataConfig, rows: _Source) -> list[np.ndarray]:
             f"{settings.test_fraction:g}: {error}"
         ) from None
     return parts
+
+
+def _fewest_rows(test_fraction: float) -> int:
+    """Of which at least one is a test row, and at least two remain."""
+    return next(rows for rows in itertools.count(3) if rows - math.ceil(test_fraction * rows) >= 2)
 
 
 def _position(column: int | str, names: list[str], source: str, key: str = "features") -> int:

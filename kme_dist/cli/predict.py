@@ -167,7 +167,7 @@ def score(
     """Predict rows from stdin (CSV with a header, or one JSON object per line) to stdout, in this process."""
     if output.as_json:
         format = "jsonl"
-    for note in load("pipelines.score").run(
+    scored = load("pipelines.score").run(
         model,
         sys.stdin.buffer,
         sys.stdout.buffer,
@@ -176,8 +176,11 @@ def score(
         coverage=0.9 if coverage is None else coverage,
         id_column=id_column,
         unseen=unseen or "zeros",
-    ):
+    )
+    for note in scored.notes:
         output.say(f"score: {note}")
+    if scored.skipped:
+        raise typer.Exit(load("pipelines.predict").EXIT_INCOMPLETE)
 
 
 def evaluate(wanted: EvaluateOptions, options: ConfigOptions, output: Output, config: EvaluateConfig = None) -> None:

@@ -311,7 +311,7 @@ class _Shape:
                 if pa.types.is_integer(wanted):
                     what = "an integer"
                 hint = f"correct it, or, before a fit, {LEAVE_OUT}"
-                return repr(name), f"{field[:60]!r} is not {what} like the rows before; {hint}."
+                return repr(name), f"{field[:60]!r} is not {what}, as this column requires; {hint}."
         return None
 
 

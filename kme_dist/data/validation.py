@@ -8,6 +8,8 @@
     check_not_path(X)                  an error for a path, which has to be opened first
     check_numeric_targets(y, by)       an error for targets of a regression that are texts
     text_among(X)                      the first text in a table that should hold numbers, and where it is
+    not_finite_among(X)                the first NaN or infinity in a table, and where it is
+    not_finite_words(error, X, y)      scikit-learn's error for one, with the place and what to do
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can be called before scikit-learn's
 `validate_data`.
@@ -64,8 +66,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
             "X.reshape(-1, 1), for a single row X.reshape(1, -1)"
         )
     X = np.ascontiguousarray(X, dtype=dtype)
-    if not np.isfinite(X).all():
-        raise DataError("rows contain NaN or infinity; remove or replace them first")
+    if (found := not_finite_among(X)) is not None:
+        raise DataError(f"rows contain NaN or infinity: {found}; remove or replace them first")
     return X
 
 
@@ -169,12 +171,48 @@ def text_among(X: Any) -> FoundText | None:
     return None
 
 
+def not_finite_among(values: Any) -> str | None:
+    """The first number that is NaN or infinite, and where it is; None if there is none, or if these are no numbers."""
+    if hasattr(values, "tocsr"):
+        rows = values.tocsr()
+        bad = np.flatnonzero(~np.isfinite(rows.data))[:1]
+        places = [(int(np.searchsorted(rows.indptr, i, side="right")) - 1, int(rows.indices[i])) for i in bad]
+        found = rows.data[bad]
+    else:
+        try:
+            numbers = np.asarray(values.to_numpy() if hasattr(values, "to_numpy") else values, dtype=np.float64)
+        except (TypeError, ValueError):
+            return None
+        first = np.argwhere(~np.isfinite(numbers))[:1]
+        places, found = [tuple(place) for place in first.tolist()], numbers[tuple(first.T)]
+    if not places:
+        return None
+    row, *column = places[0]
+    names = values.columns if hasattr(values, "columns") else range(column[0] + 1) if column else ()
+    named = f", column {names[column[0]]!r}" if len(column) == 1 else ""
+    return f"{'NaN' if np.isnan(found[0]) else found[0]} in row {row}{named}"
+
+
+def not_finite_words(error: str, X: Any, y: Any = None) -> str:
+    """What scikit-learn says of NaN and infinity, with the place, and what to do; `y` are the targets of a fit."""
+    targets = error.startswith("Input y")
+    where = not_finite_among(y if targets else X)
+    words = error.partition("\n")[0].rstrip(".") + ("" if where is None else f": {where}")
+    if targets:
+        return f"{words}; remove such rows, or give them a target"
+    if "infinity" in error:
+        return f"{words}; remove such rows, or replace the value"
+    instead = (
+        "a model that was fitted to a data frame with missing values takes them"
+        if y is None
+        else "pass a data frame, whose missing values are filled in and marked (in a config: `missing`)"
+    )
+    return f"{words}; arrays must be complete: remove such rows, fill the values in, or {instead}"
+
+
 def check_numeric_targets(y: Any, by: str) -> None:
     """Raise an error for targets of a regression that are texts."""
-    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in (
-        *_NUMBERS,
-        "c",
-    ):  # complex ones are refused later
+    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in (*_NUMBERS, "c"):  # complex: scikit-learn's error
         return
     try:
         np.asarray(y, np.float64)
@@ -266,7 +304,7 @@ def as_values(Y: Any) -> Any:
     if isinstance(Y, np.ndarray) and Y.dtype.kind in _DATES:
         raise DataError(f"targets are dates or times ({Y.dtype}); convert them to numbers first")
     if isinstance(Y, np.ndarray) and Y.dtype.kind == "f" and not np.isfinite(Y).all():
-        raise DataError("targets contain NaN or infinity; remove those pairs first")
+        raise DataError(f"targets contain NaN or infinity: {not_finite_among(Y)}; remove those pairs first")
     return Y
 
 

@@ -51,7 +51,14 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling, check_magnitude
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
-from kme_dist.data.validation import check_columns, check_labels, check_not_path, check_numeric_targets, text_among
+from kme_dist.data.validation import (
+    check_columns,
+    check_labels,
+    check_not_path,
+    check_numeric_targets,
+    not_finite_words,
+    text_among,
+)
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
 from kme_dist.run.executors import Executor
@@ -310,7 +317,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         if settings.get("y_numeric"):
             check_numeric_targets(y, type(self).__name__)
         self.fitted_to_dataset_, self.encoding_ = False, None
-        with self._explained(X):
+        with self._explained(X, y):
             rows, labels = validate_data(
                 self, X, y, ensure_min_samples=2, dtype=_NUMBERS, accept_sparse=self._formats, **settings
             )
@@ -401,13 +408,16 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return devices.to_device(scaled, self._device())
 
     @contextlib.contextmanager
-    def _explained(self, X: Any) -> Iterator[None]:
-        """Adds to the errors of scikit-learn: which text is not a number, and how to put columns into order."""
+    def _explained(self, X: Any, y: Any = None) -> Iterator[None]:
+        """Adds to the errors of scikit-learn: which value is missing or not a number, and how to put columns into
+        order. `y` are the targets of a fit."""
         try:
             yield
         except ValueError as error:
             if "must be in the same order" in str(error):
                 raise DataError(f"{error}Pass the columns in that order: X[model.feature_names_in_]") from None
+            if "contains NaN" in str(error) or "contains infinity" in str(error):
+                raise DataError(not_finite_words(str(error), X, y)) from None
             if "could not convert" not in str(error) or (found := text_among(X)) is None:
                 raise
             hint = TEXT_ESTIMATORS if found.whole else "encode that column as numbers, or drop it"
@@ -464,6 +474,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         if isinstance(settings.get("class_weight"), list):
             settings["class_weight"] = {label: weight for label, weight in settings["class_weight"]}
         model = cls(**settings)
+        if isinstance(settings.get("random_state"), int):
+            model.seed_ = settings["random_state"]
         model._unpack(arrays, found, own)
         model._restore_columns(found)
         return model

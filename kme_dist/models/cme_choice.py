@@ -55,8 +55,9 @@ def with_median(kernel: Kernel, rows: Any, factor: float, seed: int) -> Kernel:
     try:
         values = np.asarray(few, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        if (found := text_among(few)) is None and isinstance(error, TypeError):
-            raise  # it names the value
+        found = text_among(few)
+        if found is None and isinstance(error, TypeError):  # what scikit-learn expects of dictionaries among numbers
+            raise
         what = f"values of type {type(few[0]).__name__}" if found is None else found.words
         raise DataError(
             f"{type(kernel).__name__} is a kernel of numbers, got {what}; choose 'delta' for labels (as `kernel` or "

@@ -54,6 +54,7 @@ from kme_dist.run.scaling_model import PROCESS_BYTES
 from kme_dist.run.workers import executor_for
 
 FORMATS = ("zarr", "parquet", "csv")
+_SUFFIXES = {"zarr": "zarr", "parquet": "parquet", "pq": "parquet", "csv": "csv"}
 MODEL_CHANGES = ("refuse", "recompute")
 MODELS = ("MCEClassifier", "CENClassifier", "ASKLClassifier", "CMERegressor")  # what batch inference can apply
 
@@ -111,7 +112,7 @@ def predict(
     raw_expectations : Σ_c g(c) f_c(x) instead, of the decision probabilities: may exceed the values of g
     top_k : number of top classes, as `top_label` and `top_probability`
     format : "zarr" (arrays in one group), "parquet" (one file for each chunk) or "csv" (one file); None: by the name of
-        `out`, Zarr if it ends in neither
+        `out`, Zarr without a suffix
     split : of a data set; None takes all rows
     like : a data set whose encoding is used instead of the model's; id_column : a column to copy to the output
     unseen : for categories that training rows did not have: "zeros" encodes them as none of the known ones and counts
@@ -212,8 +213,15 @@ def _predict_rows(
 def _format_of(place: Place, format: str | None) -> str:
     if format is not None and format not in FORMATS:
         raise ConfigError(f"format={format!r} is unknown; choose 'zarr', 'parquet' or 'csv'")
-    suffix = place.name.rpartition(".")[2].lower()
-    return format or {"parquet": "parquet", "pq": "parquet", "csv": "csv"}.get(suffix, "zarr")
+    stem, _, suffix = place.name.rpartition(".")
+    if format is not None or not stem:
+        return format or "zarr"
+    if suffix.lower() not in _SUFFIXES:
+        raise ConfigError(
+            f"{place}: predictions are not written as .{suffix}; choose a name in .csv, .parquet or .zarr, or give the "
+            "format: zarr, parquet or csv"
+        )
+    return _SUFFIXES[suffix.lower()]
 
 
 def _csv_parts(place: Place, overwrite: bool) -> Place:

@@ -11,11 +11,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 # Okabe and Ito's palette; the first three are its red, green and blue.
 PALETTE = ("#D55E00", "#009E73", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#B8A900")
 ACCENT = "#3B8BD0"
+_LEGEND = 0.85  # of the width of the axes, which becomes less when their neighbours get labels
+_SMALLEST = 4.0  # size of text, in points
 
 
 def draw_curves(axes: Axes, histories: Mapping[str, Sequence[Mapping[str, Any]]], quantity: str) -> list[Any]:
@@ -57,18 +60,34 @@ def draw_reliability(axes: Axes, bins: Sequence[Mapping[str, Any]], label: str |
     return line
 
 
-def draw_relevance(axes: Axes, relevance: np.ndarray, names: Sequence[str], most: int = 20) -> Any:
+def draw_relevance(
+    axes: Axes, relevance: np.ndarray, names: Sequence[str], most: int = 20, quantity: str = "share of the relevance"
+) -> Any:
     """The most relevant features as bars, the most relevant on top."""
     order = np.argsort(relevance, kind="stable")[::-1][:most]
-    bars = axes.barh(range(len(order)), relevance[order], color=ACCENT, height=0.7)
+    slim = 0.7 * min(1.0, max(len(order), 2) / 8)  # a few bars share the height, and stay as slim as those of eight
+    bars = axes.barh(range(len(order)), relevance[order], color=ACCENT, height=slim)
     axes.set_yticks(range(len(order)), [short(names[index], 28) for index in order])
-    axes.set_ylim(max(len(order), 8) - 0.4, -0.6)  # keeps a few bars slim
+    axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    axes.set_xlabel("share of the relevance")
+    axes.set_xlabel(quantity)
     axes.grid(axis="x")
     axes.set_axisbelow(True)
     axes.tick_params(axis="y", length=0)
     return bars
+
+
+def draw_legend(axes: Axes) -> None:
+    """A legend inside the axes: its text is smaller where they are narrow."""
+    size = float(FontProperties(size=matplotlib.rcParams["legend.fontsize"]).get_size_in_points())
+    for _ in range(3):
+        legend = axes.legend(loc="upper left", frameon=False, handlelength=1.2, borderaxespad=0.3, fontsize=size)
+        legend.set_in_layout(False)
+        axes.figure.figure.draw_without_rendering()  # so that both widths are known
+        share = legend.get_window_extent().width / (_LEGEND * axes.get_window_extent().width)
+        if share <= 1:
+            return
+        size = max(_SMALLEST, size / share)
 
 
 def cycle(values: Sequence[str]) -> Iterable[str]:

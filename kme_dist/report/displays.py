@@ -20,6 +20,7 @@ from kme_dist.core.metrics import Tally, class_codes
 from kme_dist.errors import ConfigError, DataError
 
 Histories = Mapping[str, Sequence[Mapping[str, Any]]]
+_ROUNDING = 1e-6  # of probabilities in single precision
 
 
 class _Display:
@@ -65,16 +66,24 @@ class RelevanceDisplay(_Display):
         elif hasattr(estimator, "feature_importances_"):
             found = np.asarray(estimator.feature_importances_)
             names = list(getattr(estimator, "feature_names_in_", [f"x{i}" for i in range(len(found))]))
+        elif hasattr(type(estimator), "feature_importances_"):
+            raise ConfigError(f"this {type(estimator).__name__} has no feature_importances_ yet; call fit first")
         else:
-            raise ConfigError(f"{type(estimator).__name__} has no feature_importances_; fit a classifier that has them")
+            raise ConfigError(
+                f"{type(estimator).__name__} has no feature_importances_: it does not measure the relevance of "
+                "features; use scikit-learn's found = permutation_importance(model, X_test, y_test), and "
+                "kme_dist.RelevanceDisplay(found.importances_mean, names).plot()"
+            )
         return cls(found, names).plot(ax, most=most)
 
     def plot(self, ax: Any = None, *, most: int = 20) -> Self:
         """Draw the `most` relevant features."""
         from kme_dist.report.axes import draw_relevance
 
+        if not isinstance(most, int | np.integer) or most < 1:
+            raise ConfigError(f"most={most!r}: must be an integer >= 1, the number of features to draw")
         count = min(most, len(self.relevance))
-        self.bars_ = draw_relevance(self._on(ax, (5.0, max(3.0, 0.7 + 0.26 * count))), self.relevance,
+        self.bars_ = draw_relevance(self._on(ax, (5.0, max(1.8, 0.7 + 0.26 * count))), self.relevance,
                                     self.feature_names, most)  # fmt: skip
         return self
 
@@ -121,21 +130,37 @@ class ReliabilityDisplay(_Display):
                 f"probabilities have shape {probabilities.shape}, expected ({len(labels)}, {len(known)}): a row for "
                 "each label and a column for each class"
             )
+        _check_probabilities(probabilities)
         found = Tally.of(class_codes(labels, known), probabilities).metrics([str(label) for label in known])
         display = cls(found["reliability"], calibration_error=found["calibration_error"], estimator_name=name)
         return display.plot(ax)
 
     def plot(self, ax: Any = None) -> Self:
         """Draw the bins."""
-        from kme_dist.report.axes import draw_reliability
+        from kme_dist.report.axes import draw_legend, draw_reliability
 
         axes = self._on(ax, (4.8, 4.2))
         error = f"calibration error {100 * self.calibration_error:.1f} %"
-        label = f"{self.estimator_name}: {error}" if self.estimator_name else error
+        label = f"{self.estimator_name}\n{error}" if self.estimator_name else error
         self.line_ = draw_reliability(axes, self.bins, label)
         axes.set_xlabel("probability of the predicted class")
-        axes.legend(loc="upper left", frameon=False)
+        draw_legend(axes)
         return self
+
+
+def _check_probabilities(probabilities: np.ndarray) -> None:
+    """Refuse scores and counts, which would be normalised and drawn as if they were probabilities."""
+    inside = np.asarray(np.abs(probabilities - 0.5).max(axis=1) <= 0.5 + _ROUNDING)
+    sums = probabilities.sum(axis=1)
+    bad = ~inside | (np.abs(sums - 1) > 1e-3)
+    if bad.any():
+        row = int(np.argmax(bad))
+        shown = ", ".join(f"{value:.4g}" for value in probabilities[row, :8])
+        seen = f"with the sum {sums[row]:.6g}" if inside[row] else "which are not in [0, 1]"
+        raise DataError(
+            f"row {row} has the probabilities {shown}{', ...' if probabilities.shape[1] > 8 else ''}, {seen}; they "
+            "must be in [0, 1] and have the sum 1: pass the result of predict_proba"
+        )
 
 
 class LearningCurveDisplay(_Display):

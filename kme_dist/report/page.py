@@ -199,11 +199,13 @@ def relevance_images(relevance: Mapping[str, np.ndarray], shape: tuple[int, int]
     return svg(draw, (6.0, 3.7), "relevance")
 
 
-def relevance_bars(relevance: np.ndarray, names: Sequence[str], most: int = 20) -> str:
+def relevance_bars(
+    relevance: np.ndarray, names: Sequence[str], most: int = 20, quantity: str = "share of the relevance"
+) -> str:
     """The most relevant features as bars, the most relevant on top."""
 
     def draw(figure: Figure) -> None:
-        draw_relevance(figure.subplots(), relevance, names, most)
+        draw_relevance(figure.subplots(), relevance, names, most, quantity)
 
     return svg(draw, (5.0, max(4.2, 0.7 + 0.24 * min(most, len(relevance)))), "relevance")
 

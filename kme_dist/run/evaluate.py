@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
 from kme_dist.core.metrics import NumericTally, Tally
-from kme_dist.data.dataset import Dataset
+from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.data.lazy import open_rows
 from kme_dist.data.new_rows import ModelColumns
+from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
@@ -128,10 +130,33 @@ def _check_same_rows(predictions: Predictions, source: RowsRef) -> None:
     row = first if not compared else next((row for row, seen in compared if _features_at(source, row) != seen), None)
     if row is not None:
         where = predicted.get("path", "other rows")
+        stored = Place.of(where).exists() if "path" in predicted else True
         raise DataError(
             f"{source.path}{f', split {source.split!r},' if source.split else ''} does not have the rows that were "
-            f"predicted (row {row} differs); {predictions.path} has the predictions of {where}: evaluate them with it"
+            f"predicted (row {row} differs); {predictions.path} has the predictions of {where}: "
+            + ("evaluate them with it" if stored else f"store those rows and their labels {_encoded_by(predictions)}")
         )
+
+
+def open_labelled(predictions: Predictions, data: str | Path) -> Dataset:
+    """The data set with the labels of the predictions; a file is not one yet, and the error says how it becomes one."""
+    place = Place.of(data)
+    if place.is_local and place.path.is_file():
+        raise DataError(
+            f"{place} is a file, not a data set; store its rows and their labels {_encoded_by(predictions, place.name)}"
+        )
+    return open_dataset(place)
+
+
+def _encoded_by(predictions: Predictions, source: str = "FILE") -> str:
+    """How rows of a table are stored as the model has seen them: in another encoding they are other rows."""
+    fitted_to = Place.of(predictions.state["model"]).sibling("data.zarr")  # in the folder of a run
+    like = fitted_to.address if fitted_to.exists() else "DATA"
+    hint = "" if like != "DATA" else ", DATA being the data set of the fit"
+    return (
+        f"in the encoding of the fit, and evaluate with them: kme-dist ingest {source} rows.zarr --like {like} "
+        f"--unseen zeros{hint}"
+    )
 
 
 def _is_input(receipt: Receipt, source: RowsRef, predictions: Predictions) -> bool:

@@ -8,6 +8,7 @@ from decimal import Decimal
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import sparse
 
 import kme_dist as kme
 from kme_dist.data.validation import as_rows, as_values, check_columns, check_labels
@@ -52,6 +53,39 @@ def test_names_travel_with_every_model(name, tmp_path):
     again.save(tmp_path / "again.zarr")
     assert not hasattr(kme.load(tmp_path / "again.zarr"), "feature_names_in_")
     assert not hasattr(model.fit(X, targets), "feature_names_in_")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.nan, "Input X contains NaN: NaN in row 7, column {}; arrays must be complete"),
+        (np.inf, "infinity.*: inf in"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_named_by_row_and_column(value, words):
+    holed, frame = X.copy(), FRAME.copy()
+    holed[7, 1] = holed[9, 0] = value
+    frame.iloc[7, 1] = frame.iloc[9, 0] = value
+    model = kme.CENClassifier(**CEN)
+    with pytest.raises(DataError, match=words.format(1)) as refused:
+        model.fit(holed, Y)
+    assert "HistGradientBoosting" not in str(refused.value)
+    assert ("pass a data frame" in str(refused.value)) == np.isnan(value)
+    with pytest.raises(DataError, match=r"(NaN|inf) in row 7, column 'height'"):
+        model.fit(FRAME, Y).predict(frame)
+    targets = X[:, 0].copy()
+    targets[3] = value
+    with pytest.raises(DataError, match=r"Input y contains .* in row 3; remove such rows, or give them a target"):
+        kme.ASKLRegressor(**ASKL).fit(X, targets)
+    with pytest.raises(DataError, match=r"contain NaN or infinity: .* in row 3"):
+        kme.KernelMean("r-kmse").fit(np.stack([targets, targets], axis=1))
+
+
+def test_a_value_of_a_sparse_table_that_is_not_finite_is_named_too():
+    holed = sparse.csr_array(X)
+    holed[7, 1] = np.nan
+    with pytest.raises(DataError, match="NaN in row 7, column 1"):
+        kme.MCEClassifier(steps=0).fit(holed, Y)
 
 
 @pytest.mark.parametrize("name", MODELS)

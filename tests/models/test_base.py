@@ -66,6 +66,13 @@ def test_a_generator_gives_the_seed_of_a_fit_and_what_is_saved_repeats_it(name, 
     assert isinstance(FITS[name](random_state=None).seed_, int)
 
 
+@pytest.mark.parametrize("name", [name for name in FITS if "random_state" in getattr(kme, name)().get_params()])
+def test_a_loaded_model_tells_the_seed_of_its_fit(name, tmp_path):
+    model = FITS[name](random_state=7)
+    model.save(tmp_path / "model.zarr")
+    assert model.seed_ == kme.load(tmp_path / "model.zarr").seed_ == 7
+
+
 def test_all_random_choices_of_a_fit_follow_from_one_seed():
     drawn = kme.CENClassifier(hidden=(3,), steps=2, batch_size=10, random_state=None).fit(X, Y)
     given = kme.CENClassifier(hidden=(3,), steps=2, batch_size=10, random_state=drawn.seed_).fit(X, Y)

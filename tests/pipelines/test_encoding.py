@@ -96,7 +96,17 @@ def test_a_category_that_training_rows_did_not_have_can_be_let_in_by_the_command
     assert execute(["predict", "--model", model, "--data", paths[0], "--out", scores, "--quiet"]) == 0
     capsys.readouterr()
     assert execute(["evaluate", "--predictions", scores, "--data", paths[0]]) == 2
-    assert "let-in.csv is a file, not a data set; create one with `kme-dist ingest let-in" in capsys.readouterr().err
+    remedy = f"kme-dist ingest let-in.csv rows.zarr --like {like} --unseen zeros"
+    error = capsys.readouterr().err
+    assert "let-in.csv is a file, not a data set" in error
+    assert error.rstrip().endswith(remedy)
+    own = str(finished / "own-encoding.zarr")  # of these rows alone: other features
+    assert execute(["ingest", paths[0], own, "--label", "kind", "--quiet"]) == 0
+    assert execute(["evaluate", "--predictions", scores, "--data", own]) == 2
+    error = capsys.readouterr().err
+    assert "row 0 differs" in error
+    assert f"has the predictions of {paths[0]}: store those rows and their labels in the encoding of the fit" in error
+    assert error.rstrip().endswith(f"--like {like} --unseen zeros")
     assert execute(["evaluate", "--predictions", scores, "--data", paths[1], "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == 30
     assert execute(["ingest", *paths, "--unseen", "zeros", "--overwrite"]) == 2

@@ -328,7 +328,7 @@ def test_rows_from_stdin_as_csv_or_json_lines(finished):
     found = []
     for given in (text, "\n".join(map(json.dumps, rows)).encode()):
         sink = io.BytesIO()
-        notes = score.run(str(finished / "run"), io.BytesIO(given), sink, format="jsonl", id_column="who")
+        notes, _ = score.run(str(finished / "run"), io.BytesIO(given), sink, format="jsonl", id_column="who")
         assert [note.split(":")[0] for note in notes] == [
             "ignored columns that the model does not use",
             "unknown categories, encoded as none of the known ones",
@@ -345,6 +345,27 @@ def test_rows_from_stdin_as_csv_or_json_lines(finished):
     with pytest.raises(DataError, match=r"^stdin") as refused:
         score.run(str(finished / "run"), io.BytesIO(lines[0] + b"1,2,3,4,5,6,7,8,9,10,11,12\n"), io.BytesIO())
     assert "kme-score-" not in str(refused.value)
+
+
+def test_rows_from_stdin_without_a_prediction_are_counted_and_the_exit_code_says_so(finished):
+    frame = new_people()
+    frame.loc[2, "age"] = 1e300
+    for rows, code in ((frame, 65), (frame.drop(index=2), 0)):
+        done = command(finished, "score", "--model", "run", input=rows.to_csv(index=False).encode())
+        found = pd.read_csv(io.BytesIO(done.stdout))
+        assert (done.returncode, len(found), int(found["label"].isna().sum())) == (code, len(rows), int(code == 65))
+        assert (b"no prediction for 1 row; the first is row 2" in done.stderr) == (code == 65)
+
+
+@pytest.mark.parametrize("name", ["scores.xlsx", "scores.csv.gz", "scores.json"])
+def test_a_kind_of_file_that_is_not_written_is_refused(finished, tmp_path, name):
+    with pytest.raises(ConfigError, match=r"choose a name in .csv, .parquet or .zarr, or give the format"):
+        kme.predict(finished / "run", finished / "new.csv", tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    kme.predict(finished / "run", finished / "new.csv", tmp_path / name, format="zarr")
+    kme.predict(finished / "run", finished / "new.csv", tmp_path / "plain")
+    for written in (name, "plain"):
+        assert (tmp_path / written / "zarr.json").exists()
 
 
 def test_the_run_of_a_config_predicts_new_rows_too(finished, capsys):

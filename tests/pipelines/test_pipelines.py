@@ -659,6 +659,13 @@ def test_a_log_gets_rows_with_share_rate_and_time_left():
     assert re.fullmatch(r"predict: 250 of 1,000 \(25%\), [\d.]+/s, \d+ s left", line)
 
 
+def test_no_rate_is_shown_where_none_is_known():
+    stream = io.StringIO()
+    with RunProgress(stream, clock=lambda: 1.0) as progress:
+        progress.count("reading", 700, 700)
+    assert stream.getvalue() == "reading: 700 of 700 (100%)\n"
+
+
 def test_quiet_is_quiet():
     for stream in (io.StringIO(), Terminal()):
         with RunProgress(stream, quiet=True) as progress:

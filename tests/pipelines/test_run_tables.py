@@ -134,6 +134,23 @@ def test_what_is_wrong_with_a_large_data_set_is_said_before_anything_is_stored(t
         tables.checked(DataConfig(source=str(tmp_path / "rows.csv")))
 
 
+def test_without_a_label_the_columns_of_the_file_are_named(tmp_path):
+    rows().to_csv(tmp_path / "rows.csv", index=False)
+    with pytest.raises(ConfigError, match=r"its columns are 'size', 'city', 'since', 'importance', 'kind', 'price'$"):
+        tables.load(DataConfig(source=str(tmp_path / "rows.csv"), missing="indicator"))
+
+
+@pytest.mark.parametrize(("given", "words"), [(1, "has 1 row"), (2, "has 2 rows"), (3, None)])
+def test_the_number_of_rows_that_a_run_needs_is_said(given, words, tmp_path):
+    pd.DataFrame({"x": np.arange(given) / 3, "y": np.arange(given) / 7}).to_csv(tmp_path / "few.csv", index=False)
+    settings = DataConfig(source=str(tmp_path / "few.csv"), label="y", task="regression")
+    if words is None:
+        assert len(tables.load(settings).X_train) == 2
+        return
+    with pytest.raises(DataError, match=rf"few.csv {words}, and data.test_fraction 0.2 needs at least 3, two of them"):
+        tables.load(settings)
+
+
 @pytest.mark.parametrize("limit", [100, 1 << 29])
 def test_numbers_are_not_read_as_classes_because_a_config_says_so(limit, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "IN_MEMORY_BYTES", limit)

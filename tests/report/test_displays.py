@@ -71,6 +71,64 @@ def test_reliability_by_hand():
         kme.ReliabilityDisplay.from_predictions([0, 7], np.ones((2, 2)) / 2, classes=[0, 1])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([[0.9, 0.1], [3.0, 4.0]], r"row 1 has the probabilities 3, 4, which are not in \[0, 1\]"),
+        ([[0.9, 0.1], [0.6, 0.398]], "row 1 has the probabilities 0.6, 0.398, with the sum 0.998"),
+        ([[0.9, 0.1], [1.2, -0.2]], "row 1 .* not in"),
+        ([[0.9, 0.1], [np.nan, 0.5]], "row 1 .* not in"),
+        ([0.9, 1.5], "row 1 .* not in"),
+    ],
+)
+def test_only_probabilities_are_drawn_as_such(wrong, words):
+    with pytest.raises(DataError, match=words):
+        kme.ReliabilityDisplay.from_predictions([0, 1], wrong)
+
+
+def test_probabilities_may_be_rounded():
+    kme.ReliabilityDisplay.from_predictions([0, 1], np.array([[0.7, 0.2995], [1.0000001, 0]], np.float32))
+
+
+@pytest.mark.parametrize("layout", [None, "constrained"])
+def test_the_legend_stays_inside_narrow_axes(layout):
+    figure, row = plt.subplots(1, 3, layout=layout)
+    for axes in row:
+        kme.ReliabilityDisplay.from_predictions([0, 1], [0.2, 0.7], name="HistGradientBoostingClassifier", ax=axes)
+    figure.draw_without_rendering()
+    for axes in row:
+        legend, own = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        assert own.x0 <= legend.x0 < legend.x1 <= own.x1
+
+
+def test_a_legend_with_room_has_the_usual_size():
+    shown = kme.ReliabilityDisplay.from_predictions([0, 1], [0.2, 0.7], name="MCEClassifier")
+    assert shown.ax_.get_legend().get_texts()[0].get_fontsize() == plt.rcParams["font.size"]
+
+
+def test_a_few_bars_share_the_height_of_the_axes():
+    for count in (1, 4, 20):
+        shown = kme.RelevanceDisplay(np.arange(count) + 1.0, [f"x{i}" for i in range(count)]).plot()
+        bottom, top = shown.ax_.get_ylim()
+        first, last = shown.bars_[0].get_y(), shown.bars_[-1].get_y() + shown.bars_[-1].get_height()
+        assert first - top < 0.6
+        assert bottom - last < 0.6
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.5])
+def test_a_number_of_bars_that_is_none_is_refused(most, fitted):
+    with pytest.raises(ConfigError, match=f"most={most}: must be an integer >= 1"):
+        kme.RelevanceDisplay.from_estimator(fitted[0], most=most)
+
+
+def test_what_a_model_without_relevance_lacks_and_what_to_use(fitted):
+    regressor = kme.CMERegressor(steps=0).fit(fitted[1], np.arange(len(fitted[1]), dtype=float))
+    with pytest.raises(ConfigError, match=r"CMERegressor has no feature_importances_: .* permutation_importance"):
+        kme.RelevanceDisplay.from_estimator(regressor)
+    with pytest.raises(ConfigError, match="call fit first"):
+        kme.RelevanceDisplay.from_estimator(kme.MCEClassifier())
+
+
 def test_a_line_of_the_learning_curve_for_each_phase(fitted):
     history = fitted[0].history_
     shown = kme.LearningCurveDisplay.from_estimator(fitted[0], quantity="risk")
