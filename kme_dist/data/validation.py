@@ -5,6 +5,7 @@
     check_columns(X)                   an error for a column of dates, by name, before other checks fail
     check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
     object_rows(X)                     texts, sequences or bags as a list; None for anything else
+    check_only_texts(rows)             an error for a row that is no text, among texts
     check_not_path(X)                  an error for a path, which has to be opened first
     check_numeric_targets(y, by)       an error for targets of a regression that are texts
     text_among(X)                      the first text in a table that should hold numbers, and where it is
@@ -58,6 +59,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
         X = _numbers_or_same(X)
     if X.dtype.kind not in _NUMBERS:
         return X.tolist()
+    if X.ndim == 3:  # bags of equal size, for a kernel that takes them
+        return list(X)
     if X.ndim != 2:
         raise DataError(
             f"expected an array of shape (rows, features), got {X.shape}. For a single feature pass "
@@ -70,7 +73,9 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
 
 
 def object_rows(X: Any) -> list[Any] | None:
-    """Rows that are not numbers (texts, sequences, bags of several lengths) as a list; None for a table of numbers."""
+    """Rows that are not numbers (texts, sequences, bags) as a list; None for a table of numbers."""
+    if isinstance(X, np.ndarray) and X.ndim == 3:
+        return list(X)  # bags of equal size
     if getattr(X, "ndim", 1) != 1 or isinstance(X, str | bytes | dict) or hasattr(X, "dask"):
         return None
     if hasattr(X, "to_numpy") or isinstance(X, np.ndarray):
@@ -90,6 +95,20 @@ def _objects(rows: Any) -> list[Any] | None:
     except (TypeError, ValueError):  # of several lengths, or not numbers
         return found
     return None if numbers.ndim == 2 else found
+
+
+def check_only_texts(rows: Any) -> None:
+    """Raise an error for the first of several rows that is no text (or sequence), where others are texts."""
+    if isinstance(rows, list | tuple):
+        values = list(rows)
+    elif getattr(rows, "ndim", 0) == 1 and not hasattr(rows, "dask"):
+        found = np.asarray(rows.to_numpy() if hasattr(rows, "to_numpy") else rows)
+        values = found.tolist() if found.dtype.kind == "O" else []
+    else:
+        return
+    row = next((i for i, value in enumerate(values) if not isinstance(value, str | list | tuple | np.ndarray)), None)
+    if row is not None and any(isinstance(value, str) for value in values):
+        raise DataError(f"row {row} is {_shown(values[row])} among texts; remove that row, or pass a text there")
 
 
 def _from_frame(X: Any) -> np.ndarray:

@@ -53,6 +53,7 @@ from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import check_columns, check_labels, check_not_path, check_numeric_targets, text_among
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
+from kme_dist.models.objects import TEXT_ESTIMATORS, refuse_objects
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
 from kme_dist.run.executors import Executor
 from kme_dist.run.workers import executor_for, job_count, local_workers
@@ -69,10 +70,6 @@ DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
 _SPARSE_PARTS = ("data", "indices", "indptr")
 _KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
-TEXT_ESTIMATORS = (
-    "texts are rows of MCEClassifier, KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, "
-    "with a kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
-)
 # What `load` opens: each class, and its module, imported on demand.
 _MODULES = {
     "ASKLClassifier": "kme_dist.models.askl",
@@ -319,8 +316,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.feature_names_in_ = np.array(names, dtype=object)
         return _as_csr(rows), labels
 
-    def _object_rows(self, X: Any) -> list[Any] | None:
-        """Texts, sequences or bags that the kernel takes; None for other rows, and for estimators of numbers only."""
+    def _object_rows(self, X: Any, new: bool = False) -> list[Any] | None:
+        """Texts, sequences or bags that the kernel takes (`new`: like those of the fit); None for other rows, and for
+        estimators of numbers only."""
         return None
 
     def _fit_objects(self, rows: list[Any], y: Any) -> tuple[list[Any], np.ndarray]:
@@ -381,7 +379,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 + ("; or predict it chunk by chunk: kme_dist.predict(model, data, out)" if self._BATCHED else "")
             )
         if not hasattr(self, "n_features_in_") and hasattr(self, "classes_"):  # fitted to texts, sequences or bags
-            objects = self._object_rows(X)
+            objects = self._object_rows(X, new=True)
             if objects is None:
                 raise DataError(
                     f"{type(self).__name__} was fitted to texts, sequences or bags; pass a list of rows like those"
@@ -402,12 +400,15 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _explained(self, X: Any) -> Iterator[None]:
-        """Adds to the errors of scikit-learn: which text is not a number, and how to put columns into order."""
+        """Adds to the errors of scikit-learn: which text is not a number, which estimators take bags, and how to put
+        columns into order."""
         try:
             yield
         except ValueError as error:
             if "must be in the same order" in str(error):
                 raise DataError(f"{error}Pass the columns in that order: X[model.feature_names_in_]") from None
+            if "inhomogeneous" in str(error) or "array with dim 3" in str(error):
+                refuse_objects(type(self).__name__, X)
             if "could not convert" not in str(error) or (found := text_among(X)) is None:
                 raise
             hint = TEXT_ESTIMATORS if found.whole else "encode that column as numbers, or drop it"
@@ -512,20 +513,6 @@ def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: M
         if isinstance(error, KMEError):
             raise
         raise CorruptError(f"{path} is an incomplete model: {error!r}; save it again") from error
-
-
-def check_texts(kernel: Any, rows: Any) -> None:
-    """Raise an error if rows are texts and the kernel (or its name) is one of numbers."""
-    if not isinstance(rows, list | tuple) or not len(rows) or not isinstance(rows[0], str):
-        return
-    found = from_config({"name": kernel}) if isinstance(kernel, str) else from_config(kernel)
-    try:
-        found.gram(rows[:1])
-    except (DataError, TypeError):
-        raise DataError(
-            f"rows are texts, e.g. {rows[0][:60]!r}, and {type(found).__name__} is a kernel of numbers; choose a "
-            "kernel of texts, e.g. kernel=kme_dist.kernels.Spectrum(p=2)"
-        ) from None
 
 
 # --- parts of stored models -----------------------------------------------------------------------------

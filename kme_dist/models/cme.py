@@ -43,11 +43,12 @@ from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import Scaling, rows_of
-from kme_dist.data.validation import as_values, check_labels, check_matrix, check_not_path
+from kme_dist.data.validation import check_matrix, check_not_path
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, on_workers, scaling_arrays, stored_scaling
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
+from kme_dist.models.objects import check_objects, targets_of
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, positive, seed
 from kme_dist.run.conditional import (
     ConditionalLearner,
@@ -209,13 +210,11 @@ class ConditionalMeanEmbedding(Estimator):
             self._record_names([X.feature_names[i] for i in pairs.inputs.columns])
             return pairs
         check_not_path(X)
-        if Y is None:
-            raise DataError("targets are missing: call fit(X, Y), or pass a data set that has them")
         check_matrix(X, type(self).__name__)
         (rows, _), targets = rows_of(X).read(), self._targets(Y)
         if self.features is None:
             for kernel in self.kernel if isinstance(self.kernel, list | tuple) else [self.kernel]:
-                check_texts(kernel, rows)
+                check_objects(kernel, rows, labels=True)
         if row_count(targets) != row_count(rows):
             raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
         self._record_columns(X, rows)
@@ -223,9 +222,7 @@ class ConditionalMeanEmbedding(Estimator):
         return Pairs.in_tables(self._scaled(rows), targets)
 
     def _targets(self, Y: Any) -> Any:
-        if isinstance(self.target_kernel, Delta) or self.target_kernel == "delta":
-            check_labels(Y)
-        return as_values(Y)
+        return targets_of(self.target_kernel, Y)
 
     def _scaled(self, rows: Any) -> Any:
         return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
@@ -236,6 +233,8 @@ class ConditionalMeanEmbedding(Estimator):
         check_matrix(X, type(self).__name__)
         rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
+        if self.embedding_.centres is not None:
+            check_objects(self.kernel_, rows, like=self.embedding_.centres)
         return self._scaled(rows)
 
     def _query_targets(self, Y: Any) -> Any:

@@ -30,8 +30,8 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.data.validation import as_values, check_not_path
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import check_texts
 from kme_dist.models.cme_choice import input_kernels, score_kernels, target_kernel
+from kme_dist.models.objects import check_objects
 from kme_dist.models.settings import RandomState, drawn_seed, integer, seed
 from kme_dist.run.conditional import as_targets, column_positions
 from kme_dist.run.executors import Executor
@@ -192,7 +192,7 @@ def _variables(
         raise DataError(f"a test of independence requires at least {_LEAST_ROWS} rows, got {found[0].count}")
     for variable, kernel in zip(found, kernels, strict=True):
         if kernel != "delta" and not isinstance(kernel, Delta) and variable.rows.in_memory:
-            check_texts(kernel, variable.rows.read()[0])
+            check_objects(kernel, variable.rows.read()[0])
     return found
 
 

@@ -40,7 +40,6 @@ from kme_dist.models.base import (
     Estimator,
     Facts,
     Own,
-    check_texts,
     get_labels,
     get_rows,
     on_workers,
@@ -50,6 +49,7 @@ from kme_dist.models.base import (
     stored_scaling,
 )
 from kme_dist.models.classifier import Classifier, classes_of
+from kme_dist.models.objects import check_objects
 from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, mean_inner, spectrum_sample
 
@@ -68,8 +68,8 @@ def checked_matrix(X: Any) -> Any:
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
     """The kernel; one given by name gets the median distance between rows as its length scale."""
-    if rows.in_memory and not rows.source.features:  # not numbers
-        check_texts(kernel, rows.read()[0])
+    if rows.in_memory:
+        check_objects(kernel, rows.read()[0])
     if not isinstance(kernel, str):
         return kernels.from_config(kernel)
     found = kernels.from_config({"name": kernel})
@@ -206,6 +206,8 @@ class KernelMean(Estimator):
         self._check_fitted()
         rows, _ = rows_of(X, self.dtype).read()
         self._check_columns(X, rows)
+        if not self.fitted_.rows.source.features:
+            check_objects(self.kernel_, rows, like=self.fitted_.rows.read(0, 1)[0])
         return self.fitted_.evaluate(rows, executor=self._executor())
 
     def inner(self, other: KernelMean) -> float:

@@ -25,6 +25,7 @@ from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbias
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.models.means import kernel_for
+from kme_dist.models.objects import check_objects
 from kme_dist.models.settings import RandomState, drawn_seed, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import block_pairs
@@ -91,6 +92,12 @@ def mmd_test(
         shown = ["no numeric features" if width is None else counted(width, "feature") for width in widths]
         raise DataError(f"the first sample has {shown[0]}, the second {shown[1]}; they must have the same columns")
     _check_names(X, Y)
+    for name, sample in (("first", first), ("second", second)):
+        if sample.in_memory:
+            try:
+                check_objects(kernel, sample.read()[0])
+            except DataError as error:
+                raise DataError(f"the {name} sample: {error}") from None
     drawn = drawn_seed(random_state)
     pooled = _pooled(first, second, _SPECTRAL_ROWS, drawn)
     found = kernel_for(kernel, rows_of(pooled), drawn)

@@ -174,8 +174,7 @@ class Scorer:
         missing values."""
         skipped = not_finite(X)
         if skipped:  # in their place, so that the other rows have the bits they would have had
-            X = X.copy()
-            X[list(skipped)] = 0
+            X = _zeroed(X, list(skipped))
         with np.errstate(over="ignore", invalid="ignore"):
             arrays, wrong = self._outputs(X, wanted)
             for field in wanted.fields(len(classes_of(self.model)), None):
@@ -236,7 +235,9 @@ def _check_one_output(model: Any) -> None:
 
 
 def not_finite(X: Any) -> dict[int, str]:
-    """Rows with a feature that is not finite, with the first of them; texts and bags have none."""
+    """Rows with a feature that is not finite, with the first of them; a bag is a row; texts have none."""
+    if isinstance(X, list):
+        return _bags_not_finite(X)
     if devices.is_sparse(X):
         at = np.flatnonzero(~np.isfinite(X.data))[::-1]
         rows = np.searchsorted(X.indptr, at, side="right") - 1
@@ -254,6 +255,25 @@ def not_finite(X: Any) -> dict[int, str]:
         row: f"feature {column}: the value is {X[row, column]}, must be finite"
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
     }
+
+
+def _bags_not_finite(rows: list[Any]) -> dict[int, str]:
+    found = {}
+    for row, bag in enumerate(rows):
+        if isinstance(bag, np.ndarray) and bag.dtype.kind == "f" and not np.isfinite(bag).all():
+            at = tuple(np.argwhere(~np.isfinite(bag))[0].tolist())
+            found[row] = f"member {at[0]} of the bag: the value is {bag[at]}, must be finite"
+    return found
+
+
+def _zeroed(X: Any, rows: list[int]) -> Any:
+    """A copy with zeros in these rows."""
+    if isinstance(X, list):
+        chosen = set(rows)
+        return [np.zeros_like(row) if i in chosen else row for i, row in enumerate(X)]
+    X = X.copy()
+    X[rows] = 0
+    return X
 
 
 def skipped_words(skipped: Mapping[int, str]) -> str:
