@@ -6,7 +6,8 @@
     check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
     object_rows(X)                     texts, sequences or bags as a list; None for anything else
     check_only_texts(rows)             an error for a row that is no text, among texts
-    check_not_path(X)                  an error for a path, which has to be opened first
+    check_not_path(X)                  an error for a path, which has to be opened first, and for a lazy frame
+    check_collected(X)                 an error for a lazy frame alone
     check_numeric_targets(y, by)       an error for targets of a regression that are texts
     text_among(X)                      the first text in a table that should hold numbers, and where it is
 
@@ -160,13 +161,20 @@ def _is_missing(value: Any) -> bool:
 
 
 def check_not_path(X: Any) -> None:
-    """Raise an error for a path or a single text where rows are expected."""
+    """Raise an error for a path or a single text where rows are expected, and for a query that was not run."""
+    check_collected(X)
     if isinstance(X, str | os.PathLike):
         path = os.fspath(X)
         raise DataError(
             f"rows must be a table or a list of rows, got {path!r}; for a stored data set pass "
             f"kme_dist.open_dataset({path!r}), for a single text [{path!r}]"
         )
+
+
+def check_collected(X: Any) -> None:
+    """Raise an error for a lazy frame, which has no rows yet."""
+    if type(X).__name__ == "LazyFrame":
+        raise DataError("rows must be in memory, got a LazyFrame, a query that was not run yet; run it: .collect()")
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,7 @@ def _is_float(text: str | bytes) -> bool:
 
 def check_columns(X: Any) -> None:
     """Raise an error for dates, durations and integers without a floating point number of their own, by column."""
+    check_collected(X)
     if hasattr(X, "columns") and hasattr(X, "dtypes"):
         name, count = Counter(X.columns).most_common(1)[0] if len(X.columns) else (None, 0)
         if count > 1:
@@ -254,6 +263,12 @@ def _refuse_long_integers(rows: np.ndarray, names: Sequence[Any]) -> None:
 
 
 def _refuse_dates(column: str, kind: str, where: str) -> None:
+    if "timedelta" in kind:
+        how = f"{where} / numpy.timedelta64(1, 's')" if where else "value.total_seconds()"
+        raise DataError(
+            f"column {column} holds durations ({kind}), but kernels of rows require numbers; convert it first "
+            f"(seconds: {how}), or drop it"
+        )
     how = f"{where}.astype('datetime64[s]').astype('int64') / 86_400" if where else "seconds / 86_400"
     raise DataError(
         f"column {column} holds dates or times ({kind}), but kernels of rows require numbers; convert it first "

@@ -51,7 +51,14 @@ from kme_dist.data.places import Place
 from kme_dist.data.rows import RowsRef, Scaling, check_magnitude
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
-from kme_dist.data.validation import check_columns, check_labels, check_not_path, check_numeric_targets, text_among
+from kme_dist.data.validation import (
+    check_collected,
+    check_columns,
+    check_labels,
+    check_not_path,
+    check_numeric_targets,
+    text_among,
+)
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
 from kme_dist.models.objects import TEXT_ESTIMATORS, refuse_objects
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
@@ -297,6 +304,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_not_path(X)
         if (objects := self._object_rows(X)) is not None:
             return self._fit_objects(objects, y)
+        check_collected(y)
         X, y = split_target(X, y)
         encoding, names = None, None
         if needs_encoding(X):
