@@ -8,7 +8,8 @@
     check_only_texts(rows)             an error for a row that is no text, among texts
     check_not_path(X)                  an error for a path, which has to be opened first, and for a lazy frame
     check_collected(X)                 an error for a lazy frame alone
-    check_numeric_targets(y, by)       an error for targets of a regression that are texts
+    check_numeric_targets(y, by)       an error for targets of a regression that are texts, dates or durations
+    check_targets_given(X, y)          an error for a single value as targets
     text_among(X)                      the first text in a table that should hold numbers, and where it is
 
 `check_columns` and `check_labels` return nothing and change nothing, so they can be called before scikit-learn's
@@ -50,6 +51,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     check_columns(X)
     if hasattr(X, "to_numpy"):  # a data frame or one of its columns
         X = _from_frame(X)
+    elif hasattr(X, "column_names"):  # an Arrow table
+        X = _from_arrow(X)
     elif isinstance(X, list | tuple):
         X = _from_list(X)
     if not isinstance(X, np.ndarray):
@@ -119,14 +122,29 @@ def _from_frame(X: Any) -> np.ndarray:
     found = _numbers_or_same(values)
     if found.dtype.kind in _NUMBERS or values.shape[1] < 2:
         return found
-    for name, column in zip(_column_names(X, values.shape[1]), values.T, strict=True):
+    _refuse_objects(values, _column_names(X, values.shape[1]))
+    return values
+
+
+def _from_arrow(X: Any) -> np.ndarray:
+    columns = [np.asarray(column) for column in X.columns]
+    if not columns or not X.num_rows:
+        raise DataError("the table has no rows")
+    if any(column.dtype.kind not in _NUMBERS for column in columns):
+        columns = [column.astype(object) for column in columns]
+        _refuse_objects(np.stack(columns, axis=1), X.column_names)
+    return np.stack(columns, axis=1)
+
+
+def _refuse_objects(values: np.ndarray, names: Sequence[Any]) -> None:
+    """Raise an error for the first value that is no number, by its column and row."""
+    for name, column in zip(names, values.T, strict=True):
         for row, value in enumerate(column):
             if not _is_number(value):
                 raise DataError(
                     f"column {name!r} holds {_shown(value)} in row {row}, but kernels of rows require numbers; encode "
                     f"the column as numbers first, or drop it: X.drop(columns={name!r})"
                 )
-    return values
 
 
 def _from_list(X: Sequence[Any]) -> Any:
@@ -197,9 +215,19 @@ def text_among(X: Any) -> FoundText | None:
 
 
 def check_numeric_targets(y: Any, by: str) -> None:
-    """Raise an error for targets of a regression that are texts."""
-    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in _NUMBERS:
+    """Raise an error for targets of a regression that are texts, dates or durations."""
+    kind = getattr(getattr(y, "dtype", None), "kind", "")
+    if y is None or kind in _NUMBERS:
         return
+    values = list(y) if isinstance(y, list | tuple) else np.asarray(y).ravel()[:_LOOKED_AT].tolist()
+    moment = next(
+        (value for value in values if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64)), None
+    )
+    if kind in _DATES or moment is not None:
+        spans = kind == "m" or isinstance(moment, timedelta | np.timedelta64)
+        what = "durations" if spans else "dates or times"
+        how = "seconds: y / numpy.timedelta64(1, 's')" if spans else "days: (y - y.min()) / numpy.timedelta64(1, 'D')"
+        raise DataError(f"{by} predicts numbers, and its targets are {what}; pass numbers as y, e.g. {how}")
     try:
         np.asarray(y, np.float64)
     except (TypeError, ValueError):
@@ -208,6 +236,16 @@ def check_numeric_targets(y: Any, by: str) -> None:
                 f"{by} predicts numbers, and among its targets is {found.words}; pass numbers as y, or fit a "
                 "classifier such as MCEClassifier to class labels"
             ) from None
+
+
+def check_targets_given(X: Any, y: Any) -> None:
+    """Raise an error for a single value where a column of X or one value for each row is expected."""
+    if y is None or not (np.isscalar(y) or getattr(y, "ndim", 1) == 0):
+        return
+    named = hasattr(X, "columns")
+    ways = "the name of a column of X (a text) or an array" if named else "an array or a list"
+    hint = "" if named or not isinstance(y, str) else "; only the columns of a table have names"
+    raise DataError(f"y={y!r} is a single value; pass {ways} with one value for each row{hint}")
 
 
 def _is_float(text: str | bytes) -> bool:
@@ -284,8 +322,9 @@ def _shown(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def as_values(Y: Any) -> Any:
-    """Targets: numbers as an array of one or two axes, texts and labels as they are; dates are an error."""
+def as_values(Y: Any, name: str = "targets") -> Any:
+    """Targets (or those of another name): numbers as an array of one or two axes, texts and labels as they are; dates
+    are an error."""
     check_columns(Y)
     if hasattr(Y, "to_numpy"):
         Y = np.asarray(Y.to_numpy())
@@ -295,9 +334,14 @@ def as_values(Y: Any) -> Any:
         flat = np.asarray(Y) if all(_is_number(value) for value in Y) else _from_list(Y)
         Y = _numbers_or_same(flat) if isinstance(flat, np.ndarray) and flat.dtype.kind == "O" else flat
     if isinstance(Y, np.ndarray) and Y.dtype.kind in _DATES:
-        raise DataError(f"targets are dates or times ({Y.dtype}); convert them to numbers first")
+        raise DataError(f"{name}: dates or times ({Y.dtype}); convert them to numbers first")
     if isinstance(Y, np.ndarray) and Y.dtype.kind == "f" and not np.isfinite(Y).all():
-        raise DataError("targets contain NaN or infinity; remove those pairs first")
+        row = int(np.argmin(np.isfinite(Y.reshape(len(Y), -1)).all(axis=1)))
+        if len(Y) == 1:
+            raise DataError(f"{name}: NaN or infinity; pass finite numbers")
+        raise DataError(
+            f"{name}: row {row} has NaN or infinity; remove or correct that row, and its counterparts, first"
+        )
     return Y
 
 

@@ -57,6 +57,7 @@ from kme_dist.data.validation import (
     check_labels,
     check_not_path,
     check_numeric_targets,
+    check_targets_given,
     text_among,
 )
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
@@ -311,9 +312,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             encoding, names = table_schema(X), column_names(X)
             X, _ = encode_table(X, encoding)
         check_columns(X)
-        check_labels(y)
+        check_targets_given(X, y)
         if settings.get("y_numeric"):
             check_numeric_targets(y, type(self).__name__)
+        check_labels(y)
         self.fitted_to_dataset_, self.encoding_ = False, None
         with self._explained(X):
             rows, labels = validate_data(

@@ -212,6 +212,7 @@ class KernelMean(Estimator):
 
     def inner(self, other: KernelMean) -> float:
         """<μ, ν>; both means must have the same kernel."""
+        _check_mean(other)
         self._check_fitted()
         other._check_fitted()
         a, b = self.fitted_, other.fitted_
@@ -237,6 +238,7 @@ class KernelMean(Estimator):
 
     def distance(self, other: KernelMean) -> float:
         """|μ - ν| in the kernel's Hilbert space: the maximum mean discrepancy."""
+        _check_mean(other)
         return math.sqrt(max(self.inner(self) - 2 * self.inner(other) + other.inner(other), 0.0))
 
     def expectation(self, f: Callable[[Any], Any]) -> Any:
@@ -304,6 +306,14 @@ class KernelMean(Estimator):
         errors = float(facts.get("unexplained", 0.0)), float(facts.get("error_bound", 0.0))
         alpha, lam = float(facts["shrinkage"]), self.regularization
         self._keep(FittedMean(kernel, rows, weights, alpha, target, None, lam, *errors))
+
+
+def _check_mean(other: Any) -> None:
+    if not isinstance(other, KernelMean):
+        raise DataError(
+            f"other must be a fitted KernelMean, got a {type(other).__name__}; fit one to the rows with the same "
+            "kernel: KernelMean(kernel=mean.kernel_).fit(X)"
+        )
 
 
 class ParzenClassifier(Classifier):

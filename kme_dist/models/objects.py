@@ -89,7 +89,7 @@ def check_objects(
         )
 
 
-def targets_of(kernel: Any, Y: Any) -> Any:
+def targets_of(kernel: Any, Y: Any, name: str = "targets") -> Any:
     """Targets for a kernel of targets, or that of this name: numbers as an array, texts and labels as they are."""
     if isinstance(kernel, Delta) or kernel == "delta":
         check_labels(Y)
@@ -98,7 +98,7 @@ def targets_of(kernel: Any, Y: Any) -> Any:
     if isinstance(Y, str) or not hasattr(Y, "__len__") or getattr(Y, "ndim", 1) == 0:
         raise DataError(f"Y is {Y!r}; pass an array or a list with one target for each row of X")
     check_only_texts(Y)
-    return as_values(Y)
+    return as_values(Y, name)
 
 
 def refuse_objects(by: str, X: Any) -> None:

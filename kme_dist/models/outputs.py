@@ -23,8 +23,9 @@ from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, with_argmax
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.data.predictions import Field, parquet_table
-from kme_dist.errors import ConfigError, counted
+from kme_dist.errors import ConfigError, counted, warn
 from kme_dist.models.expressions import class_values
+from kme_dist.models.settings import fraction
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
 REGRESSION_OUTPUTS = ("mean", "std", "interval")  # of a CMERegressor
@@ -97,7 +98,10 @@ class Asked:
             names = ("label", "probability") if names is None else names
             return Outputs.of(names, self.expectations, self.raw_expectations, self.top_k, fitted.classes_)
         _check_one_output(fitted)
-        return self._of_regressor(REGRESSION_OUTPUTS if names is None else names)
+        wanted = self._of_regressor(REGRESSION_OUTPUTS if names is None else names)
+        if "interval" in wanted.names and (words := fitted.left_out_.too_few(wanted.coverage)):
+            warn(words)
+        return wanted
 
     def _of_regressor(self, names: Sequence[str]) -> Outputs:
         for name in ("expectations", "top_k"):
@@ -107,8 +111,7 @@ class Asked:
         if unknown or not names:
             seen = repr(unknown[0]) + " is not an output of a regressor" if unknown else "empty"
             raise ConfigError(f"outputs: {seen}; choose from {', '.join(REGRESSION_OUTPUTS)}")
-        if not 0 < self.coverage < 1:
-            raise ConfigError(f"coverage={self.coverage!r}: must be a number between 0 and 1")
+        fraction().check("coverage", self.coverage)
         return Outputs(tuple(n for n in REGRESSION_OUTPUTS if n in names), (), False, 0, float(self.coverage))
 
 
