@@ -96,6 +96,17 @@ class LeftOut:
     def count(self) -> int:
         return len(self.residuals)
 
+    def too_few(self, coverage: float) -> str:
+        """In words, that intervals of this coverage are infinite; empty if they are not."""
+        needed = math.ceil((1 - 1e-9) / (1 - coverage)) - 1  # as in `interval`
+        if self.count >= needed:
+            return ""
+        most = math.floor(1e4 * self.count / (self.count + 1)) / 1e4
+        return (
+            f"intervals of coverage {coverage:g} are infinite: they require residuals of at least {needed:,} rows, the "
+            f"model has those of {self.count:,}; fit more rows, or ask for at most {most:g}"
+        )
+
     def quantiles(self, f: np.ndarray, Z: np.ndarray, levels: np.ndarray) -> np.ndarray:
         """Quantiles of one output at rows with predictions f and features Z: (rows, levels)."""
         w = normalised(self.columns.T @ Z.T)

@@ -238,8 +238,10 @@ class Encoder:
         target = target or pa.float64()
         if array.type == target:
             return array
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+        array = decoded(array)
+        if pa.types.is_duration(array.type):
+            ticks = array.cast(pa.int64()).cast(pa.float64(), safe=False)
+            return pc.divide(ticks, _DAY[array.type.unit] / _DAY["s"]).cast(target, safe=False)
         texts = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
         notation = self.schema.notation
         if texts and notation is not None:
@@ -271,9 +273,9 @@ class Encoder:
         return pc.utf8_trim_whitespace(texts) if self.schema.strip else texts
 
     def _days(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        if kind_of(array.type) == "date" or pa.types.is_null(array.type):
+        array = decoded(array)
+        # Durations were dates, in days, before they were numbers.
+        if kind_of(array.type) == "date" or pa.types.is_null(array.type) or pa.types.is_duration(array.type):
             return days_of(array)
         if kind_of(array.type) != "text":
             raise self._bad(block, 0, column.name, f"{array[0]} is not a date like those of the training rows")
@@ -368,8 +370,7 @@ class Encoder:
             return None, None
         if block.table is not None:
             array = block.table.column(self.schema.label)
-            if pa.types.is_dictionary(array.type):
-                array = array.dictionary_decode()
+            array = decoded(array)
         else:
             values = block.target
             if values is None:
@@ -377,7 +378,7 @@ class Encoder:
                 values = block.matrix[:, self.schema.label_position]
             whole = self.schema.label_kind == "integer" and values.dtype.kind == "f"
             array = pa.array(np.ascontiguousarray(values.astype(np.int64) if whole else values))
-        if self.schema.task == "regression":
+        if self.schema.task == "regression" or pa.types.is_duration(array.type):
             array = self._as_number(block, str(self.schema.label), array)
         elif self.schema.strip and (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
             array = self._stripped(array)
@@ -480,6 +481,15 @@ def is_number(value: Any) -> bool:
     return True
 
 
+def decoded(array: pa.Array) -> pa.Array:
+    """A dictionary as the values that it stands for; any other array as it is."""
+    if not pa.types.is_dictionary(array.type):
+        return array
+    if pa.types.is_string_view(array.type.value_type):  # of polars; Arrow cannot look such texts up by their numbers
+        array = array.cast(pa.dictionary(array.type.index_type, pa.string()))
+    return array.dictionary_decode()
+
+
 def days_of(array: pa.Array) -> np.ndarray:
     """Dates and times as days since 1970 (UTC), times of the day and durations as days; NaN where missing."""
     kind = array.type
@@ -507,8 +517,7 @@ def parsed_days(texts: pa.Array) -> np.ndarray | None:
 
 def as_text(array: pa.Array, column: str) -> pa.Array:
     """A column as strings; integral floats without '.0', so that a key is the same in every format."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = decoded(array)
     if pa.types.is_floating(array.type):
         return pa.array(texts_of(array.to_numpy(zero_copy_only=False)), pa.string())
     try:

@@ -19,12 +19,14 @@ from kme_dist.data.encode import Encoder, parsed_days
 from kme_dist.data.readers import LEAVE_OUT, Source, TableSource, open_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.survey import plan_schema
+from kme_dist.data.validation import check_collected
 from kme_dist.errors import DataError
 
 Unseen = dict[str, tuple[int, str]]  # how many unknown categories, and the first, by column; missing values likewise
 
 
 def is_table(X: Any) -> bool:
+    check_collected(X)
     if isinstance(X, pa.Table | pa.RecordBatch):
         return True
     return hasattr(X, "columns") and not hasattr(X, "dask") and len(getattr(X, "shape", ())) == 2

@@ -24,7 +24,7 @@ from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.readers import FileOptions, TableSource, open_source
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.sparse import as_sparse_rows, is_sparse
-from kme_dist.data.validation import object_rows
+from kme_dist.data.validation import check_only_texts, object_rows
 from kme_dist.errors import ConfigError, DataError
 
 # The same columns in another order: the way out for a data set; other columns are found by name.
@@ -204,6 +204,8 @@ def _source_of(data: Any, columns: ModelColumns, id_column: str | None, unseen: 
         return ArrayRows(as_sparse_rows(data.tocsr()), None)
     if not columns.features and (objects := object_rows(data)) is not None:  # of a model of texts, sequences or bags
         return ArrayRows(objects, None)
+    if not columns.features:
+        check_only_texts(data)
     X = np.asarray(data)
     _check_numbers(X)
     return ArrayRows(X, None)

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kme_dist.data.validation import check_collected
 from kme_dist.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -264,6 +265,7 @@ def _open_object(source: Any, options: FileOptions) -> Source:
         from kme_dist.data.cluster import open_dask
 
         return open_dask(source, options)
+    check_collected(source)
     if hasattr(source, "__arrow_c_stream__"):  # polars and other tables
         return _arrow_source(pa.table(source), f"{module} table", options)
     raise DataError(
@@ -286,6 +288,8 @@ def kind_of(data_type: pa.DataType) -> Kind:
     if types.is_integer(data_type):
         return "integer"
     if types.is_floating(data_type) or types.is_decimal(data_type) or types.is_null(data_type):
+        return "number"
+    if types.is_duration(data_type):  # in seconds
         return "number"
     if types.is_string(data_type) or types.is_large_string(data_type) or types.is_string_view(data_type):
         return "text"

@@ -5,8 +5,11 @@
     check_columns(X)                   an error for a column of dates, by name, before other checks fail
     check_labels(y)                    an error for labels of mixed types, dates and missing labels, by row
     object_rows(X)                     texts, sequences or bags as a list; None for anything else
-    check_not_path(X)                  an error for a path, which has to be opened first
-    check_numeric_targets(y, by)       an error for targets of a regression that are texts
+    check_only_texts(rows)             an error for a row that is no text, among texts
+    check_not_path(X)                  an error for a path, which has to be opened first, and for a lazy frame
+    check_collected(X)                 an error for a lazy frame alone
+    check_numeric_targets(y, by)       an error for targets of a regression that are texts, dates or durations
+    check_targets_given(X, y)          an error for a single value as targets
     text_among(X)                      the first text in a table that should hold numbers, and where it is
     not_finite_among(X)                the first NaN or infinity in a table, and where it is
     not_finite_words(error, X, y)      scikit-learn's error for one, with the place and what to do
@@ -50,6 +53,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
     check_columns(X)
     if hasattr(X, "to_numpy"):  # a data frame or one of its columns
         X = _from_frame(X)
+    elif hasattr(X, "column_names"):  # an Arrow table
+        X = _from_arrow(X)
     elif isinstance(X, list | tuple):
         X = _from_list(X)
     if not isinstance(X, np.ndarray):
@@ -60,6 +65,8 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
         X = _numbers_or_same(X)
     if X.dtype.kind not in _NUMBERS:
         return X.tolist()
+    if X.ndim == 3:  # bags of equal size, for a kernel that takes them
+        return list(X)
     if X.ndim != 2:
         raise DataError(
             f"expected an array of shape (rows, features), got {X.shape}. For a single feature pass "
@@ -72,7 +79,9 @@ def as_rows(X: Any, dtype: str = "float64") -> Any:
 
 
 def object_rows(X: Any) -> list[Any] | None:
-    """Rows that are not numbers (texts, sequences, bags of several lengths) as a list; None for a table of numbers."""
+    """Rows that are not numbers (texts, sequences, bags) as a list; None for a table of numbers."""
+    if isinstance(X, np.ndarray) and X.ndim == 3:
+        return list(X)  # bags of equal size
     if getattr(X, "ndim", 1) != 1 or isinstance(X, str | bytes | dict) or hasattr(X, "dask"):
         return None
     if hasattr(X, "to_numpy") or isinstance(X, np.ndarray):
@@ -94,6 +103,20 @@ def _objects(rows: Any) -> list[Any] | None:
     return None if numbers.ndim == 2 else found
 
 
+def check_only_texts(rows: Any) -> None:
+    """Raise an error for the first of several rows that is no text (or sequence), where others are texts."""
+    if isinstance(rows, list | tuple):
+        values = list(rows)
+    elif getattr(rows, "ndim", 0) == 1 and not hasattr(rows, "dask"):
+        found = np.asarray(rows.to_numpy() if hasattr(rows, "to_numpy") else rows)
+        values = found.tolist() if found.dtype.kind == "O" else []
+    else:
+        return
+    row = next((i for i, value in enumerate(values) if not isinstance(value, str | list | tuple | np.ndarray)), None)
+    if row is not None and any(isinstance(value, str) for value in values):
+        raise DataError(f"row {row} is {_shown(values[row])} among texts; remove that row, or pass a text there")
+
+
 def _from_frame(X: Any) -> np.ndarray:
     values = np.asarray(X.to_numpy())
     if values.dtype.kind in _NUMBERS or values.ndim != 2:
@@ -101,14 +124,29 @@ def _from_frame(X: Any) -> np.ndarray:
     found = _numbers_or_same(values)
     if found.dtype.kind in _NUMBERS or values.shape[1] < 2:
         return found
-    for name, column in zip(_column_names(X, values.shape[1]), values.T, strict=True):
+    _refuse_objects(values, _column_names(X, values.shape[1]))
+    return values
+
+
+def _from_arrow(X: Any) -> np.ndarray:
+    columns = [np.asarray(column) for column in X.columns]
+    if not columns or not X.num_rows:
+        raise DataError("the table has no rows")
+    if any(column.dtype.kind not in _NUMBERS for column in columns):
+        columns = [column.astype(object) for column in columns]
+        _refuse_objects(np.stack(columns, axis=1), X.column_names)
+    return np.stack(columns, axis=1)
+
+
+def _refuse_objects(values: np.ndarray, names: Sequence[Any]) -> None:
+    """Raise an error for the first value that is no number, by its column and row."""
+    for name, column in zip(names, values.T, strict=True):
         for row, value in enumerate(column):
             if not _is_number(value):
                 raise DataError(
                     f"column {name!r} holds {_shown(value)} in row {row}, but kernels of rows require numbers; encode "
                     f"the column as numbers first, or drop it: X.drop(columns={name!r})"
                 )
-    return values
 
 
 def _from_list(X: Sequence[Any]) -> Any:
@@ -143,13 +181,20 @@ def _is_missing(value: Any) -> bool:
 
 
 def check_not_path(X: Any) -> None:
-    """Raise an error for a path or a single text where rows are expected."""
+    """Raise an error for a path or a single text where rows are expected, and for a query that was not run."""
+    check_collected(X)
     if isinstance(X, str | os.PathLike):
         path = os.fspath(X)
         raise DataError(
             f"rows must be a table or a list of rows, got {path!r}; for a stored data set pass "
             f"kme_dist.open_dataset({path!r}), for a single text [{path!r}]"
         )
+
+
+def check_collected(X: Any) -> None:
+    """Raise an error for a lazy frame, which has no rows yet."""
+    if type(X).__name__ == "LazyFrame":
+        raise DataError("rows must be in memory, got a LazyFrame, a query that was not run yet; run it: .collect()")
 
 
 @dataclass(frozen=True)
@@ -211,9 +256,19 @@ def not_finite_words(error: str, X: Any, y: Any = None) -> str:
 
 
 def check_numeric_targets(y: Any, by: str) -> None:
-    """Raise an error for targets of a regression that are texts."""
-    if y is None or getattr(getattr(y, "dtype", None), "kind", "") in (*_NUMBERS, "c"):  # complex: scikit-learn's error
+    """Raise an error for targets of a regression that are texts, dates or durations."""
+    kind = getattr(getattr(y, "dtype", None), "kind", "")
+    if y is None or kind in (*_NUMBERS, "c"):  # complex: scikit-learn's error
         return
+    values = list(y) if isinstance(y, list | tuple) else np.asarray(y).ravel()[:_LOOKED_AT].tolist()
+    moment = next(
+        (value for value in values if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64)), None
+    )
+    if kind in _DATES or moment is not None:
+        spans = kind == "m" or isinstance(moment, timedelta | np.timedelta64)
+        what = "durations" if spans else "dates or times"
+        how = "seconds: y / numpy.timedelta64(1, 's')" if spans else "days: (y - y.min()) / numpy.timedelta64(1, 'D')"
+        raise DataError(f"{by} predicts numbers, and its targets are {what}; pass numbers as y, e.g. {how}")
     try:
         np.asarray(y, np.float64)
     except (TypeError, ValueError):
@@ -222,6 +277,16 @@ def check_numeric_targets(y: Any, by: str) -> None:
                 f"{by} predicts numbers, and among its targets is {found.words}; pass numbers as y, or fit a "
                 "classifier such as MCEClassifier to class labels"
             ) from None
+
+
+def check_targets_given(X: Any, y: Any) -> None:
+    """Raise an error for a single value where a column of X or one value for each row is expected."""
+    if y is None or not (np.isscalar(y) or getattr(y, "ndim", 1) == 0):
+        return
+    named = hasattr(X, "columns")
+    ways = "the name of a column of X (a text) or an array" if named else "an array or a list"
+    hint = "" if named or not isinstance(y, str) else "; only the columns of a table have names"
+    raise DataError(f"y={y!r} is a single value; pass {ways} with one value for each row{hint}")
 
 
 def _is_float(text: str | bytes) -> bool:
@@ -234,6 +299,7 @@ def _is_float(text: str | bytes) -> bool:
 
 def check_columns(X: Any) -> None:
     """Raise an error for dates, durations and integers without a floating point number of their own, by column."""
+    check_collected(X)
     if hasattr(X, "columns") and hasattr(X, "dtypes"):
         name, count = Counter(X.columns).most_common(1)[0] if len(X.columns) else (None, 0)
         if count > 1:
@@ -276,6 +342,12 @@ def _refuse_long_integers(rows: np.ndarray, names: Sequence[Any]) -> None:
 
 
 def _refuse_dates(column: str, kind: str, where: str) -> None:
+    if "timedelta" in kind:
+        how = f"{where} / numpy.timedelta64(1, 's')" if where else "value.total_seconds()"
+        raise DataError(
+            f"column {column} holds durations ({kind}), but kernels of rows require numbers; convert it first "
+            f"(seconds: {how}), or drop it"
+        )
     how = f"{where}.astype('datetime64[s]').astype('int64') / 86_400" if where else "seconds / 86_400"
     raise DataError(
         f"column {column} holds dates or times ({kind}), but kernels of rows require numbers; convert it first "
@@ -291,8 +363,9 @@ def _shown(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def as_values(Y: Any) -> Any:
-    """Targets: numbers as an array of one or two axes, texts and labels as they are; dates are an error."""
+def as_values(Y: Any, name: str = "targets") -> Any:
+    """Targets (or those of another name): numbers as an array of one or two axes, texts and labels as they are; dates
+    are an error."""
     check_columns(Y)
     if hasattr(Y, "to_numpy"):
         Y = np.asarray(Y.to_numpy())
@@ -302,9 +375,14 @@ def as_values(Y: Any) -> Any:
         flat = np.asarray(Y) if all(_is_number(value) for value in Y) else _from_list(Y)
         Y = _numbers_or_same(flat) if isinstance(flat, np.ndarray) and flat.dtype.kind == "O" else flat
     if isinstance(Y, np.ndarray) and Y.dtype.kind in _DATES:
-        raise DataError(f"targets are dates or times ({Y.dtype}); convert them to numbers first")
+        raise DataError(f"{name}: dates or times ({Y.dtype}); convert them to numbers first")
     if isinstance(Y, np.ndarray) and Y.dtype.kind == "f" and not np.isfinite(Y).all():
-        raise DataError(f"targets contain NaN or infinity: {not_finite_among(Y)}; remove those pairs first")
+        row = int(np.argmin(np.isfinite(Y.reshape(len(Y), -1)).all(axis=1)))
+        if len(Y) == 1:
+            raise DataError(f"{name}: NaN or infinity; pass finite numbers")
+        raise DataError(
+            f"{name}: row {row} has NaN or infinity; remove or correct that row, and its counterparts, first"
+        )
     return Y
 
 

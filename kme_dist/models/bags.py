@@ -25,7 +25,7 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import row_count, take
 from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
 from kme_dist.data.rows import rows_of
-from kme_dist.data.validation import check_labels
+from kme_dist.data.validation import check_labels, check_only_texts
 from kme_dist.errors import DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, get_labels, get_rows, put_labels, put_rows
 from kme_dist.models.means import kernel_for
@@ -62,6 +62,7 @@ class _BagMachine(Estimator):
         found = []
         for number, bag in enumerate(bags):
             try:
+                check_only_texts(bag)
                 found.append(rows_of(np.asarray(bag) if isinstance(bag, np.ndarray) else bag).read()[0])
             except DataError as error:
                 raise DataError(f"bag {number}: {error}") from error

@@ -52,14 +52,17 @@ from kme_dist.data.rows import RowsRef, Scaling, check_magnitude
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import as_sparse_rows, from_parts
 from kme_dist.data.validation import (
+    check_collected,
     check_columns,
     check_labels,
     check_not_path,
     check_numeric_targets,
+    check_targets_given,
     not_finite_words,
     text_among,
 )
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
+from kme_dist.models.objects import TEXT_ESTIMATORS, refuse_objects
 from kme_dist.models.settings import RandomState, Rule, drawn_seed, plain, to_json
 from kme_dist.run.executors import Executor
 from kme_dist.run.workers import executor_for, job_count, local_workers
@@ -76,10 +79,6 @@ DTYPES = ("float32", "float64")
 _NUMBERS: Any = [np.float64, np.float32]  # dtypes that are not converted
 _SPARSE_PARTS = ("data", "indices", "indptr")
 _KERNELS = ("kernel", "head", "target_kernel")  # settings that may be kernels
-TEXT_ESTIMATORS = (
-    "texts are rows of MCEClassifier, KernelMean, ConditionalMeanEmbedding, SupportMeasureClassifier and mmd_test, "
-    "with a kernel of texts, e.g. kme_dist.kernels.Spectrum(p=2)"
-)
 # What `load` opens: each class, and its module, imported on demand.
 _MODULES = {
     "ASKLClassifier": "kme_dist.models.askl",
@@ -307,15 +306,17 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_not_path(X)
         if (objects := self._object_rows(X)) is not None:
             return self._fit_objects(objects, y)
+        check_collected(y)
         X, y = split_target(X, y)
         encoding, names = None, None
         if needs_encoding(X):
             encoding, names = table_schema(X), column_names(X)
             X, _ = encode_table(X, encoding)
         check_columns(X)
-        check_labels(y)
+        check_targets_given(X, y)
         if settings.get("y_numeric"):
             check_numeric_targets(y, type(self).__name__)
+        check_labels(y)
         self.fitted_to_dataset_, self.encoding_ = False, None
         with self._explained(X, y):
             rows, labels = validate_data(
@@ -326,8 +327,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             self.feature_names_in_ = np.array(names, dtype=object)
         return _as_csr(rows), labels
 
-    def _object_rows(self, X: Any) -> list[Any] | None:
-        """Texts, sequences or bags that the kernel takes; None for other rows, and for estimators of numbers only."""
+    def _object_rows(self, X: Any, new: bool = False) -> list[Any] | None:
+        """Texts, sequences or bags that the kernel takes (`new`: like those of the fit); None for other rows, and for
+        estimators of numbers only."""
         return None
 
     def _fit_objects(self, rows: list[Any], y: Any) -> tuple[list[Any], np.ndarray]:
@@ -388,7 +390,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 + ("; or predict it chunk by chunk: kme_dist.predict(model, data, out)" if self._BATCHED else "")
             )
         if not hasattr(self, "n_features_in_") and hasattr(self, "classes_"):  # fitted to texts, sequences or bags
-            objects = self._object_rows(X)
+            objects = self._object_rows(X, new=True)
             if objects is None:
                 raise DataError(
                     f"{type(self).__name__} was fitted to texts, sequences or bags; pass a list of rows like those"
@@ -409,8 +411,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _explained(self, X: Any, y: Any = None) -> Iterator[None]:
-        """Adds to the errors of scikit-learn: which value is missing or not a number, and how to put columns into
-        order. `y` are the targets of a fit."""
+        """Adds to the errors of scikit-learn: which value is missing or not a number, which estimators take bags, and
+        how to put columns into order. `y` are the targets of a fit."""
         try:
             yield
         except ValueError as error:
@@ -418,6 +420,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 raise DataError(f"{error}Pass the columns in that order: X[model.feature_names_in_]") from None
             if "contains NaN" in str(error) or "contains infinity" in str(error):
                 raise DataError(not_finite_words(str(error), X, y)) from None
+            if "inhomogeneous" in str(error) or "array with dim 3" in str(error):
+                refuse_objects(type(self).__name__, X)
             if "could not convert" not in str(error) or (found := text_among(X)) is None:
                 raise
             hint = TEXT_ESTIMATORS if found.whole else "encode that column as numbers, or drop it"
@@ -524,20 +528,6 @@ def load(path: str | Path, kernels: Mapping[str, Any] | None = None, networks: M
         if isinstance(error, KMEError):
             raise
         raise CorruptError(f"{path} is an incomplete model: {error!r}; save it again") from error
-
-
-def check_texts(kernel: Any, rows: Any) -> None:
-    """Raise an error if rows are texts and the kernel (or its name) is one of numbers."""
-    if not isinstance(rows, list | tuple) or not len(rows) or not isinstance(rows[0], str):
-        return
-    found = from_config({"name": kernel}) if isinstance(kernel, str) else from_config(kernel)
-    try:
-        found.gram(rows[:1])
-    except (DataError, TypeError):
-        raise DataError(
-            f"rows are texts, e.g. {rows[0][:60]!r}, and {type(found).__name__} is a kernel of numbers; choose a "
-            "kernel of texts, e.g. kernel=kme_dist.kernels.Spectrum(p=2)"
-        ) from None
 
 
 # --- parts of stored models -----------------------------------------------------------------------------

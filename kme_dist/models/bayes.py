@@ -53,6 +53,7 @@ def sum_rule(model: ConditionalMeanEmbedding, prior: Any, *, normalise: bool = T
 
     `normalise` divides the weights by their sum, which λ shrinks below one. Any solver.
     """
+    _check_embedding(model)
     weights = _weights(model, prior, normalise)
     return Mean(model.target_kernel_, model.embedding_.targets, weights)
 
@@ -63,6 +64,7 @@ def chain_rule(model: ConditionalMeanEmbedding, prior: Any, *, normalise: bool =
     The marginal of Y is that of the sum rule. The model must have been fitted exactly (solver "cholesky", "tiled" or
     "pcg", without target centres), so that inputs and targets are pairs.
     """
+    _check_embedding(model)
     embedding = model._fitted()
     if embedding.centres is None or row_count(embedding.centres) != row_count(embedding.targets):
         raise ConfigError(
@@ -95,7 +97,8 @@ def bayes_rule(
     integer(1).check("centres", centres)
     joint = chain_rule(model, prior, normalise=True)
     kernel, targets = model.target_kernel_, joint.second.points
-    given = model._query_targets(np.asarray(observation)[None] if hasattr(targets, "shape") else [observation])
+    one = np.asarray(observation)[None] if hasattr(targets, "shape") else [observation]
+    given = model._query_targets(one, "the observation")
     with blas_threads(1):
         features = _target_features(kernel, targets, centres, model._seed())
         delta = regularization * float(np.mean(kernel.diag(targets))) ** 2
@@ -109,6 +112,14 @@ def bayes_rule(
             )
         found = scaled
     return Mean(joint.first.kernel, joint.first.points, found)
+
+
+def _check_embedding(model: Any) -> None:
+    if not isinstance(model, ConditionalMeanEmbedding):
+        raise ConfigError(
+            f"model must be a fitted ConditionalMeanEmbedding, got a {type(model).__name__}; fit one to the same "
+            "pairs: ConditionalMeanEmbedding(solver='cholesky').fit(X, Y)"
+        )
 
 
 def _weights(model: ConditionalMeanEmbedding, prior: Any, normalise: bool) -> np.ndarray:

@@ -43,12 +43,13 @@ from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
 from kme_dist.data.rows import Scaling, rows_of
-from kme_dist.data.validation import as_values, check_labels, check_matrix, check_not_path
-from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import Arrays, Estimator, Facts, Own, check_texts, on_workers, scaling_arrays, stored_scaling
+from kme_dist.data.validation import check_matrix, check_not_path
+from kme_dist.errors import ConfigError, DataError, warn
+from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
 from kme_dist.models.cme_forms import SparseForm, dense_weights, pack, sparse_forms, unpack
-from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, positive, seed
+from kme_dist.models.objects import check_objects, targets_of
+from kme_dist.models.settings import RandomState, Rule, drawn_seed, fraction, integer, jobs, one_of, positive, seed
 from kme_dist.run.conditional import (
     ConditionalLearner,
     Inverse,
@@ -208,23 +209,16 @@ class ConditionalMeanEmbedding(Estimator):
             self._record_names([X.feature_names[i] for i in pairs.inputs.columns])
             return pairs
         check_not_path(X)
-        if Y is None:
-            raise DataError("targets are missing: call fit(X, Y), or pass a data set that has them")
         check_matrix(X, type(self).__name__)
-        (rows, _), targets = rows_of(X).read(), self._targets(Y)
+        (rows, _), targets = rows_of(X).read(), targets_of(self.target_kernel, Y)
         if self.features is None:
             for kernel in self.kernel if isinstance(self.kernel, list | tuple) else [self.kernel]:
-                check_texts(kernel, rows)
+                check_objects(kernel, rows, labels=True)
         if row_count(targets) != row_count(rows):
             raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
         self._record_columns(X, rows)
         self.scaling_ = Scaling.learn(rows, self.scaling) if isinstance(rows, np.ndarray) else None
         return Pairs.in_tables(self._scaled(rows), targets)
-
-    def _targets(self, Y: Any) -> Any:
-        if isinstance(self.target_kernel, Delta) or self.target_kernel == "delta":
-            check_labels(Y)
-        return as_values(Y)
 
     def _scaled(self, rows: Any) -> Any:
         return rows if self.scaling_ is None else self.scaling_.apply(rows, "float64")
@@ -235,11 +229,13 @@ class ConditionalMeanEmbedding(Estimator):
         check_matrix(X, type(self).__name__)
         rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
+        if self.embedding_.centres is not None:
+            check_objects(self.kernel_, rows, like=self.embedding_.centres)
         return self._scaled(rows)
 
-    def _query_targets(self, Y: Any) -> Any:
+    def _query_targets(self, Y: Any, name: str = "targets") -> Any:
         """Targets to evaluate, checked against those of the fit."""
-        found, own = as_targets(self._targets(Y), self.target_kernel_), self.embedding_.targets
+        found, own = as_targets(targets_of(self.target_kernel, Y, name), self.target_kernel_), self.embedding_.targets
         shapes = [getattr(part, "shape", ()) for part in (found, own)]
         if shapes[0][1:] != shapes[1][1:]:
             raise DataError(f"targets have shape {shapes[0]}, those of the fit {shapes[1]}; the widths must be equal")
@@ -426,15 +422,15 @@ class ConditionalMeanEmbedding(Estimator):
 
         It covers a new target with about this probability (without `local` with at least 2 coverage - 1, whatever the
         distribution). With `local` the width follows the size of the residuals near x, without it is nearly constant.
-        Residuals are leave-one-out, of at most 1,000 rows ("tiled" and "pcg": 512). Infinite if there are too few rows
-        for the coverage.
+        Residuals are leave-one-out, of at most 1,000 rows ("tiled" and "pcg": 512); too few of them give infinite ends.
         """
         model = self._fitted()
         if not are_numbers(model.targets, self.target_kernel_):
             raise DataError("intervals require numeric targets; use expectation(X, h) for others")
-        if not 0 < coverage < 1:
-            raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
+        fraction().check("coverage", coverage)
         parts = [left.interval(f, Z, float(coverage), local) for left, f, Z in self._around(X)]
+        if self._left is not None and (words := self._left.too_few(coverage)):
+            warn(words)
         low, high = (np.concatenate([part[end] for part in parts]) for end in (0, 1))
         return (low[:, 0], high[:, 0]) if low.shape[1] == 1 else (low, high)
 

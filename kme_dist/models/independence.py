@@ -8,7 +8,7 @@
 (True, False)
 
 Variables are arrays, lists of objects that a kernel accepts, data sets, or, with `data=`, columns of one data set
-(None: its labels). With a `client` the tiles are computed by its workers.
+or data frame (None: the labels of the data set). With a `client` the tiles are computed by its workers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from kme_dist.core.kernels.base import select
 from kme_dist.core.pivots import choose_centres
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
+from kme_dist.data.frames import column_names, is_table
 from kme_dist.data.rows import RowsRef, Scaling
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.validation import as_values, check_not_path
+from kme_dist.data.validation import as_values, check_not_path, check_only_texts
 from kme_dist.errors import ConfigError, DataError
-from kme_dist.models.base import check_texts
 from kme_dist.models.cme_choice import input_kernels, score_kernels, target_kernel
-from kme_dist.models.settings import RandomState, drawn_seed, integer, seed
+from kme_dist.models.objects import check_objects
+from kme_dist.models.settings import RandomState, drawn_seed, fraction, integer, seed
 from kme_dist.run.conditional import as_targets, column_positions
 from kme_dist.run.executors import Executor
 from kme_dist.run.independence import Variable, hsic_sums, in_random_order, residual_features, signed_draws, squared_sum
@@ -58,7 +59,8 @@ class IndependenceTest:
     null_values: np.ndarray = field(repr=False)  # draws of the statistic under the null; empty for a gamma law
 
     def rejects(self, level: float = 0.05) -> bool:
-        """Whether the null hypothesis is rejected at this level."""
+        """Whether the null hypothesis is rejected at this level, between 0 and 1."""
+        fraction().check("level", level)
         return self.p_value <= level
 
 
@@ -68,7 +70,7 @@ def hsic_test(
     kernel: str | Kernel = "gaussian",
     target_kernel: str | Kernel = "gaussian",
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     method: str = "unbiased",
     null: str | None = None,
     permutations: int = 200,
@@ -79,8 +81,8 @@ def hsic_test(
 
     Parameters
     ----------
-    X, Y : the variables, with the same number of rows: arrays, lists or data sets; with `data`, names of columns (None:
-        the labels).
+    X, Y : the variables, with the same number of rows: arrays, lists or data sets; with `data`, a data set or a data
+        frame, names of columns (None: the labels of the data set).
     kernel, target_kernel : of X and of Y; a name gets the median distance as its length scale, "delta" is for labels.
     method : the estimate of HSIC, "unbiased" or "biased" (tr KHLH / n², never negative).
     null : "permutation" (exact level: rows are permuted within random blocks of 512, all permutations in one pass over
@@ -93,7 +95,7 @@ def hsic_test(
     if null not in _NULLS[method]:
         raise ConfigError(f"null={null!r}: for method {method!r} choose {' or '.join(map(repr, _NULLS[method]))}")
     drawn, executor = _checked(permutations, random_state, client)
-    x, y = _variables({"X": X, "Y": Y}, data, (kernel, target_kernel), None)
+    x, y = _variables({"X": X, "Y": Y}, data, (kernel, target_kernel), ("kernel", "target_kernel"), None)
     found = (_kernel(kernel, x, drawn), _kernel(target_kernel, y, drawn))
     x, y = in_random_order((x, y), drawn)
     count = permutations if null == "permutation" else 0
@@ -114,7 +116,7 @@ def conditional_independence_test(
     kernel: str | Kernel = "gaussian",
     target_kernels: tuple[str | Kernel, str | Kernel] = ("gaussian", "gaussian"),
     *,
-    data: Dataset | None = None,
+    data: Any = None,
     draws: int = 500,
     centres: int = 500,
     target_centres: int = 100,
@@ -139,7 +141,8 @@ def conditional_independence_test(
     integer(1).check("centres", centres)
     integer(1).check("target_centres", target_centres)
     drawn, executor = _checked(draws, random_state, client)
-    x, y, z = _variables({"X": X, "Y": Y, "Z": Z}, data, (*target_kernels, kernel), "standard")
+    settings = ("target_kernels[0]", "target_kernels[1]", "kernel")
+    x, y, z = _variables({"X": X, "Y": Y, "Z": Z}, data, (*target_kernels, kernel), settings, "standard")
     if z.labels and isinstance(kernel, str) and kernel != "delta":
         raise ConfigError(f"Z has labels: kernel={kernel!r} must be 'delta', or a kernel of labels")
     some, pool = (z.sample(size, drawn) for size in (_SELECTION_ROWS, _CHOICE_ROWS))
@@ -181,9 +184,16 @@ def _kernel(given: str | Kernel, variable: Variable, drawn: int) -> Kernel:
 
 
 def _variables(
-    given: dict[str, Any], data: Dataset | None, kernels: Sequence[Any], scaling: str | None
+    given: dict[str, Any], data: Any, kernels: Sequence[Any], settings: Sequence[str], scaling: str | None
 ) -> list[Variable]:
     """The variables by name, checked against each other and their kernels."""
+    if is_table(data):
+        given, data = {name: _columns(data, value, name) for name, value in given.items()}, None
+    elif data is not None and not isinstance(data, Dataset):
+        raise ConfigError(
+            f"data must be an open data set, kme_dist.open_dataset(path), or a data frame, got a "
+            f"{type(data).__name__}; pass one of these with names of columns, or arrays without `data`"
+        )
     found = [_variable(value, data, scaling, name) for name, value in given.items()]
     counts = {name: variable.count for name, variable in zip(given, found, strict=True)}
     if len(set(counts.values())) > 1:
@@ -191,13 +201,30 @@ def _variables(
         raise DataError(f"variables must have the same number of rows, one for each observation; got {shown}")
     if found[0].count < _LEAST_ROWS:
         raise DataError(f"a test of independence requires at least {_LEAST_ROWS} rows, got {found[0].count}")
-    for variable, kernel in zip(found, kernels, strict=True):
+    for name, setting, variable, kernel in zip(given, settings, found, kernels, strict=True):
         if kernel != "delta" and not isinstance(kernel, Delta) and variable.rows.in_memory:
-            check_texts(kernel, variable.rows.read()[0])
+            try:
+                check_objects(kernel, variable.rows.read()[0], setting=setting, labels=True)
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from None
     return found
 
 
-def _variable(given: Any, data: Dataset | None, scaling: str | None, name: str = "the rows") -> Variable:
+def _columns(table: Any, names: Any, variable: str) -> Any:
+    """One column of a table as values, several as a matrix."""
+    chosen = list(names) if isinstance(names, list | tuple) else [names]
+    known = column_names(table)
+    unknown = [name for name in chosen if not isinstance(name, str) or name not in known]
+    if unknown or not chosen:
+        raise ConfigError(
+            f"{variable}={names!r}: with `data` a table, pass the name of a column or a list of names; it has "
+            f"{', '.join(known[:20])}"
+        )
+    values = [np.asarray(table[name]) for name in chosen]
+    return values[0] if len(values) == 1 else np.column_stack(values)
+
+
+def _variable(given: Any, data: Dataset | None, scaling: str | None, name: str = "the variable") -> Variable:
     if data is not None:
         if given is None:
             if data.y is None:
@@ -212,7 +239,8 @@ def _variable(given: Any, data: Dataset | None, scaling: str | None, name: str =
     check_not_path(given)
     if isinstance(given, RowSource):
         return Variable(RowsRef.of(given, scaling=scaling, dtype="float64"))
-    values = as_values(given)
+    check_only_texts(given)
+    values = as_values(given, name)
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         values = values.astype(np.float64).reshape(len(values), -1)
         Statistics.of(values).check_squares(name, (), "divide the column by a constant")

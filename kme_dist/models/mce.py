@@ -31,11 +31,11 @@ from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import positive_bytes
 from kme_dist.data.rows import RowsRef
-from kme_dist.data.validation import object_rows
-from kme_dist.errors import ConfigError, DataError, counted
+from kme_dist.errors import ConfigError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
 from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
+from kme_dist.models.objects import check_objects, objects_of
 from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, truth, truth_or
 from kme_dist.run.fit import Fit
 from kme_dist.run.learners import OBJECTIVES, Record
@@ -247,14 +247,12 @@ class MCEClassifier(EmbeddingClassifier):
         self._tell_result(account)
         return self
 
-    def _object_rows(self, X: Any) -> list[Any] | None:
-        found = object_rows(X) if isinstance(self.kernel, Kernel) and self.features is None else None
-        if not found:
+    def _object_rows(self, X: Any, new: bool = False) -> list[Any] | None:
+        if not isinstance(self.kernel, Kernel) or self.features is not None:
             return None
-        try:
-            self.kernel.gram(found[:1])  # type: ignore[union-attr]
-        except (DataError, TypeError, ValueError, AttributeError):
-            return None
+        found = objects_of(self.kernel, X)
+        if new and found is not None:
+            check_objects(self.kernel_, found, like=self.embedding_.centres)
         return found
 
     def _tell_result(self, account: Account) -> None:

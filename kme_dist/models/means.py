@@ -40,7 +40,6 @@ from kme_dist.models.base import (
     Estimator,
     Facts,
     Own,
-    check_texts,
     get_labels,
     get_rows,
     on_workers,
@@ -50,6 +49,7 @@ from kme_dist.models.base import (
     stored_scaling,
 )
 from kme_dist.models.classifier import Classifier, classes_of
+from kme_dist.models.objects import check_objects
 from kme_dist.models.settings import RandomState, Rule, integer, jobs, one_of, positive, seed
 from kme_dist.run.means import BLOCK_ROWS, FittedMean, fit_mean, gram_moments, mean_inner, spectrum_sample
 
@@ -68,8 +68,8 @@ def checked_matrix(X: Any) -> Any:
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
     """The kernel; one given by name gets the median distance between rows as its length scale."""
-    if rows.in_memory and not rows.source.features:  # not numbers
-        check_texts(kernel, rows.read()[0])
+    if rows.in_memory:
+        check_objects(kernel, rows.read()[0])
     if not isinstance(kernel, str):
         return kernels.from_config(kernel)
     found = kernels.from_config({"name": kernel})
@@ -206,10 +206,13 @@ class KernelMean(Estimator):
         self._check_fitted()
         rows, _ = rows_of(X, self.dtype).read()
         self._check_columns(X, rows)
+        if not self.fitted_.rows.source.features:
+            check_objects(self.kernel_, rows, like=self.fitted_.rows.read(0, 1)[0])
         return self.fitted_.evaluate(rows, executor=self._executor())
 
     def inner(self, other: KernelMean) -> float:
         """<μ, ν>; both means must have the same kernel."""
+        _check_mean(other)
         self._check_fitted()
         other._check_fitted()
         a, b = self.fitted_, other.fitted_
@@ -235,6 +238,7 @@ class KernelMean(Estimator):
 
     def distance(self, other: KernelMean) -> float:
         """|μ - ν| in the kernel's Hilbert space: the maximum mean discrepancy."""
+        _check_mean(other)
         return math.sqrt(max(self.inner(self) - 2 * self.inner(other) + other.inner(other), 0.0))
 
     def expectation(self, f: Callable[[Any], Any]) -> Any:
@@ -302,6 +306,14 @@ class KernelMean(Estimator):
         errors = float(facts.get("unexplained", 0.0)), float(facts.get("error_bound", 0.0))
         alpha, lam = float(facts["shrinkage"]), self.regularization
         self._keep(FittedMean(kernel, rows, weights, alpha, target, None, lam, *errors))
+
+
+def _check_mean(other: Any) -> None:
+    if not isinstance(other, KernelMean):
+        raise DataError(
+            f"other must be a fitted KernelMean, got a {type(other).__name__}; fit one to the rows with the same "
+            "kernel: KernelMean(kernel=mean.kernel_).fit(X)"
+        )
 
 
 class ParzenClassifier(Classifier):

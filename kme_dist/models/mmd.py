@@ -22,10 +22,12 @@ from scipy.stats import norm
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.means import tile_sums
 from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbiased
+from kme_dist.data.frames import column_names, is_table
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError, counted
 from kme_dist.models.means import kernel_for
-from kme_dist.models.settings import RandomState, drawn_seed, seed
+from kme_dist.models.objects import check_objects
+from kme_dist.models.settings import RandomState, drawn_seed, fraction, seed
 from kme_dist.run.executors import Executor
 from kme_dist.run.means import block_pairs
 from kme_dist.run.workers import executor_for
@@ -47,7 +49,8 @@ class MMDTest:
     null_values: np.ndarray = field(repr=False)  # draws of the statistic under the null; empty for a normal one
 
     def rejects(self, level: float = 0.05) -> bool:
-        """Whether the null hypothesis is rejected at this level."""
+        """Whether the null hypothesis is rejected at this level, between 0 and 1."""
+        fraction().check("level", level)
         return self.p_value <= level
 
 
@@ -91,6 +94,12 @@ def mmd_test(
         shown = ["no numeric features" if width is None else counted(width, "feature") for width in widths]
         raise DataError(f"the first sample has {shown[0]}, the second {shown[1]}; they must have the same columns")
     _check_names(X, Y)
+    for name, sample in (("first", first), ("second", second)):
+        if sample.in_memory:
+            try:
+                check_objects(kernel, sample.read()[0])
+            except DataError as error:
+                raise DataError(f"the {name} sample: {error}") from None
     drawn = drawn_seed(random_state)
     pooled = _pooled(first, second, _SPECTRAL_ROWS, drawn)
     found = kernel_for(kernel, rows_of(pooled), drawn)
@@ -127,7 +136,7 @@ def _features(rows: RowsRef) -> int | None:
 
 
 def _check_names(X: Any, Y: Any) -> None:
-    names = [list(part.columns) if hasattr(part, "columns") else None for part in (X, Y)]
+    names = [column_names(part) if is_table(part) else None for part in (X, Y)]
     if None not in names and names[0] != names[1]:
         raise DataError(f"the samples have columns {names[0]!r} and {names[1]!r}; reorder them: Y[X.columns]")
 

@@ -23,8 +23,9 @@ from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, with_argmax
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.data.predictions import Field, parquet_table
-from kme_dist.errors import ConfigError, counted
+from kme_dist.errors import ConfigError, counted, warn
 from kme_dist.models.expressions import class_values
+from kme_dist.models.settings import fraction
 
 OUTPUTS = ("label", "probability", "decision", "entropy", "rkhs_entropy")
 REGRESSION_OUTPUTS = ("mean", "std", "interval")  # of a CMERegressor
@@ -97,7 +98,10 @@ class Asked:
             names = ("label", "probability") if names is None else names
             return Outputs.of(names, self.expectations, self.raw_expectations, self.top_k, fitted.classes_)
         _check_one_output(fitted)
-        return self._of_regressor(REGRESSION_OUTPUTS if names is None else names)
+        wanted = self._of_regressor(REGRESSION_OUTPUTS if names is None else names)
+        if "interval" in wanted.names and (words := fitted.left_out_.too_few(wanted.coverage)):
+            warn(words)
+        return wanted
 
     def _of_regressor(self, names: Sequence[str]) -> Outputs:
         for name in ("expectations", "top_k"):
@@ -107,8 +111,7 @@ class Asked:
         if unknown or not names:
             seen = repr(unknown[0]) + " is not an output of a regressor" if unknown else "empty"
             raise ConfigError(f"outputs: {seen}; choose from {', '.join(REGRESSION_OUTPUTS)}")
-        if not 0 < self.coverage < 1:
-            raise ConfigError(f"coverage={self.coverage!r}: must be a number between 0 and 1")
+        fraction().check("coverage", self.coverage)
         return Outputs(tuple(n for n in REGRESSION_OUTPUTS if n in names), (), False, 0, float(self.coverage))
 
 
@@ -174,8 +177,7 @@ class Scorer:
         missing values."""
         skipped = not_finite(X)
         if skipped:  # in their place, so that the other rows have the bits they would have had
-            X = X.copy()
-            X[list(skipped)] = 0
+            X = _zeroed(X, list(skipped))
         with np.errstate(over="ignore", invalid="ignore"):
             arrays, wrong = self._outputs(X, wanted)
             for field in wanted.fields(len(classes_of(self.model)), None):
@@ -236,7 +238,9 @@ def _check_one_output(model: Any) -> None:
 
 
 def not_finite(X: Any) -> dict[int, str]:
-    """Rows with a feature that is not finite, with the first of them; texts and bags have none."""
+    """Rows with a feature that is not finite, with the first of them; a bag is a row; texts have none."""
+    if isinstance(X, list):
+        return _bags_not_finite(X)
     if devices.is_sparse(X):
         at = np.flatnonzero(~np.isfinite(X.data))[::-1]
         rows = np.searchsorted(X.indptr, at, side="right") - 1
@@ -254,6 +258,25 @@ def not_finite(X: Any) -> dict[int, str]:
         row: f"feature {column}: the value is {X[row, column]}, must be finite"
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
     }
+
+
+def _bags_not_finite(rows: list[Any]) -> dict[int, str]:
+    found = {}
+    for row, bag in enumerate(rows):
+        if isinstance(bag, np.ndarray) and bag.dtype.kind == "f" and not np.isfinite(bag).all():
+            at = tuple(np.argwhere(~np.isfinite(bag))[0].tolist())
+            found[row] = f"member {at[0]} of the bag: the value is {bag[at]}, must be finite"
+    return found
+
+
+def _zeroed(X: Any, rows: list[int]) -> Any:
+    """A copy with zeros in these rows."""
+    if isinstance(X, list):
+        chosen = set(rows)
+        return [np.zeros_like(row) if i in chosen else row for i, row in enumerate(X)]
+    X = X.copy()
+    X[rows] = 0
+    return X
 
 
 def skipped_words(skipped: Mapping[int, str]) -> str:

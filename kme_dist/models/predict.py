@@ -37,9 +37,11 @@ from kme_dist.data.predictions import OutputLayout, join_as_csv
 from kme_dist.data.readers import Source, open_source
 from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
+from kme_dist.data.validation import object_rows
 from kme_dist.errors import ConfigError, DataError, warn
 from kme_dist.failpoints import passing
 from kme_dist.models.base import Estimator, load, model_place
+from kme_dist.models.objects import check_objects
 from kme_dist.models.outputs import Asked, Outputs, Scorer, classes_of, not_finite, skipped_words
 from kme_dist.run.predict import (
     ChunkTask,
@@ -325,7 +327,7 @@ def _as_table(
     _check_rows(fitted, data)
     rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
     X = _flat(rows.read()[0])
-    for row, why in not_finite(X).items():
+    for row, why in ({} if isinstance(X, list) else not_finite(X)).items():  # bags have no prediction then
         raise DataError(f"row {row}, {why}")
     ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
     scorer = Scorer(fitted, dtype)
@@ -431,7 +433,10 @@ def planned_bytes(model: str | Path, data: Any, *, split: str | None = None) -> 
 
 
 def _check_rows(model: Any, data: Any) -> None:
-    """Refuse sparse rows for models that do not take them; texts are refused where rows are opened."""
+    """Refuse sparse rows, texts and bags for models that do not take them; other rows are checked where they are
+    opened. Bags that are not finite are no error: they have no prediction."""
+    if not model._width and (objects := object_rows(data)) is not None:
+        check_objects(model.kernel_, objects, like=model.embedding_.centres, finite=False)
     if hasattr(data, "tocsr") and not model._SPARSE:
         raise DataError(f"{type(model).__name__} does not take sparse rows; pass dense ones: X.toarray()")
 

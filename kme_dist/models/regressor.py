@@ -30,7 +30,7 @@ from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
 from kme_dist.data.ingest import positive_bytes
 from kme_dist.data.rows import RowsRef
-from kme_dist.errors import ConfigError, DataError, counted
+from kme_dist.errors import ConfigError, DataError, counted, warn
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
     DTYPES,
@@ -46,7 +46,18 @@ from kme_dist.models.base import (
     stored_scaling,
 )
 from kme_dist.models.classifier import in_memory, sample_weights
-from kme_dist.models.settings import RandomState, Rule, drawn_seed, integer, jobs, one_of, positive, seed, truth
+from kme_dist.models.settings import (
+    RandomState,
+    Rule,
+    drawn_seed,
+    fraction,
+    integer,
+    jobs,
+    one_of,
+    positive,
+    seed,
+    truth,
+)
 from kme_dist.run.learners import Record
 from kme_dist.run.regression import SOLVERS, RegressionFit, Target, fit_regression, learn_regression
 from kme_dist.run.train import Candidate, Recipe
@@ -313,10 +324,12 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
         It covers a new target with about this probability (without `local` at least 2 coverage - 1 whatever the
         distribution). With `local` residuals are scaled by their size near x. Residuals are those of at most 1,000
-        rows; infinite if there are too few for the coverage.
+        rows; with fewer than coverage / (1 - coverage) of them intervals are infinite, with a warning.
         """
-        if not 0 < coverage < 1:
-            raise ConfigError(f"coverage={coverage!r}: must be a number between 0 and 1")
+        fraction().check("coverage", coverage)
+        self._check_fitted()
+        if words := self.left_out_.too_few(coverage):
+            warn(words)
         low, high = self.outputs(self._query_rows(X), ("interval",), float(coverage), local)["interval"]
         return self._shaped(low), self._shaped(high)
 

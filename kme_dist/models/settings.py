@@ -52,6 +52,10 @@ def up_to_one() -> Rule:
     return _number(int | float | np.number, lambda value: 0 < value <= 1, "a number > 0 and <= 1", False)
 
 
+def fraction() -> Rule:
+    return _number(int | float | np.number, lambda value: 0 < value < 1, "a number between 0 and 1", False)
+
+
 def seed() -> Rule:
     """What scikit-learn accepts as `random_state`, and a Generator; see `drawn_seed`."""
     whole = integer(0)

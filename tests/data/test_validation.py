@@ -235,9 +235,17 @@ def test_a_column_of_dates_is_encoded_or_named(name):
         getattr(make().fit(DATES.assign(when=X[:, 1]), targets), ask)(DATES)
 
 
+def test_durations_are_found_and_told_the_way_to_seconds():
+    given = DATES.assign(when=DATES["when"] - DATES["when"][0])
+    with pytest.raises(DataError, match=r"column 'when' holds durations .*\(seconds: X\['when'\] / numpy\.timedelta64"):
+        as_rows(given)
+    rows = given.assign(when=given["when"] / np.timedelta64(1, "s"))
+    assert as_rows(rows).shape[0] == len(given)
+
+
 def test_dates_are_found_in_any_table():
     for given in (
-        DATES.assign(when=[date(2024, 1, 1)] * 40), DATES.assign(when=DATES["when"] - DATES["when"][0]),
+        DATES.assign(when=[date(2024, 1, 1)] * 40),
         DATES.assign(when=DATES["when"].dt.tz_localize("UTC")), DATES.assign(when=DATES["when"].dt.to_period("D")),
     ):  # fmt: skip
         with pytest.raises(DataError, match="column 'when' holds dates"):

@@ -176,3 +176,20 @@ def test_sequences_are_checked():
         one.fit(np.zeros((5, 1)), np.zeros((5, 1)))
     with pytest.raises(ConfigError, match="centres=0"):
         KernelBayesFilter(centres=0).fit(np.zeros((9, 1)), np.zeros((9, 1)))
+
+
+def test_models_and_observations_of_another_kind_are_told_what_to_pass():
+    x = np.random.default_rng(0).normal(size=(30, 1))
+    regressor = kme.CMERegressor(steps=0).fit(x, x[:, 0])
+    for call in (
+        lambda: sum_rule(regressor, x),
+        lambda: chain_rule(regressor, x),
+        lambda: bayes_rule(regressor, x, np.zeros(1)),
+    ):
+        with pytest.raises(ConfigError, match="must be a fitted ConditionalMeanEmbedding, got a CMERegressor; fit one"):
+            call()
+    model = kme.ConditionalMeanEmbedding(solver="cholesky").fit(x, x[:, 0])
+    with pytest.raises(DataError, match=r"^the observation: NaN or infinity; pass finite numbers"):
+        bayes_rule(model, x, np.array([np.nan]))
+    with pytest.raises(DataError, match=r"^targets: row 3 has NaN or infinity"):
+        kme.ConditionalMeanEmbedding().fit(x, np.where(np.arange(30) == 3, np.nan, x[:, 0]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from distributed import Client, LocalCluster
 
@@ -308,3 +310,62 @@ def test_mistakes_are_named(pair, stored):
         kme.hsic_test(1.5, None, data=stored[2])
     with pytest.raises(ConfigError, match="centres=0"):
         kme.conditional_independence_test(X, y, y, centres=0)
+
+
+@pytest.mark.parametrize("kind", [pd.DataFrame, pa.table], ids=["pandas", "arrow"])
+def test_variables_may_be_columns_of_a_table(kind):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 40))
+    c = np.where(a > 0, "high", "low")
+    table = kind({"a": a, "b": b, "c": c})
+    by_name = kme.hsic_test(["a", "b"], "c", target_kernel="delta", data=table)
+    given = kme.hsic_test(np.column_stack([a, b]), c.tolist(), target_kernel="delta")
+    assert (by_name.statistic, by_name.p_value) == (given.statistic, given.p_value)
+    named = kme.conditional_independence_test("a", "b", "c", kernel="delta", data=table)
+    assert named.p_value == kme.conditional_independence_test(a, b, c.tolist(), kernel="delta").p_value
+    for wrong in ("d", 0, None, []):
+        with pytest.raises(ConfigError, match=r"Y=.* pass the name of a column or a list of names; it has a, b, c"):
+            kme.hsic_test("a", wrong, data=table)
+
+
+@pytest.mark.parametrize("data", ["rows.zarr", np.zeros((9, 2)), {"a": [1.0]}])
+def test_data_that_has_no_columns_is_refused(data):
+    with pytest.raises(ConfigError, match=r"data must be an open data set, .* or a data frame, got a "):
+        kme.hsic_test("a", "b", data=data)
+
+
+LABELS, NUMBERS = ["u", "v"] * 20, np.random.default_rng(0).normal(size=(40, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "setting"),
+    [
+        (lambda: kme.hsic_test(LABELS, NUMBERS), "X", "kernel"),
+        (lambda: kme.hsic_test(NUMBERS, LABELS), "Y", "target_kernel"),
+        (lambda: kme.conditional_independence_test(NUMBERS, NUMBERS, LABELS), "Z", "kernel"),
+        (lambda: kme.conditional_independence_test(LABELS, NUMBERS, NUMBERS), "X", r"target_kernels\[0\]"),
+    ],
+)
+def test_labels_without_delta_are_told_of_it(call, name, setting):
+    with pytest.raises(DataError, match=rf"^{name}: .* choose 'delta' for labels, or .*, e\.g\. {setting}=.*Spectrum"):
+        call()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_value_that_is_not_finite_is_named_with_its_variable_and_row(value, at):
+    variables = [NUMBERS, NUMBERS[::-1], NUMBERS**2]
+    variables[at] = np.where(np.arange(40)[:, None] == 17, value, variables[at])
+    with pytest.raises(DataError, match=rf"^{'XYZ'[at]}: row 17 has NaN or infinity; remove"):
+        kme.conditional_independence_test(*variables)
+    if at < 2:
+        with pytest.raises(DataError, match=rf"^{'XYZ'[at]}: row 17 has NaN or infinity; remove"):
+            kme.hsic_test(*variables[:2])
+
+
+@pytest.mark.parametrize("level", [5, 0, 1, -0.1, None, np.nan])
+def test_a_level_is_between_0_and_1(level):
+    for found in (kme.hsic_test(NUMBERS, NUMBERS[::-1]), kme.mmd_test(NUMBERS[:20], NUMBERS[20:])):
+        assert found.rejects(0.999)
+        with pytest.raises(ConfigError, match=r"level=.*: must be a number between 0 and 1"):
+            found.rejects(level)

@@ -173,3 +173,11 @@ def test_parzen_comes_back_from_disk_as_it_was(tmp_path):
     back = kme.load(tmp_path / "parzen.zarr")
     np.testing.assert_array_equal(back.predict_proba(X), clf.predict_proba(X))
     np.testing.assert_array_equal(back.predict(X), clf.predict(X))
+
+
+def test_a_mean_is_compared_with_means_only():
+    X = np.random.default_rng(0).normal(size=(20, 2))
+    mean = kme.KernelMean().fit(X)
+    for ask in (mean.distance, mean.inner):
+        with pytest.raises(DataError, match=r"must be a fitted KernelMean, got a ndarray; .*kernel=mean\.kernel_"):
+            ask(X)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 import kme_dist as kme
@@ -120,3 +122,17 @@ def test_mistakes_are_named(samples):
         kme.mmd_test(X[:1], Y)
     with pytest.raises(ConfigError, match="block_size=99"):
         kme.mmd_test(X, Y, method="block", block_size=99)
+
+
+@pytest.mark.parametrize("kind", [pd.DataFrame, pa.table], ids=["pandas", "arrow"])
+def test_tables_of_numbers_are_tested_and_texts_are_named(kind):
+    a, b = np.random.default_rng(0).normal(size=(2, 20))
+    given = kme.mmd_test(kind({"a": a[:10], "b": b[:10]}), kind({"a": a[10:], "b": b[10:]}))
+    rows = np.column_stack([a, b])
+    assert given.p_value == kme.mmd_test(rows[:10], rows[10:]).p_value
+    table = kind({"b": b, "a": ["u", "v"] * 10})
+    with pytest.raises(DataError, match=r"column 'a' holds 'u' \(str\) in row 0, .* encode the column"):
+        kme.mmd_test(table, table)
+    texts = pd.DataFrame({"a": ["u", "v"] * 10})
+    with pytest.raises(DataError, match=r"the first sample: rows are sequences .*\(row 0 is \['u'\]\).* Gaussian does"):
+        kme.mmd_test(texts, texts)

@@ -153,3 +153,121 @@ def test_workers_give_the_same_bits():
     settings = {"kernel": Spectrum(p=2), "objective": "rcb", "steps": 2}
     alone = kme.MCEClassifier(**settings).fit(TEXTS, Y).predict_proba(TEXTS)
     np.testing.assert_array_equal(kme.MCEClassifier(**settings, n_jobs=2).fit(TEXTS, Y).predict_proba(TEXTS), alone)
+
+
+SMALL = {"objective": "median"}
+EQUAL = RNG.normal(size=(60, 4, 2)) * (1 + 2 * Y[:, None, None])
+
+
+def with_bag(number, bag):
+    return [*BAGS[:number], bag, *BAGS[number + 1 :]]
+
+
+WRONG_BAGS = {
+    "missing value": (np.array([[0.0, 1.0], [np.nan, 1.0]]), r"bag 41 has NaN or infinity in its member 1; remove"),
+    "infinity": (np.array([[0.0, np.inf]]), r"bag 41 has NaN or infinity in its member 0; remove"),
+    "width": (np.ones((2, 3)), r"bag 41 has members of 3 features, .* 2 features; pass bags of the same columns"),
+    "one axis": (np.arange(3.0), r"bag 41 has the shape \(3,\), .* bag\.reshape\(-1, 1\)"),
+    "texts": (["a", "b"], r"bag 41 has members of texts, .* 2 features"),
+    "empty": (np.ones((0, 2)), r"bag 41 is empty; .* leave it out"),
+    "ragged": ([[1.0, 2.0], [1.0]], r"bag 41 has members of several lengths"),
+    "objects": (np.array([[1.0, None]], dtype=object), r"bag 41 \(shape \(1, 2\), object\) has no numbers"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BAGS)
+def test_a_wrong_bag_is_named_at_fit_and_later(what):
+    bag, message = WRONG_BAGS[what]
+    rows, kernel = with_bag(41, bag), Bags(Gaussian())
+    model = kme.MCEClassifier(kernel, **SMALL).fit(BAGS, Y)
+    mean = kme.KernelMean(kernel=kernel).fit(BAGS)
+    embedding = kme.ConditionalMeanEmbedding(kernel, regularization=0.1).fit(BAGS, 1.0 * Y)
+    calls = [
+        lambda: kme.MCEClassifier(kernel, **SMALL).fit(rows, Y),
+        lambda: model.predict(rows),
+        lambda: model.predict_proba(rows),
+        lambda: kme.KernelMean(kernel=kernel).fit(rows),
+        lambda: mean.evaluate(rows),
+        lambda: kme.ConditionalMeanEmbedding(kernel).fit(rows, 1.0 * Y),
+        lambda: embedding.predict(rows),
+        lambda: kme.mmd_test(BAGS, rows, kernel),
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match=message):
+            call()
+    if what not in ("missing value", "infinity"):
+        with pytest.raises(DataError, match=message):
+            kme.predict(model, rows)
+
+
+def test_all_new_bags_of_another_width_are_refused():
+    model = kme.MCEClassifier(Bags(Gaussian()), **SMALL).fit(BAGS, Y)
+    with pytest.raises(DataError, match=r"bag 0 has members of 3 features, those of the fit have 2 features"):
+        model.predict([np.ones((2, 3))])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_batch_inference_leaves_out_bags_that_are_not_finite(value):
+    model = kme.MCEClassifier(Bags(Gaussian()), **SMALL).fit(BAGS, Y)
+    rows = with_bag(1, np.array([[0.0, 1.0], [1.0, value]]))
+    with pytest.warns(UserWarning, match=rf"no prediction for 1 row; .* row 1: member 1 of the bag: .* {value}"):
+        found = kme.predict(model, rows)
+    assert found["label"].to_pylist()[1] is None
+    np.testing.assert_allclose(
+        np.delete(found["probability_1"].to_numpy(), 1), np.delete(model.predict_proba(BAGS)[:, 1], 1), atol=1e-6
+    )
+
+
+def test_an_array_of_bags_is_a_list_of_them():
+    for make in (
+        lambda rows: kme.MCEClassifier(Bags(Gaussian()), **SMALL).fit(rows, Y).predict_proba(rows),
+        lambda rows: kme.KernelMean(kernel=Bags(Gaussian())).fit(rows).evaluate(rows),
+        lambda rows: kme.ConditionalMeanEmbedding(Bags(Gaussian())).fit(rows, 1.0 * Y).predict(rows),
+        lambda rows: kme.mmd_test(rows[:30], rows[30:], Bags(Gaussian())).statistic,
+    ):
+        np.testing.assert_array_equal(make(EQUAL), make(list(EQUAL)))
+    model = kme.MCEClassifier(Bags(Gaussian()), **SMALL).fit(EQUAL, Y)
+    assert kme.predict(model, EQUAL).equals(kme.predict(model, list(EQUAL)))
+
+
+@pytest.mark.parametrize("rows", [BAGS, EQUAL, list(EQUAL)], ids=["several sizes", "array", "list"])
+def test_bags_without_a_kernel_of_bags_are_told_of_one(rows):
+    bags = r"Bags\(kme_dist\.kernels\.Gaussian\(\)\)"
+    for make in (kme.MCEClassifier, lambda: kme.MCEClassifier(Gaussian()), kme.CMERegressor):
+        with pytest.raises(DataError, match=rf"takes rows of numbers here, got bags: row 0 has .*{bags}"):
+            make().fit(rows, Y)
+    for make in (kme.KernelMean, lambda: kme.ConditionalMeanEmbedding(Gaussian())):
+        with pytest.raises(DataError, match=rf"rows are bags .* Gaussian does not take them; .*{bags}"):
+            make().fit(rows, Y)
+    fitted = kme.MCEClassifier(**SMALL, steps=0).fit(EQUAL[:, 0], Y)
+    with pytest.raises(DataError, match="takes rows of numbers here, got bags"):
+        fitted.predict(rows)
+
+
+def test_rows_of_several_lengths_are_named():
+    with pytest.raises(DataError, match=r"row 0 has 2, row 2 has 3; fill them up"):
+        kme.MCEClassifier().fit([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0, 3.0]], [0, 1, 0])
+    with pytest.raises(DataError, match=r"takes a list of bags, got an array of shape \(60, 2\)"):
+        kme.KernelMean(kernel=Bags(Gaussian())).fit(EQUAL[:, 0])
+    with pytest.raises(DataError, match=r"bag 0 has members such as 'ab'.*Bags\(kme_dist\.kernels\.Spectrum"):
+        kme.KernelMean(kernel=Bags(Gaussian())).fit([["ab"], ["cd"]])
+
+
+@pytest.mark.parametrize("stray", [None, 3, np.nan], ids=str)
+@pytest.mark.parametrize("kind", [list, lambda rows: pd.Series(rows, dtype=object)], ids=["list", "series"])
+def test_the_row_that_is_no_text_is_named(stray, kind):
+    kernel, rows = Spectrum(p=2), kind([*TEXTS[:41], stray, *TEXTS[42:]])
+    model = kme.MCEClassifier(kernel, **SMALL).fit(TEXTS, Y)
+    calls = [
+        lambda: kme.MCEClassifier(kernel, **SMALL).fit(rows, Y),
+        lambda: model.predict(rows),
+        lambda: kme.predict(model, rows),
+        lambda: kme.KernelMean(kernel=kernel).fit(rows),
+        lambda: kme.ConditionalMeanEmbedding(kernel).fit(rows, Y),
+        lambda: kme.ConditionalMeanEmbedding(target_kernel=kernel).fit(EQUAL[:, 0], rows),
+        lambda: kme.mmd_test(TEXTS, rows, kernel),
+        lambda: kme.SupportMeasureClassifier(kernel).fit([TEXTS, rows], [0, 1]),
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match=rf"row 41 is {stray!r} \({type(stray).__name__}\) among texts; remove"):
+            call()

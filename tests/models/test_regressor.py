@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -326,3 +327,68 @@ def test_wrong_queries_are_named(fitted):
         fitted.predict_quantiles(X, 2)
     with pytest.raises(DataError, match="one value for each"):
         fitted.expectation(X, lambda y: 1.0)
+    for given in (None, "0.9", 0, 1, np.nan):
+        with pytest.raises(ConfigError, match=r"coverage=.*: must be a number between 0 and 1"):
+            fitted.predict_interval(X, given)
+        with pytest.raises(ConfigError, match=r"coverage=.*: must be a number between 0 and 1"):
+            kme.predict(fitted, X, outputs=["interval"], coverage=given)
+
+
+@pytest.mark.parametrize(("rows", "coverage", "needed", "most"), [(8, 0.9, 9, 0.8888), (60, 0.999, 999, 0.9836)])
+def test_infinite_intervals_are_told_with_the_rows_that_they_need(rows, coverage, needed, most):
+    X, y = wave(rows)
+    model, words = CMERegressor(steps=0).fit(X, y), f"at least {needed} rows, .* those of {rows}; .* at most {most}"
+    embedding = kme.ConditionalMeanEmbedding(regularization=0.01).fit(X, y)
+    for ask in (
+        lambda c: model.predict_interval(X[:3], coverage=c)[1],
+        lambda c: embedding.interval(X[:3], coverage=c)[1],
+        lambda c: kme.predict(model, X[:3], coverage=c)["interval_high"].to_numpy(),
+    ):
+        with pytest.warns(UserWarning, match=words) as told:
+            assert np.isinf(ask(coverage)).all()
+        assert len(told) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert np.isfinite(ask(most)).all()
+            kme.predict(model, X[:3], outputs=["mean"], coverage=coverage)
+
+
+@pytest.mark.parametrize("rows", [9, 99])
+def test_intervals_of_just_enough_rows_are_finite_without_a_warning(rows):
+    X, y = wave(rows)
+    model = CMERegressor(steps=0).fit(X, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isfinite(model.predict_interval(X[:3], coverage=rows / (rows + 1))).all()
+
+
+DAYS = np.datetime64("2020-01-01") + np.arange(30)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, pd.Series, lambda y: y.tolist(), lambda y: y.astype(object)])
+@pytest.mark.parametrize("kind", [CMERegressor, kme.ASKLRegressor])
+def test_dates_as_targets_are_told_the_way_to_numbers(kind, convert):
+    X, _ = wave(30)
+    with pytest.raises(
+        DataError, match=r"its targets are dates or times; pass numbers as y, e\.g\. days: \(y - y\.min"
+    ):
+        kind().fit(X, convert(DAYS))
+    with pytest.raises(DataError, match=r"its targets are durations; .* seconds: y / numpy\.timedelta64\(1, 's'\)"):
+        kind().fit(X, convert(DAYS - DAYS[0]))
+    numbers = (DAYS - DAYS.min()) / np.timedelta64(1, "D")  # the way out that the message shows
+    assert CMERegressor(steps=0).fit(X, numbers).n_outputs_ == 1
+
+
+@pytest.mark.parametrize("make", [CMERegressor, kme.MCEClassifier, kme.ASKLRegressor])
+@pytest.mark.parametrize("value", [7, 7.0, np.int64(7), np.array(7), True])
+def test_a_single_value_as_targets_is_told_what_to_pass(make, value):
+    X, _ = wave(30)
+    with pytest.raises(DataError, match=r"is a single value; pass the name of a column of X \(a text\) or an array"):
+        make().fit(pd.DataFrame({"a": X[:, 0], "b": X[:, 0]}), value)
+    with pytest.raises(DataError, match=r"is a single value; pass an array or a list with one value for each row"):
+        make().fit(X, value)
+    with pytest.raises(DataError, match=r"y='a' is a single value; .* only the columns of a table have names"):
+        make().fit(X, "a")
+    for Y in (value, "a"):
+        with pytest.raises(DataError, match=r"Y is .*; pass an array or a list with one target for each row of X"):
+            kme.ConditionalMeanEmbedding().fit(X, Y)

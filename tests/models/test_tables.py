@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import kme_dist as kme
@@ -303,3 +305,84 @@ def test_a_regressor_keeps_the_encoding_of_a_data_set(tmp_path, capsys):
     assert cli.execute(["inspect", str(tmp_path / "scores.zarr")]) == 0
     shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert (shown["rows"], shown["status"]) == (["5"], ["complete"]), "predictions, not the card of their model"
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_durations_are_seconds_in_every_table_and_in_files(unit, tmp_path):
+    seconds = np.arange(60) * 36_000 / 3
+    frame = pd.DataFrame({"z": (seconds * 1e9).astype("timedelta64[ns]"), "b": np.sin(seconds)})
+    frame["z"] = frame["z"].astype(f"timedelta64[{unit}]")
+    frame.loc[7, "z"] = pd.NaT
+    arrow = pa.Table.from_pandas(frame, preserve_index=False)
+    assert pa.types.is_duration(arrow.schema.field("z").type)
+    wanted = np.where(np.arange(60) == 7, np.delete(seconds, 7).mean(), seconds)
+    for given in (frame, arrow):
+        schema = table_schema(given)
+        assert schema.feature_names == ["z", "z:missing", "b"]
+        np.testing.assert_allclose(encode_table(given, schema)[0][:, 0], wanted, rtol=1e-15)
+    pq.write_table(arrow, tmp_path / "rows.parquet")
+    data = kme.ingest(tmp_path / "rows.parquet", tmp_path / "rows.zarr")
+    assert data.feature_names == ["z", "z:missing", "b"]
+    np.testing.assert_allclose(data.read()[0][:, 0], wanted, rtol=1e-15)
+    model = kme.CMERegressor(steps=0).fit(frame, "b")
+    np.testing.assert_array_equal(model.predict(frame.drop(columns="b")), model.predict(arrow.drop_columns(["b"])))
+
+
+def test_a_schema_of_durations_in_days_reads_them_as_before():
+    """Models of earlier versions have them as dates."""
+    arrow = pa.table({"z": pa.array([0, 43_200, 86_400], pa.duration("s"))})
+    schema = table_schema(arrow)
+    old = dataclasses.replace(schema, columns=(dataclasses.replace(schema.columns[0], kind="date"),))
+    np.testing.assert_array_equal(encode_table(arrow, old)[0][:, 0], [0.0, 0.5, 1.0])
+
+
+def test_a_duration_as_a_target_is_a_number_of_seconds(tmp_path):
+    arrow = pa.table({"b": np.arange(9.0), "z": pa.array(np.arange(9) * 60, pa.duration("s"))})
+    data = kme.ingest(arrow, tmp_path / "rows.zarr", label="z")
+    assert data.classes is None
+    np.testing.assert_array_equal(data.read()[1], np.arange(9) * 60.0)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_dictionaries_of_any_texts_are_categories(kind, tmp_path):
+    """polars hands out Categorical columns as dictionaries of string_view."""
+    codes, rng = np.arange(60) % 3, np.random.default_rng(0)
+    words = pa.DictionaryArray.from_arrays(pa.array(codes, pa.uint32()), pa.array(["u", "v", "w"], kind))
+    given = pa.table({"a": words, "b": rng.normal(size=60)})
+    plain = given.set_column(0, "a", pa.array(np.array(["u", "v", "w"])[codes]))
+    y = np.where(codes == 1, "yes", "no")
+    model = WAYS["mce"]().fit(given, y)
+    assert model.encoded_feature_names_ == ["a=u", "a=v", "a=w", "b"]
+    wanted = WAYS["mce"]().fit(plain, y).predict_proba(plain)
+    np.testing.assert_array_equal(model.predict_proba(given), wanted)
+    assert kme.predict(model, given).equals(kme.predict(model, plain))
+    assert kme.ingest(given, tmp_path / "rows.zarr", label="a").classes == ["u", "v", "w"]
+
+
+class LazyFrame:
+    """Of polars: a query, whose columns are not known before it was run."""
+
+    @property
+    def columns(self):
+        raise AssertionError("asked for columns of a query")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lazy, X, y: kme.MCEClassifier().fit(lazy, y),
+        lambda lazy, X, y: kme.MCEClassifier().fit(lazy, "kind"),
+        lambda lazy, X, y: kme.CMERegressor().fit(X, lazy),
+        lambda lazy, X, y: kme.KernelMean().fit(lazy),
+        lambda lazy, X, y: kme.ConditionalMeanEmbedding().fit(lazy, y),
+        lambda lazy, X, y: kme.mmd_test(lazy, lazy),
+        lambda lazy, X, y: kme.hsic_test(lazy, X),
+        lambda lazy, X, y: kme.ingest(lazy, "unused.zarr"),
+        lambda lazy, X, y: WAYS["mce"]().fit(X, y).predict(lazy),
+        lambda lazy, X, y: kme.predict(WAYS["mce"]().fit(X, y), lazy),
+    ],
+)
+def test_a_lazy_frame_is_told_to_be_run(call):
+    X = np.random.default_rng(0).normal(size=(20, 2))
+    with pytest.raises(DataError, match=r"got a LazyFrame, .* run it: \.collect\(\)"):
+        call(LazyFrame(), X, np.arange(20) % 2)
