@@ -217,7 +217,7 @@ def text_among(X: Any) -> FoundText | None:
 def check_numeric_targets(y: Any, by: str) -> None:
     """Raise an error for targets of a regression that are texts, dates or durations."""
     kind = getattr(getattr(y, "dtype", None), "kind", "")
-    if y is None or kind in _NUMBERS:
+    if y is None or kind in (*_NUMBERS, "c"):  # complex ones are refused by scikit-learn
         return
     values = list(y) if isinstance(y, list | tuple) else np.asarray(y).ravel()[:_LOOKED_AT].tolist()
     moment = next(
