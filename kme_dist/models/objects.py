@@ -81,7 +81,7 @@ def check_objects(
             f"rows are bags (row 0 has {counted(len(first), 'row')} itself), and {name} does not take them; choose a "
             f"kernel of bags, e.g. {setting}={_BAGS}"
         )
-    if isinstance(first, list | tuple | np.ndarray):
+    if isinstance(first, list | tuple | np.ndarray) and (_is_ragged(rows) or any(isinstance(v, str) for v in first)):
         raise DataError(
             f"rows are sequences of several lengths, or not of numbers (row 0 is {str(first)[:60]}), and {name} does "
             f"not take them; pass rows of numbers of one length, or choose {label}a kernel of sequences, e.g. "
@@ -138,6 +138,10 @@ def _is_bag(row: Any) -> bool:
     if isinstance(row, str) or not hasattr(row, "__len__") or not len(row):
         return False
     return isinstance(row[0], list | tuple) or getattr(row[0], "ndim", 0) > 0
+
+
+def _is_ragged(rows: Sequence[Any]) -> bool:
+    return len({len(row) for row in rows if hasattr(row, "__len__")}) > 1
 
 
 def _check_bags(bags: Sequence[Any], like: Any, finite: bool) -> None:

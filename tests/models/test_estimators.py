@@ -348,7 +348,7 @@ def with_nan(X):
         (with_nan(X4), Y4, "NaN"),
         (X4 * np.where(np.arange(40).reshape(20, 2) == 7, np.inf, 1), Y4, "infinity|too large"),
         (X4[:, 0], Y4, "2D array"),
-        (X4[None], Y4, "dim 3"),
+        (X4[None], Y4, "got bags: row 0 has 20 rows itself"),
         (X4, Y4[:-1], "inconsistent numbers of samples"),
         (X4, np.zeros(20), "one class"),
         (X4[:1], Y4[:1], "minimum of 2|one class"),
