@@ -210,8 +210,8 @@ class MCEClassifier(EmbeddingClassifier):
         copies, as in a few columns of categories. With more rows, what is drawn row by row depends on it (batches,
         samples, halves), and so does leave-one-out under objective "loo", which leaves out a row of weight 2 as a whole
         but only one of two equal rows; with any number, leave-one-out by centres.
-        Only ratios of weights matter to the fit; a risk that is summed (`risk="sum"`) counts them as numbers of rows,
-        so weights below 1 on average are multiplied to be 1 on average.
+        Weights below 1 on average are multiplied to be 1 on average; larger ones count as numbers of rows where rows
+        are counted, as in a summed risk (`risk="sum"`): doubling all of them is the table twice.
 
         The result has the same bits in this process and with a `client`.
         """

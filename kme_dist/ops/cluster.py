@@ -30,6 +30,7 @@ import os
 import platform
 import signal
 import socket
+import time
 import urllib.parse
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ PACKAGES = ("kme-dist", "dask", "distributed", "numpy", "scipy", "zarr")
 DASHBOARD_PORT = 8787
 _OWN = "kme_dist_own"  # attribute of the clusters that are started here
 CONNECT_S = 20.0
+REFUSED_S = 3.0  # for something to listen at an address where nothing does
 START_S = 600.0  # timeout for the first worker of a queue or an orchestrator
 # By default Dask's workers return every freed array to the system, which clears each page before its next use. Arrays
 # of tiles and batches are kept in the process instead, up to the first of these sizes per worker.
@@ -407,6 +409,7 @@ def open_unchecked(settings: ClusterConfig, timeout_s: float | None = None) -> A
             f"tls:// address uses; connect to tls://{settings.address.rpartition('://')[2]}, or omit them"
         )
     try:
+        _refused(settings.address, min(timeout_s or CONNECT_S, REFUSED_S))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Mismatched versions found")  # reported by check_versions
             return Client(settings.address, security=security, timeout=timeout_s or CONNECT_S, set_as_default=False)
@@ -417,6 +420,22 @@ def open_unchecked(settings: ClusterConfig, timeout_s: float | None = None) -> A
             f"no scheduler answers at {settings.address} ({type(error).__name__}); is it running, "
             f"{'with' if security else 'without'} TLS?"
         ) from error
+
+
+def _refused(address: str, patience_s: float) -> None:
+    """Raise ConnectionRefusedError if nothing listens there and nothing begins to: a client would try for longer."""
+    host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
+    deadline = time.monotonic() + patience_s
+    while port.isdigit() and int(port) < 1 << 16:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        except OSError:  # the client says what it is
+            return
 
 
 def scheduler_id(settings: ClusterConfig, timeout_s: float) -> str:

@@ -408,10 +408,12 @@ _PAGE = """<!doctype html>
 <title>{title} · kme-dist</title>
 <style>
 :root {{ --page: #f6f7f9; --card: #ffffff; --ink: #1c2126; --soft: #5b6670; --grid: #d8dde2;
-        --accent: #1f6fb2; --good: #d9f0e4; --warn: #fbe7c2; --bad: #f8d3cd; }}
+        --accent: #1f6fb2; --good: #d9f0e4; --warn: #fbe7c2; --bad: #f8d3cd;
+        --shade: #0000004d; }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --page: #12161a; --card: #1b2127; --ink: #e4e8ec; --soft: #9aa6b1; --grid: #39434c;
-          --accent: #6db3f2; --good: #174a35; --warn: #5a4310; --bad: #66231b; }} }}
+          --accent: #6db3f2; --good: #174a35; --warn: #5a4310; --bad: #66231b;
+          --shade: #ffffff4d; }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; background: var(--page); color: var(--ink);
        font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
@@ -434,7 +436,11 @@ dd {{ margin: 0; font-size: 25px; font-weight: 600; font-variant-numeric: tabula
 figure svg {{ width: 100%; max-width: calc(1.1 * var(--drawn)); height: auto; display: block; }}
 figcaption {{ color: var(--soft); font-size: 13.5px; margin-top: 8px; }}
 section {{ margin-bottom: 16px; }}
-.scroll {{ overflow-x: auto; }}
+.scroll {{ overflow-x: auto; background:
+  linear-gradient(to right, var(--card) 30%, transparent) left / 40px 100% no-repeat local,
+  linear-gradient(to left, var(--card) 30%, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(to right, var(--shade), transparent) left / 14px 100% no-repeat scroll,
+  linear-gradient(to left, var(--shade), transparent) right / 14px 100% no-repeat scroll; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: right; padding: 5px 12px; border-bottom: 1px solid var(--grid); }}
 th {{ color: var(--soft); font-weight: 500; font-size: 13px; }}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -432,3 +433,10 @@ def pid_of(number):
 
 def both_processes(read_by):
     return os.getpid(), read_by
+
+
+def test_where_nothing_listens_a_client_gives_up_in_a_few_seconds():
+    began = time.monotonic()
+    with pytest.raises(RetryError, match=r"no scheduler answers at tcp://127.0.0.1:1 \(ConnectionRefusedError\)"):
+        cluster.open_unchecked(ClusterConfig(kind="address", address="tcp://127.0.0.1:1"))
+    assert time.monotonic() - began < 8
