@@ -249,9 +249,10 @@ class CheckpointFolder:
             key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
             section = next((name for name in ("learn", "model") if key in self.run.resolved[name]), "")
             changed = f"{section}.{key}" if section else key
+            was, found = (repr(known[key]) if key in known else "not set" for known in (before, now))
             raise ConfigError(
                 f"{self.run.folder.path} was learned with other settings or data: {changed} was "
-                f"{before.get(key)!r}, now it is {now.get(key)!r}. Choose another output.folder, restart with "
+                f"{was}, now it is {found}. Choose another output.folder, restart with "
                 "--fresh, or restore those settings and data."
             )
 

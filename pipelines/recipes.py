@@ -105,8 +105,8 @@ def _check_kernel(config: Config) -> None:
             raise ConfigError("learn.starts is only for kernels; remove it with learn.mode full")
     elif has_given_features(config):
         raise ConfigError(
-            f"model.features is set and learn.mode is {learn.mode}; explicit features require learn.mode full, or "
-            "model.kind cen with options: {network: ...}"
+            f"model.features is {config.model.features!r} and learn.mode is {learn.mode}; features learned on all rows "
+            "are spectral; explicit features require learn.mode full, or model.kind cen with options: {network: ...}"
         )
     if learn.delay and learn.mode != "sync":
         raise ConfigError(

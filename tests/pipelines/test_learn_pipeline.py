@@ -207,7 +207,7 @@ def test_delayed_gradients_are_learned_and_resumed_by_the_command(config, tmp_pa
     assert learn.run(load_config(config, delayed), name="small")["steps"] == 5
     longer = learn.run(load_config(config, [*delayed, "learn.steps=8"]), name="small")
     assert (longer["steps"], longer["steps_now"]) == (8, 3)
-    with pytest.raises(ConfigError, match=r"learn\.delay was 1, now it is None"):
+    with pytest.raises(ConfigError, match=r"learn\.delay was 1, now it is not set"):
         learn.run(load_config(config), name="small")
 
 
