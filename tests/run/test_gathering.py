@@ -7,6 +7,7 @@ a fetch from it begins and does not end, and then killed.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -191,3 +192,46 @@ def test_workers_give_up_the_address_of_a_dead_one_soon_wherever_the_cluster_run
         (started["timeouts.connect"], started["retry.count"]),
     ):
         assert parse_timedelta(connect) * (1 + retries) <= 20.0
+
+
+# --- stalled workers ---------------------------------------------------------------------------------
+
+
+class Watched:
+    """A client whose workers hold what `holding` says when they are looked at for the n-th time; until `looks`."""
+
+    def __init__(self, holding, looks, monkeypatch):
+        self.holding, self.looks, self.looked = holding, looks, 0
+        self.scheduler = self
+
+        async def gather(client, futures, direct):
+            while self.looked < looks:
+                await asyncio.sleep(0.001)
+            return ["result"]
+
+        monkeypatch.setattr(gathering, "gather", gather)
+
+    async def processing(self, workers):
+        self.looked += 1
+        return self.holding(self.looked)
+
+    def wait(self, limit_s=0.02):
+        return asyncio.run(gathering.gather_from_live(self, [], False, "ours", limit_s))
+
+
+def test_a_round_lasts_as_long_as_its_workers_get_on(monkeypatch):
+    client = Watched(lambda n: {"a": [f"task-{n}-ours"], "b": [f"task-{n}-ours", "of another"]}, 50, monkeypatch)
+    assert client.wait() == ["result"], "fifty looks are twelve times the limit"
+
+
+def test_a_worker_that_holds_the_same_tasks_is_stalled_and_named(monkeypatch):
+    client = Watched(lambda n: {"a": [f"task-{n}-ours"], "b": ["task-0-ours"], "c": ["of another"]}, 10**9, monkeypatch)
+    with pytest.raises(gathering.Stalled) as caught:
+        client.wait()
+    assert caught.value.workers == ("b",)
+
+
+def test_tasks_that_no_worker_takes_are_given_up(monkeypatch):
+    with pytest.raises(gathering.Stalled, match="any worker") as caught:
+        Watched(lambda n: {"c": ["of another"]}, 10**9, monkeypatch).wait()
+    assert caught.value.workers == ()
