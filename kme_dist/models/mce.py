@@ -59,7 +59,7 @@ class MCEClassifier(EmbeddingClassifier):
     objective : {"auto", "calibrated", "rcb", "validation", "loo", "erm", "cv", "median"}
         The quantity minimised. "auto" starts from the best common length scale, learns by the leave-one-out log loss of
         calibrated decisions ("calibrated") in at most 100 steps, and keeps the best of several kernels, tuned and
-        compared by that loss on a sample of rows; with more rows than can be solved exactly also learned features
+        compared by that loss on a sample of rows; with 40,000 rows or more also learned features
         (`features="spectral"`). "cv" is a k-fold grid search over one length scale and λ, "median" the median-distance
         heuristic.
     refit_regularization : bool
