@@ -55,8 +55,8 @@ PARTS = (
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` measures everything on this page and writes it (an hour; `python -m benchmarks --list` names the
-parts). What follows is what the commands printed. Ratios are of one run, in which both sides were measured. The
+`make bench` writes this page and measures what is on it (an hour; `python -m benchmarks --list` names the
+parts), but the two tables of classifiers and regressors, which take hours and have commands of their own. What follows is what the commands printed. Ratios are of one run, in which both sides were measured. The
 machine is small on purpose, so that anybody can repeat them. The load average is printed where it matters: above
 the number of cores, other programs ran as well. The extra `bench` installs the libraries that are compared with,
 and the shared data sets are found by `KME_DATA`.
@@ -87,9 +87,9 @@ splits, one core each; see also [regression](regression.md#measured).""",
 ORDER = (DEFAULTS, REGRESSION, STEP, FIT, DATA, WORKERS)
 LAST = """## Published figures
 
-Every table and figure of the four papers is computed again by `kme-dist reproduce TABLE`, with the published cells
-beside ours: [reproducing](reproducing.md). `configs/iris_two_attributes.yaml` reproduces figure 1 of the paper on
-embedding networks: an overfitted and an underfitted start, both at 56.67 % test accuracy, converge to 73.33 %.
+`kme-dist reproduce TABLE` computes the tables and figures that are listed in [reproducing](reproducing.md), with the
+published cells beside ours. `configs/iris_two_attributes.yaml` shows what figure 1 of Hsu, Nock and Ramos shows: an
+overfitted and an underfitted start, chosen so that both have 56.67 % test accuracy, reach 73.33 %.
 """
 
 
@@ -119,7 +119,7 @@ def _table(section: str, runs: Path) -> list[str]:
     path, command, words = TABLES[section]
     found = runs.parent / path
     if not found.exists():
-        return [f"{words}\n", f"`{command}`: not measured here.\n"]
+        return [f"{words}\n", f"`{command}`: not measured here; run it before `python -m benchmarks`.\n"]
     return [f"{words}\n", f"`{command}`:\n", f"```text\n{found.read_text(encoding='utf-8').rstrip()}\n```\n"]
 
 
