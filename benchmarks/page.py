@@ -55,11 +55,12 @@ PARTS = (
 
 INTRODUCTION = """# Benchmarks
 
-`make bench` writes this page and measures what is on it (an hour; `python -m benchmarks --list` names the
-parts), but the two tables of classifiers and regressors, which take hours and have commands of their own. What follows is what the commands printed. Ratios are of one run, in which both sides were measured. The
-machine is small on purpose, so that anybody can repeat them. The load average is printed where it matters: above
-the number of cores, other programs ran as well. The extra `bench` installs the libraries that are compared with,
-and the shared data sets are found by `KME_DATA`.
+`make bench` writes this page and measures what is on it (an hour; `python -m benchmarks --list` names the parts), but
+the two tables of classifiers and regressors, which take hours and have commands of their own. What follows is what
+the commands printed. Ratios are of one run, in which both sides were measured. The machine is small on purpose, so
+that anybody can repeat them. The load average is printed where it matters: above the number of cores, other programs
+ran as well. The extra `bench` installs the libraries that are compared with, and the shared data sets are found by
+`KME_DATA`.
 
 What these figures mean for the choice of a method:
 [when to choose this](index.md#when-to-choose-this-and-when-something-else).

@@ -49,7 +49,7 @@ def test_the_page_shows_output_failures_and_what_is_missing(tmp_path, record):
     assert "commit abc, 1.0 minutes, load before 0.1; a box" in page
     assert "**It failed with exit code 3.**" in page
     assert "`python -m benchmarks.means`: not measured here." in page
-    assert "`python -m benchmarks.defaults`: not measured here." in page
+    assert "`python -m benchmarks.defaults`: not measured here; run it before" in page
 
 
 def test_figures_become_bars_or_lines(tmp_path, record):
