@@ -228,11 +228,10 @@ class Work:
             return "waiting"
 
     def progress(self) -> object:
-        """Changes with every step or chunk that is done."""
-        with contextlib.suppress(OSError):
-            there = self._progress.stat()
-            return there.st_ino, there.st_size, there.st_mtime_ns
-        return None
+        """Changes with every step or chunk that is done; None before the first."""
+        # Receipts of chunks are in one folder for each epoch of the predictions.
+        found = self._progress.glob("*/") if self.pipeline == "predict" else [self._progress]
+        return sorted(filter(None, map(_version, found))) or None
 
     def driver(self) -> int | None:
         """The process of the driver."""
@@ -263,6 +262,14 @@ class Work:
     def remove(self) -> None:
         for path in (self._output, self._progress.parent):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Of a file or of the names in a folder; empty if it does not exist."""
+    with contextlib.suppress(OSError):
+        there = path.stat()
+        return there.st_ino, there.st_size, there.st_mtime_ns
+    return ()
 
 
 # --- what is measured -------------------------------------------------------------------------------

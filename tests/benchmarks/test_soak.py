@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks import soak
 from benchmarks.soak import Episode, Service, slope
+from kme_dist.data.places import Place
+from kme_dist.data.receipts import Receipt, write_receipt
 
 
 def test_recovery_is_the_longest_pause_after_the_kill():
@@ -31,6 +34,24 @@ def test_a_job_has_recovered_when_it_makes_progress():
     episode.marks.append(10.5)
     assert episode.recovered(11.0)
     assert not episode.recovered(10.5 + soak.CALM_S), "a step that was under way, and none since"
+
+
+@pytest.mark.parametrize("kind", ["predict", "short rounds"])
+def test_every_chunk_and_every_step_is_progress(tmp_path, kind):
+    work = soak.Work(SimpleNamespace(), tmp_path, kind, 7)
+    assert work.progress() is None
+    place, steps = Place.of(tmp_path / "output" / f"{work.id}.zarr"), tmp_path / "output" / work.id / "metrics.jsonl"
+    steps.parent.mkdir(parents=True)
+    seen = []
+    for number in range(3):
+        if kind == "predict":
+            write_receipt(place, Receipt("job", number, "epoch", "", (), {}, 0))
+        else:
+            with steps.open("a") as file:
+                file.write("{}\n")
+        seen.append(work.progress())
+    assert None not in seen
+    assert len({str(one) for one in seen}) == 3
 
 
 def test_a_slope_comes_with_the_error_of_correlated_values():
