@@ -50,6 +50,8 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         common factor 1 - α; the mixture, whose shares add up to one, is the nearest one to it.)
     covariance : "diagonal" (a variance for each feature of a component) or "isotropic" (one for each component, as in
         the paper; features should have similar units).
+    matched : "all" (shares, means and variances), or "shares" of the initial clusters, whose means and variances stay:
+        a convex problem of n_components numbers, for which one pass over the rows suffices.
     starts : number of initial clusterings; the best fit is kept.   client, random_state, n_jobs : as in KernelMean.
 
     Attributes
@@ -58,11 +60,12 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
     """
 
     _FITTED: ClassVar[str] = "shares_"
-    _IN_FACTS: ClassVar[tuple[str, ...]] = ("n_components", "kernel", "estimator", "covariance")
+    _IN_FACTS: ClassVar[tuple[str, ...]] = ("n_components", "kernel", "estimator", "covariance", "matched")
     _RULES: ClassVar[Mapping[str, Rule]] = {
         "n_components": integer(1),
         "estimator": one_of(*ESTIMATORS),
         "covariance": one_of("diagonal", "isotropic"),
+        "matched": one_of("all", "shares"),
         "starts": integer(1),
         "random_state": seed(),
         "n_jobs": jobs(),
@@ -78,6 +81,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         random_state: RandomState = 0,
         n_jobs: int | None = None,
         covariance: str = "diagonal",
+        matched: str = "all",
     ) -> None:
         self.n_components = n_components
         self.kernel = kernel
@@ -87,10 +91,12 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         self.random_state = random_state
         self.n_jobs = n_jobs
         self.covariance = covariance
+        self.matched = matched
 
     @on_workers
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows."""
+        """Match the rows of an array or of a data set; every evaluation of the loss is one pass over the rows (of the
+        shares alone: one pass in all)."""
         self._begin_fit()
         sample = rows_of(checked_matrix(X))
         if not sample.source.features:
@@ -129,17 +135,20 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
             variances = np.exp(np.clip(logs.reshape(k, width), -12, 12)) * spread
             return np.asarray(softmax(logits)), Gaussians(means.reshape(k, d), np.repeat(variances, d // width, axis=1))
 
-        def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
-            shares, mixture = unpack(theta)
-            h = _overlap(self.kernel_, mixture, target, executor)
+        theta = np.concatenate([np.log(shares), mixture.means.ravel(), np.log(variances / spread).ravel()])
+        fixed = _overlap(self.kernel_, unpack(theta)[1], target, executor) if self.matched == "shares" else None
+
+        def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
+            shares, mixture = unpack(np.concatenate([free, theta[len(free) :]]))
+            h = fixed or _overlap(self.kernel_, mixture, target, executor)
             value, (by_share, by_mean, by_variance) = matching_loss(self.kernel_, shares, mixture, h)
             by_logit = shares * (by_share - shares @ by_share)
             by_log = (by_variance * mixture.covariances).reshape(k, width, d // width).sum(axis=2)
-            return value, np.concatenate([by_logit, by_mean.ravel(), by_log.ravel()])
+            return value, np.concatenate([by_logit, by_mean.ravel(), by_log.ravel()])[: len(free)]
 
-        theta = np.concatenate([np.log(shares), mixture.means.ravel(), np.log(variances / spread).ravel()])
-        found = minimize(loss, theta, jac=True, method="L-BFGS-B", options={"maxiter": 300})
-        return float(found.fun), *unpack(found.x)
+        free = theta if fixed is None else theta[:k]
+        found = minimize(loss, free, jac=True, method="L-BFGS-B", options={"maxiter": 300})
+        return float(found.fun), *unpack(np.concatenate([found.x, theta[len(free) :]]))
 
     def score_samples(self, X: Any) -> np.ndarray:
         """log density of every row."""
@@ -168,13 +177,14 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
             "kernel": self.kernel_.to_config(),
             "estimator": self.estimator,
             "covariance": self.covariance,
+            "matched": self.matched,
             "loss": self.loss_,
         }
 
     def _unpack(self, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], own: Own) -> None:
         self.kernel = self.kernel_ = from_config(facts["kernel"], own=own)
         self.estimator, self.loss_ = facts["estimator"], float(facts["loss"])
-        self.covariance = facts.get("covariance", "diagonal")
+        self.covariance, self.matched = facts.get("covariance", "diagonal"), facts.get("matched", "all")
         self.shares_, self.means_, self.variances_ = (arrays[name] for name in ("shares", "means", "variances"))
         self.n_components, self.n_features_in_ = len(self.shares_), int(self.means_.shape[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn.cluster import KMeans
 
 import kme_dist as kme
 from kme_dist.core.density import Gaussians, matching_loss, overlap
@@ -51,6 +52,26 @@ def test_isotropic_components_have_one_variance_each(mixed, rng, tmp_path):
     again = kme.load(tmp_path / "round.zarr")
     assert again.covariance == "isotropic"
     np.testing.assert_array_equal(again.score_samples(mixed), fit.score_samples(mixed))
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "isotropic"])
+def test_matched_shares_are_the_best_for_the_clusters_as_they_are(covariance, mixed, tmp_path):
+    kernel = kme.kernels.Gaussian(2.0)
+    fit = kme.MixtureMatching(4, kernel, starts=1, covariance=covariance, matched="shares").fit(mixed)
+    clusters = Gaussians(fit.means_, fit.variances_)
+    means = KMeans(4, n_init=1, random_state=0).fit(mixed).cluster_centers_
+    np.testing.assert_allclose(fit.means_, means, rtol=1e-12)
+    h = overlap(kernel, clusters, mixed, np.full(len(mixed), 1 / len(mixed)))
+    assert fit.loss_ == pytest.approx(matching_loss(kernel, fit.shares_, clusters, h)[0], rel=1e-10)
+    # The problem is convex: no share may be moved to another component at a gain (beyond the tolerance of the search).
+    _, (by_share, _, _) = matching_loss(kernel, fit.shares_, clusters, h)
+    inside = fit.shares_ > 1e-3
+    assert np.ptp(by_share[inside]) < 1e-3
+    assert by_share[~inside].min(initial=np.inf) > by_share[inside].mean() - 1e-3
+    fit.save(tmp_path / "shares.zarr")
+    assert kme.load(tmp_path / "shares.zarr").matched == "shares"
+    everything = kme.MixtureMatching(4, kernel, starts=1, covariance=covariance).fit(mixed)
+    assert everything.loss_ < fit.loss_
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
