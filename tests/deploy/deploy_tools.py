@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import jsonpatch
@@ -53,6 +54,15 @@ def package_folder(name: str) -> Path:
         if (folder / name).is_dir():
             return folder / name
     pytest.skip(f"the package {name} is not installed; `tests/deploy/install_tools` does it")
+
+
+def packaged_folders() -> set[str]:
+    """The folders of the repository whose packages and data an installation is built from."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    given = settings["package-dir"]
+    owners = {name: max((own for own in given if f"{name}.".startswith(f"{own}.")), key=len, default=None)
+              for name in settings["packages"]}  # fmt: skip
+    return {name.partition(".")[0] if own is None else given[own] for name, own in owners.items()}
 
 
 def call(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import yaml
-from deploy_tools import DEPLOY, HOST_FILES, ROOT, call, tool
+from deploy_tools import DEPLOY, HOST_FILES, ROOT, call, packaged_folders, tool
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 
@@ -71,6 +71,7 @@ def test_everything_that_is_copied_is_there_and_not_ignored():
                 copied |= set(line.split()[1:-1])
     assert copied == allowed
     assert all((ROOT / path).exists() for path in copied)
+    assert packaged_folders() <= copied
 
 
 def test_settings_of_dask_lie_where_dask_looks():

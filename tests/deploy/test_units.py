@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from deploy_tools import DEPLOY, FINAL, TRY_AGAIN, call, tool
+from deploy_tools import DEPLOY, FINAL, TRY_AGAIN, call, packaged_folders, tool
 
 SYSTEMD = DEPLOY / "systemd"
 SERVICES = sorted(SYSTEMD.glob("*.service"))
@@ -52,6 +52,11 @@ def test_systemd_takes_the_units(tmp_path):
     done = verify(tmp_path, *names)()
     assert ours(done) == []
     assert done.returncode == 0
+
+
+def test_the_installer_copies_everything_that_is_packaged():
+    (listed,) = re.findall(r"(?m)^for name in (.*); do\n +cp ", INSTALL.read_text())
+    assert packaged_folders() | {"pyproject.toml", "constraints.txt"} <= set(listed.split())
 
 
 def ours(done):
