@@ -177,6 +177,8 @@ def open_rows(
             f"{source.path}: feature {at} is {seen!r}, the model was fitted with {wanted!r} there; "
             + (_REORDER if same else "pass the columns of the fit")
         )
+    if isinstance(source, Dataset):
+        columns.check_encoding_of(source)
     ranges = tuple(span for span in source.ranges(split) if span[0] < span[1])
     return RowsRef(os.urandom(8).hex(), source, ranges, split=split)
 

@@ -30,6 +30,8 @@ from kme_dist.data.readers import FileOptions, MatrixSource, Source, TableSource
 from kme_dist.data.schema import Schema, plain_columns
 from kme_dist.errors import ConfigError, DataError
 
+_LIKE = "ingest its source again with `like`, the data set of the fit, so that its encoding is reused"
+
 
 @dataclass(frozen=True)
 class ModelColumns:
@@ -73,6 +75,22 @@ class ModelColumns:
                 "the columns of the fit, or the data set it was learned from as `like`, so that its encoding is reused"
             )
         return _plain_schema(wanted)
+
+    def check_encoding_of(self, data: Dataset) -> None:
+        """Refuse a data set whose features have the names of the model's but another meaning: its own codes of
+        categories, or its own fill values where values were missing."""
+        own = {column.name: column for column in data.schema.columns}
+        means = dict(zip(data.feature_names, data.statistics.mean, strict=True))
+        for column in self.encoding.columns if self.encoding is not None else ():
+            found = own.get(column.name, column)
+            if (found.kind, found.categories, found.periods) != (column.kind, column.categories, column.periods):
+                raise DataError(f"{data.path}: {column.name!r} is encoded in another way than by the model; {_LIKE}")
+            # Where no feature marks missing values, whether there were any is not recorded: fill values without use.
+            if found.indicator and found.fill != column.fill and means[f"{column.name}:missing"] > 0:
+                raise DataError(
+                    f"{data.path}: missing values of {column.name!r} were filled with {found.fill:.6g}, the model "
+                    f"fills them with {column.fill:.6g}; {_LIKE}"
+                )
 
     def ignored(self, source: Source, schema: Schema, id_column: str | None) -> list[str]:
         """The columns of a table that are not read."""

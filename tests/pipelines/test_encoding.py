@@ -122,6 +122,58 @@ def test_labels_come_along_where_the_new_rows_have_them(finished):
         ingest(finished / "labelled.csv", finished / "other.zarr", like=like, label="kind")
 
 
+@pytest.fixture(scope="module")
+def with_holes(tmp_path_factory):
+    """A model of a table with missing heights, and the function that makes new rows with them."""
+    folder = tmp_path_factory.mktemp("holes")
+
+    def table(name, n, seed, shift=0.0):
+        frame = rows(n, seed).drop(columns="colour")
+        frame["height"] += shift
+        frame.loc[::5, "height"] = None
+        frame.to_csv(folder / name, index=False)
+        return folder / name
+
+    data = ingest(table("train.csv", 120, 1), folder / "train.zarr", label="kind", missing="indicator")
+    kme.MCEClassifier(steps=0).fit(data).save(folder / "model.zarr")
+    return folder, table
+
+
+def test_a_data_set_with_its_own_fill_values_is_refused(with_holes):
+    """Its means are those of the new rows, which the model would take for heights."""
+    folder, table = with_holes
+    new = table("shifted.csv", 40, 2, shift=3.0)
+    own = ingest(new, folder / "own.zarr", exclude=("kind",), missing="indicator")
+    with pytest.raises(DataError, match=r"'height' were filled with 3\..*, the model fills them with 0\..*`like`"):
+        kme.predict(folder / "model.zarr", own, folder / "own-scores.zarr")
+    alike = ingest(new, folder / "alike.zarr", like=folder / "train.zarr")
+    expected = kme.predict(folder / "model.zarr", pd.read_csv(new))
+    found = kme.predict(folder / "model.zarr", alike, dtype="float64")
+    pd.testing.assert_frame_equal(found.to_pandas(), expected)
+
+
+def test_fill_values_that_no_row_has_are_no_obstacle(with_holes):
+    folder, table = with_holes
+    table("whole.csv", 40, 3)
+    frame = pd.read_csv(folder / "whole.csv")
+    frame.loc[0, "height"] = 0.25
+    own = ingest(frame, folder / "holes.zarr", exclude=("kind",), missing="indicator")
+    none = ingest(frame.dropna(), folder / "none.zarr", like=own)
+    assert none.schema.columns[0].fill != kme.open_dataset(folder / "train.zarr").schema.columns[0].fill
+    assert kme.predict(folder / "model.zarr", none).num_rows == len(frame.dropna())
+
+
+def test_ordinals_with_other_codes_are_refused(tmp_path):
+    table = rows(60, 7)
+    data = ingest(table, tmp_path / "train.zarr", label="kind", ordinal=("colour",))
+    model = kme.MCEClassifier(steps=0).fit(data)
+    few = table[table["colour"] != "blue"]
+    other = ingest(few, tmp_path / "few.zarr", exclude=("kind",), ordinal=("colour",))
+    with pytest.raises(DataError, match=r"'colour' is encoded in another way than by the model; .*`like`"):
+        kme.predict(model, other)
+    assert kme.predict(model, ingest(few, tmp_path / "alike.zarr", like=data)).num_rows == len(few)
+
+
 def test_rows_can_be_appended_to_the_data_of_a_run(finished):
     rows(30, 4).to_csv(finished / "more.csv", index=False)
     place = finished / "grown.zarr"
