@@ -136,27 +136,30 @@ class RunFolder:
 
     def is_current(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
         """Whether an earlier call has done this stage with the same inputs, and its outputs still exist and are
-        whole; those that are not are removed."""
-        return self.has_inputs(name, inputs) and all([self._is_whole(output) for output in outputs])
+        whole. Those that are not are removed, with the first output, so that the stage is done again also by a later
+        call."""
+        if not self.has_inputs(name, inputs):
+            return False
+        damaged = [output for output in outputs if self._is_damaged(output)]
+        if damaged:
+            self.remove(outputs[0], *damaged)
+        return all((self.path / output).exists() for output in outputs)
 
     def has_inputs(self, name: str, inputs: Mapping[str, Any]) -> bool:
         """Whether an earlier call has done this stage with the same inputs."""
         before = None if self.fresh else self.earlier.get(name)
         return before is not None and bool(before["inputs"] == digest(inputs))
 
-    def _is_whole(self, output: str) -> bool:
-        if output in self._whole:
-            return (self.path / output).exists()
-        if not (self.path / output).exists():
+    def _is_damaged(self, output: str) -> bool:
+        if output in self._whole or not (self.path / output).exists():
             return False
         try:
             check_stored(self.path / output, self.files.get(output), rows=False)
         except CorruptError as error:
             self.listener.say(f"{output} is damaged and is computed again: {error}")
-            self.remove(output)
-            return False
+            return True
         self._whole.add(output)
-        return True
+        return False
 
     def store(self, name: str, content: bytes) -> None:
         """Write a file of the run folder, with its digest on record."""

@@ -87,6 +87,19 @@ def test_a_stage_whose_file_was_damaged_is_done_again_and_says_so(config):
         describe_run(path_of(config), verify=True)
 
 
+def test_a_stage_with_a_damaged_output_stays_to_be_done(config):
+    """Also for a later call, whose list of outputs may be without those that were removed."""
+    with RunFolder.open(config, name="test") as folder:
+        for name in ("model", "sums"):
+            folder.store(name, b"1")
+        folder.stage("fit", inputs={}, outputs=["model", "sums"], work=dict)
+    (path_of(config) / "sums").write_bytes(b"2")
+    with RunFolder.open(config, name="test") as folder:
+        assert not folder.is_current("fit", {}, ["model", "sums"])
+    with RunFolder.open(config, name="test") as folder:
+        assert not folder.is_current("fit", {}, ["model"])
+
+
 def test_a_file_that_a_kill_left_newer_than_the_record_is_no_damage(config, monkeypatch):
     with RunFolder.open(config, name="test") as folder:
         folder.store("config.yaml", b"a: 1")
