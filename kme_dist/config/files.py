@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -97,7 +97,7 @@ _CORE = (
 class _Loader(yaml.SafeLoader):
     """Safe YAML: values of the core schema of YAML 1.2, keys as they are written, none of them twice."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML declares it
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if not isinstance(node, yaml.MappingNode):
@@ -126,7 +126,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes texts that either version of YAML would read as something else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+    yaml_implicit_resolvers: dict[str, Any] = {  # noqa: RUF012
         first: [*found] for first, found in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
