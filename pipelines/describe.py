@@ -19,7 +19,7 @@ from kme_dist.data.dataset import DATASET_FORMAT, describe_dataset, open_dataset
 from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.predictions import open_predictions
 from kme_dist.data.receipts import PARQUET_STATE, PREDICTIONS_FORMAT
-from kme_dist.data.store import load_arrays
+from kme_dist.data.store import check_name, load_arrays
 from kme_dist.errors import DataError, KMEError
 from kme_dist.pipelines.folder import recorded_run
 from kme_dist.run.checkpoints import FORMAT as CHECKPOINT_FORMAT
@@ -42,6 +42,7 @@ def describe(path: str | Path, verify: bool = False) -> dict[str, Any]:
         raise DataError(_nothing_at(place)) from None
     format_name = str(attributes.get("format", ""))
     if not format_name.startswith("kme-dist/"):
+        check_name(place, attributes)
         raise DataError(f"{place}: a Zarr group that was not written by kme-dist.")
     facts = _sizes(place)
     if format_name == DATASET_FORMAT:

@@ -141,7 +141,7 @@ def _work(run: Run) -> dict[str, Any]:
     measured = {
         out: evaluate(run.folder.path / out, run.data, split="test", executor=run.executor) for _, out in models_of(run)
     }
-    run.folder.place.write(METRICS, to_json(measured[PREDICTIONS]))
+    run.folder.store(METRICS, to_json(measured[PREDICTIONS]))
     return {"metrics": measured}
 
 

@@ -52,7 +52,7 @@ FACTS = ("solver", "reason", "regularization", "loss", "residual", "iterations",
 
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
-    run.folder.place.write(CONFIG, to_yaml(run.resolved).encode())
+    run.folder.store(CONFIG, to_yaml(run.resolved).encode())
     learned = learn.load_learned(run)
     if run.config.model.kind == recipes.REGRESSION:
         return _fit_regressor(run, learned)
@@ -221,7 +221,8 @@ def _inputs(run: Run) -> dict[str, Any]:
 
 
 def _outputs(run: Run) -> list[str]:
-    return [MODEL, *(f"{start.folder}/{GIVEN}" for start in run.starts if start.folder)]
+    compared = [f"{start.folder}/{name}" for start in run.starts if start.folder for name in (MODEL, GIVEN)]
+    return [MODEL, *compared, *([STATISTICS] if (run.folder.path / STATISTICS).exists() else [])]
 
 
 STAGE = Stage("fit", _work, _inputs, _outputs)

@@ -5,8 +5,8 @@
         learned = folder.stage("learn", inputs={"data": data["digest"], ...}, outputs=["learned.zarr"], work=learn)
 
 `stage` calls `work` and stores its result (plain data) in run.json, with the digest of `inputs`. If an earlier call has
-finished the same stage with the same inputs and its outputs still exist, the stored result is returned. So a second
-run, or a run after a kill, does only what is missing.
+finished the same stage with the same inputs and its outputs still exist and are whole, the stored result is returned.
+So a second run, or a run after a kill, does only what is missing or damaged.
 
 One process at a time writes a folder. The status in `run.json` is "succeeded" only after everything else is stored.
 """
@@ -28,16 +28,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
-from kme_dist.config import Config
+from kme_dist.config import Config, dump_yaml
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
 from kme_dist.data.seals import read_sealed, seal, unseal
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError
+from kme_dist.pipelines.whole import check_stored, file_digest, verify_run
 
 RUN_FORMAT = "kme-dist run 1"
 CONFIG = "config.yaml"  # of a run folder: all settings, also those that have their defaults
+_MARKS = (b'"kme-dist run', b'"versions"', b'"kme-dist"', b'"stages"', b'"stages_seconds"')  # a bit damages one of them
 PACKAGES = ("kme-dist", "numpy", "scipy", "scikit-learn", "dask", "distributed", "zarr", "matplotlib")
 
 
@@ -70,6 +70,7 @@ class RunFolder:
     listener: Listener = field(default_factory=Listener)
     done_now: list[str] = field(default_factory=list)  # stages executed by this call
     begun: bool = False  # whether this call has written anything
+    _whole: set[str] = field(default_factory=set)  # outputs of earlier calls that were read and are not damaged
 
     @classmethod
     @contextlib.contextmanager
@@ -97,6 +98,7 @@ class RunFolder:
                 "host": platform.node(),
                 "versions": {"python": platform.python_version()} | {p: metadata.version(p) for p in PACKAGES},
                 "stages": {},
+                "files": dict(known.get("files", {})),
             }
             folder = cls(path, facts, known, stages, fresh, config.output.overwrite, listener or Listener())
             began = time.monotonic()
@@ -133,11 +135,52 @@ class RunFolder:
         self.place.write("run.json", to_json(seal(record)))
 
     def is_current(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
-        """Whether an earlier call has done this stage with the same inputs, and its outputs still exist."""
-        before = None if self.fresh else self.earlier.get(name)
-        if before is None or before["inputs"] != digest(inputs):
+        """Whether an earlier call has done this stage with the same inputs, and its outputs still exist and are
+        whole. Those that are not are removed, with the first output, so that the stage is done again also by a later
+        call."""
+        if not self.has_inputs(name, inputs):
             return False
+        damaged = [output for output in outputs if self._is_damaged(output)]
+        if damaged:
+            self.remove(outputs[0], *damaged)
         return all((self.path / output).exists() for output in outputs)
+
+    def has_inputs(self, name: str, inputs: Mapping[str, Any]) -> bool:
+        """Whether an earlier call has done this stage with the same inputs."""
+        before = None if self.fresh else self.earlier.get(name)
+        return before is not None and bool(before["inputs"] == digest(inputs))
+
+    def _is_damaged(self, output: str) -> bool:
+        if output in self._whole or not (self.path / output).exists():
+            return False
+        try:
+            check_stored(self.path / output, self.files.get(output), rows=False)
+        except CorruptError as error:
+            self.listener.say(f"{output} is damaged and is computed again: {error}")
+            return True
+        self._whole.add(output)
+        return False
+
+    def store(self, name: str, content: bytes) -> None:
+        """Write a file of the run folder, with its digest on record."""
+        if self.files.pop(name, None) is not None:
+            self.write()  # a kill after the next line must not leave the digest of the older file
+        self.place.write(name, content)
+        self.files[name] = file_digest(content)
+
+    def read(self, name: str) -> Any:
+        """The content of a JSON file, which must match the digest on record."""
+        try:
+            check_stored(self.path / name, self.files.get(name))
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (CorruptError, ValueError) as error:
+            raise CorruptError(f"{self.path / name} is damaged ({error}); start again with --fresh") from None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The digests of files; folders have theirs inside."""
+        found: dict[str, str] = self.facts["files"]
+        return found
 
     def reuse(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str]) -> bool:
         """Keep the result of an earlier call if it is up to date."""
@@ -170,7 +213,8 @@ class RunFolder:
         self.write(stage=name, status="running")
         began = time.monotonic()
         result = json.loads(to_json(work()))
-        self.stages[name] = {"inputs": digest(inputs), "seconds": round(time.monotonic() - began, 3), "result": result}
+        seconds = round(time.monotonic() - began, 3)
+        self.stages[name] = {"inputs": digest(inputs), "seconds": seconds, "outputs": [*outputs], "result": result}
         self.done_now.append(name)
         self.write()
         return result
@@ -182,15 +226,21 @@ class RunFolder:
         for output in outputs:
             if (self.path / output).exists():
                 os.replace(self.path / output, self.path / folder / output)
+            self._forget(output)
 
     def remove(self, *outputs: str) -> None:
         """Remove the outputs of an earlier call with these names."""
         for output in outputs:
             path = self.path / output
+            self._forget(output)
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def _forget(self, output: str) -> None:
+        for name in [name for name in self.files if f"{name}/".startswith(f"{output}/")]:
+            del self.files[name]
 
 
 class MetricsFile:
@@ -278,11 +328,13 @@ def recorded_run(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def describe_run(folder: Path) -> dict[str, Any]:
-    """The description of a run folder for `kme-dist inspect`."""
+def describe_run(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """The description of a run folder for `kme-dist inspect`; with `verify` every stored byte is read and checked."""
     facts = read_sealed(folder / "run.json", "compute the results again with --fresh")
     if facts is None or facts.get("format") != RUN_FORMAT:
         raise DataError(f"{folder / 'run.json'} was not written by kme-dist")
+    if verify:
+        verify_run(folder, facts)
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {"path": str(folder), "bytes": sum(path.stat().st_size for path in files), **facts}
 
@@ -300,8 +352,10 @@ def _made(folder: Path) -> Path:
 def _known(folder: Path, fresh: bool) -> dict[str, Any]:
     """run.json of an earlier call, empty if there is none, or if it is damaged and everything is computed again; an
     error for a folder with other content."""
+    content, known = b"", None
     try:
-        known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        content = (folder / "run.json").read_bytes()
+        known = json.loads(content.decode())
     except FileNotFoundError:
         if any(folder.iterdir()):
             raise ConfigError(
@@ -310,9 +364,9 @@ def _known(folder: Path, fresh: bool) -> dict[str, Any]:
             ) from None
         return {}
     except ValueError:
-        known = None
+        pass
     whole = unseal(known)
-    if whole is None and isinstance(known, dict) and "stages" in known:
+    if whole is None and sum(mark in content for mark in _MARKS) > 1:
         if fresh:
             return {}
         raise CorruptError(
@@ -338,7 +392,7 @@ def to_yaml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     for section, keys in sections.items():
         lines.append(f"{section}:")
         for key, value in keys.items():
-            text = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
+            text = dump_yaml(value, default_flow_style=True, width=10**9)
             lines.append(f"  {key}: {text.splitlines()[0]}")
     return "\n".join(lines) + "\n"
 

@@ -188,7 +188,7 @@ def _save(run: Run, learned: LearnedResult, steps: int) -> None:
 
 def _work(run: Run) -> dict[str, Any]:
     run.folder.remove(*run.outdated)
-    run.folder.place.write(CONFIG, to_yaml(run.resolved).encode())
+    run.folder.store(CONFIG, to_yaml(run.resolved).encode())
     saved, began = CheckpointFolder.of(run).open(), time.monotonic()
     with MetricsFile(run.folder.path / METRICS) as lines:
         if run.config.model.kind not in ("mce", recipes.REGRESSION):
@@ -235,9 +235,7 @@ class CheckpointFolder:
             self.run.folder.remove(f"{CHECKPOINTS}/{self.path.name}")
         if not self.path.exists():
             self.run.folder.remove(METRICS)
-            self.run.folder.place.write(
-                f"{CHECKPOINTS}/{self.path.name}/{SETTINGS}", to_json(_lasting_inputs(self.run))
-            )
+            self.run.folder.store(f"{CHECKPOINTS}/{self.path.name}/{SETTINGS}", to_json(_lasting_inputs(self.run)))
         return self
 
     def refuse_others(self) -> None:
@@ -245,7 +243,8 @@ class CheckpointFolder:
         for path in self.path.parent.glob(f"*/{SETTINGS}"):
             if path.parent == self.path:
                 continue
-            before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(to_json(_lasting_inputs(self.run)))
+            before = self.run.folder.read(str(path.relative_to(self.run.folder.path)))
+            now = json.loads(to_json(_lasting_inputs(self.run)))
             key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
             section = next((name for name in ("learn", "model") if key in self.run.resolved[name]), "")
             changed = f"{section}.{key}" if section else key

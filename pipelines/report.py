@@ -43,7 +43,7 @@ def _work(run: Run) -> dict[str, Any]:
         footer=_footer(run),
         tables=baselines.table(found, learned_from, best.metrics, "this model"),
     )
-    run.folder.place.write(REPORT, page.encode())
+    run.folder.store(REPORT, page.encode())
     return {**_summary(run, starts, best), "baselines": {one.name: one.figures for one in found}}
 
 
@@ -74,7 +74,7 @@ def _numeric_work(run: Run) -> dict[str, Any]:
         footer=_footer(run),
         tables=baselines.table(found, learned_from, metrics, "this model"),
     )
-    run.folder.place.write(REPORT, page.encode())
+    run.folder.store(REPORT, page.encode())
     return {
         **_places(run),
         "baselines": {one.name: one.figures for one in found},

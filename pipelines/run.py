@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kme_dist.config import Config
+from kme_dist.errors import ConfigError
 from kme_dist.pipelines import evaluate, fit, ingest, learn, predict, report
 from kme_dist.pipelines.folder import CONFIG, Listener
 from kme_dist.pipelines.stages import Run
@@ -47,6 +48,7 @@ def run(
     stages are recomputed. `command` is the user's command line, for the record; `performance` a file for Dask's
     performance report.
     """
+    _check_predict(config)
     with Run.open(
         config,
         name=name,
@@ -77,6 +79,17 @@ def run(
         return {**summary, "reused": reused}
     skipped = {key: named[key] for key in ("quarantined", "skipped_rows")}
     return {**summary, **skipped, "data_predictions": named, "reused": reused and not named["computed"]}
+
+
+def _check_predict(config: Config) -> None:
+    """ConfigError for keys that belong to `predict.data` where there is none: they would have no effect."""
+    given = [f"predict.{key}" for key in ("model", "out") if getattr(config.predict, key) is not None]
+    if given and config.predict.data is None:
+        raise ConfigError(
+            f"{' and '.join(given)} without predict.data has no effect in `kme-dist run`, which predicts its test rows "
+            "with its own model into its run folder; add `data: PATH` with the rows to predict to the section predict, "
+            f"remove {' and '.join(given)}, or use `kme-dist predict CONFIG`"
+        )
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kme_dist.backend import blas_threads
-from kme_dist.config import ClusterConfig, Config
+from kme_dist.config import ClusterConfig, Config, parse_yaml
 from kme_dist.data.dataset import Dataset, open_dataset
 from kme_dist.errors import KMEError
 from kme_dist.models.classifier import with_class_weight
@@ -147,7 +145,9 @@ class Run:
 
     def keep_previous(self, outputs: Sequence[str], *stages: Stage) -> None:
         """Before these stages replace the results of other settings or data: move those to `previous/`, and say so."""
-        if not self.folder.replace or not (self.folder.path / outputs[0]).exists() or self.is_current(*stages):
+        if not self.folder.replace or self.is_current(*stages) or not (self.folder.path / outputs[0]).exists():
+            return
+        if self._has_inputs(*stages):  # what is missing or damaged is computed again, and is the same
             return
         path, earlier = self.folder.path, self.folder.known.get("id", "an earlier run")
         changes = changed_keys(path / CONFIG, self.resolved) or ["the data, or the version of kme-dist"]
@@ -156,6 +156,11 @@ class Run:
             f"{path} has the model of {earlier}, which is replaced; changed: {', '.join(changes)}; "
             f"the earlier model is kept in {path / PREVIOUS}"
         )
+
+    def _has_inputs(self, *stages: Stage) -> bool:
+        """Whether the first of these stages that is not current was done before with the same inputs."""
+        stage = next(stage for stage in stages if not self.is_current(stage))
+        return self.folder.has_inputs(stage.name, stage.inputs(self))
 
     def _work(self, stage: Stage) -> dict[str, Any]:
         """The work of a stage, reported to the dashboard and to log.jsonl."""
@@ -250,8 +255,10 @@ def _run_id(folder: RunFolder, listener: Listener, config: str) -> str:
 def changed_keys(file: Path, resolved: Mapping[str, Any], most: int = 3) -> list[str]:
     """Keys that results depend on and that the config.yaml of an earlier run has with other values, for people."""
     try:
-        before, now = yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(to_yaml(resolved))
-    except (OSError, ValueError, yaml.YAMLError):
+        before, now = (parse_yaml(text, file.name) for text in (file.read_text(encoding="utf-8"), to_yaml(resolved)))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(before, dict):
         return []
     found = [
         f"{section}.{key} (was {before[section].get(key)}, is {value})"

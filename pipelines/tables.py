@@ -34,6 +34,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, TableSource, open_source
 from kme_dist.data.reading import Table, read_table, sort_options
 from kme_dist.data.schema import Schema, TableOptions, draft_schema
+from kme_dist.data.store import check_name
 from kme_dist.errors import ConfigError, DataError, counted
 
 if TYPE_CHECKING:
@@ -391,7 +392,10 @@ def dataset_at(source: str) -> Dataset | None:
     if source.startswith("sklearn:"):
         return None
     place = Place.of(source)
-    if not place.exists() or read_attributes(place).get("format") != DATASET_FORMAT:
+    if not place.exists():
+        return None
+    if (attributes := read_attributes(place)).get("format") != DATASET_FORMAT:
+        check_name(place, attributes)
         return None
     return open_dataset(place)
 

@@ -55,13 +55,15 @@ from kme_dist.cli.options import (
     split_names,
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
-from kme_dist.errors import AssumptionWarning, ConfigError, KMEError, counted, plural
+from kme_dist.errors import AssumptionWarning, ConfigError, KMEError, RetryError, counted, plural
 
 app = typer.Typer(
     name="kme-dist",
     help="Kernel embeddings of conditional distributions, learned from tables.",
     pretty_exceptions_enable=False,
 )
+
+_MAKE_SPACE = "free some space and run again"
 
 # Newer releases of typer contain their own copy of click; the base class is found through its child.
 ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -341,9 +343,7 @@ def inspect(
     """Describe a data set, a model or a run."""
     stored = load("pipelines.describe")
     if "://" not in path and (Path(path) / "run.json").is_file():
-        facts = load("pipelines.folder").describe_run(Path(path))
-        if verify and (Path(path) / "model.zarr").exists():
-            stored.describe(Path(path) / "model.zarr", verify=True)
+        facts = load("pipelines.folder").describe_run(Path(path), verify=verify)
     else:
         facts = stored.describe(path, verify=verify)
     if output.as_json:
@@ -448,12 +448,21 @@ def config_schema(output: Output) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; always raises SystemExit."""
-    code = execute(list(sys.argv[1:] if argv is None else argv))
+    sys.exit(_flushed(execute(list(sys.argv[1:] if argv is None else argv))))
+
+
+def _flushed(code: int) -> int:
+    """The exit code, after what was printed has left this process."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has exited (`| head`); Python's own last flush must not raise again
+    except OSError as error:
+        # Python's own last flush must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+        if isinstance(error, BrokenPipeError) or code:  # the reader has exited (`| head`); or the error is printed
+            return code
+        print(f"error: the result cannot be written to stdout ({error.strerror}); {_MAKE_SPACE}", file=sys.stderr)
+        return RetryError.exit_code
+    return code
 
 
 def execute(arguments: list[str]) -> int:
@@ -481,7 +490,7 @@ def execute(arguments: list[str]) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = f" ({error.filename})" if error.filename else ""
-            return _fail(arguments, f"the disk is full{place}; free some space and run again", 75)
+            return _fail(arguments, f"the disk is full{place}; {_MAKE_SPACE}", 75)
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS) and error.filename:
             return _fail(arguments, f"{error.filename}: {error.strerror}; choose another path, or change its owner", 2)
         traceback.print_exc()
@@ -492,7 +501,8 @@ def _fail(arguments: list[str], message: str, code: int) -> int:
     line = " ".join(message.split())
     print(f"error: {line}", file=sys.stderr)
     if "--json" in arguments:
-        print_json({"error": line, "exit_code": code})
+        with contextlib.suppress(OSError):  # stdout may be what is full
+            print_json({"error": line, "exit_code": code})
     return code
 
 

@@ -185,6 +185,7 @@ def status(which: JobOptions, connection: Connection, output: Output) -> None:
     """Show the status of a job, from its folder; with --scheduler also where its driver runs."""
     job = which.job()
     facts = job.status()
+    job.config_text()  # damage is an error here, not only when a driver reads it
     silent = _ask_scheduler([(job, facts)], connection)
     _print_facts(facts, output)
     if silent is not None:

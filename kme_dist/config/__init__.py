@@ -14,7 +14,7 @@ defined once.
 from __future__ import annotations
 
 from kme_dist.config.cluster import ClusterConfig, TlsConfig
-from kme_dist.config.files import MAX_CONFIG_BYTES, json_schema, load_config, parse_config, parse_yaml
+from kme_dist.config.files import MAX_CONFIG_BYTES, dump_yaml, json_schema, load_config, parse_config, parse_yaml
 from kme_dist.config.sections import (
     BUILT_IN_TABLES,
     RUN_KEYS,
@@ -42,6 +42,7 @@ __all__ = [
     "PredictConfig",
     "Start",
     "TlsConfig",
+    "dump_yaml",
     "json_schema",
     "load_config",
     "parse_config",

@@ -80,29 +80,67 @@ def json_schema() -> dict[str, Any]:
 # YAML
 
 
+# Values of the core schema of YAML 1.2, section 10.3.2, with their first characters. PyYAML knows YAML 1.1, where 010
+# is 8, 1:30 is 90, and `no` is false.
+_CORE = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+)
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that also rejects duplicate keys and reads 1e-3 as a number."""
+    """Safe YAML: values of the core schema of YAML 1.2, keys as they are written, none of them twice."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML declares it
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "expected a mapping", node.start_mark)
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
             problem = None
             if not isinstance(key_node, yaml.ScalarNode):
                 problem = "a key must be a plain name"
-            elif key_node.value in seen:
+            elif key_node.value in found:
                 problem = f"key `{key_node.value}` appears twice"
             if problem:
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep=deep)
+            found[key_node.value] = self.construct_object(value_node, deep=deep)
+        return found
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text[2:], 8 if text[1] == "o" else 16) if text[:2] in ("0o", "0x") else int(text)
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> float:
+        text = self.construct_scalar(node).lower()
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-# YAML 1.1 requires a dot in the mantissa and a sign in the exponent; YAML 1.2 does not.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that either version of YAML would read as something else."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {  # noqa: RUF012
+        first: [*found] for first, found in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+for _name, _pattern, _firsts in _CORE:
+    for _kind in (_Loader, _Dumper):
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _firsts)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_decimal)
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """Plain data as YAML that `parse_yaml` reads back."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style))
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -65,6 +65,7 @@ def read_metadata(place: Place, name: str = "") -> dict[str, Any]:
             f"{where}: {METADATA_KEY} is not valid JSON ({error}); restore it or write it again."
         ) from error
     if not isinstance(metadata, dict) or metadata.get("zarr_format") != 3:
+        _check_ours(where, metadata)
         seen = metadata.get("zarr_format") if isinstance(metadata, dict) else type(metadata).__name__
         raise DataError(f"{where}: expected Zarr format 3, found {seen!r}.")
     return metadata
@@ -74,9 +75,17 @@ def read_attributes(place: Place) -> dict[str, Any]:
     """The JSON attributes of a group; FileNotFoundError if it does not exist."""
     metadata = read_metadata(place)
     attributes = metadata.get("attributes", {})
+    if metadata.get("node_type") != "group" or not isinstance(attributes, dict) or "attributes" not in metadata:
+        _check_ours(str(place), metadata)
     if metadata.get("node_type") != "group" or not isinstance(attributes, dict):
         raise DataError(f"{place}: expected a Zarr group, found {metadata.get('node_type')!r}.")
     return attributes
+
+
+def _check_ours(where: str, metadata: Any) -> None:
+    """CorruptError if metadata that are not those of a group carry a digest as only ours do."""
+    if '"attributes_digest"' in json.dumps(metadata):
+        raise CorruptError(f"{where}: {METADATA_KEY} is damaged; restore it from a copy or write it again.")
 
 
 def write_attributes(place: Place, attributes: Mapping[str, Any]) -> None:
@@ -203,7 +212,10 @@ class StoredArray:
         except DataError as error:  # never written by kme-dist: changed by other software
             raise CorruptError(f"{error} Restore it from a copy you trust.") from None
         if not self.layout.ours:
-            raise DataError(f"{place}/{name}: not an array written by kme-dist; ingest it as a Zarr source.")
+            raise CorruptError(
+                f"{place}/{name}: not an array as kme-dist writes it, so its {METADATA_KEY} was damaged or edited; "
+                "restore it from a copy or write it again."
+            )
         self._indexes: OrderedDict[int, np.ndarray] = OrderedDict()
         self._chunks: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()

@@ -29,7 +29,7 @@ from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.schema import Schema
 from kme_dist.data.sparse import is_sparse, joined_sparse
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.store import check_seal
+from kme_dist.data.store import check_name, check_seal
 from kme_dist.data.writer import digest
 from kme_dist.errors import ConfigError, CorruptError, DataError, counted
 
@@ -490,6 +490,7 @@ def read_dataset_attributes(place: Place) -> dict[str, Any]:
         ) from None
     found = attributes.get("format")
     if found != DATASET_FORMAT:
+        check_name(place, attributes)
         raise DataError(
             f"{place} is not a data set (found {found or 'a Zarr group of other software'!r}); ingest it first."
         )

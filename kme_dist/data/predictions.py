@@ -304,6 +304,8 @@ class Predictions:
                 self._arrays[name] = StoredArray(self.place, name, cache_bytes=0, check=check)
             except FileNotFoundError:
                 raise CorruptError(f"{self.place}: the array {name!r} is missing; predict again.") from None
+            except DataError as error:
+                raise CorruptError(f"{str(error).rstrip('.')}: damaged or edited; predict again.") from None
         return self._arrays[name]
 
     def _matches(self, name: str, chunk: int, values: np.ndarray) -> bool:

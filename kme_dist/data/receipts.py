@@ -24,7 +24,7 @@ from typing import Any
 
 from kme_dist.data.chunks import read_attributes, write_attributes
 from kme_dist.data.places import METADATA_KEY, Place
-from kme_dist.data.store import check_seal, sealed
+from kme_dist.data.store import check_name, check_seal, sealed
 from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
 
 PREDICTIONS_FORMAT = "kme-dist/predictions"
@@ -101,6 +101,8 @@ def _read_state(place: Place) -> dict[str, Any] | None:
                 f"{place}/{PARQUET_STATE} is not valid JSON ({error}); predict again with --from-scratch"
             ) from error
     if not isinstance(attributes, dict) or attributes.get("format") != PREDICTIONS_FORMAT:
+        if isinstance(attributes, dict):
+            check_name(place, attributes)
         raise _not_predictions(place, str(attributes.get("format") if isinstance(attributes, dict) else "no format"))
     version = attributes.get("format_version")
     if version not in (1, PREDICTIONS_VERSION):

@@ -237,6 +237,13 @@ def check_seal(place: Place, attributes: dict[str, Any], *, required: bool) -> N
         )
 
 
+def check_name(place: Place, attributes: Mapping[str, Any]) -> None:
+    """CorruptError if attributes without a format of ours have a digest, as ours do, and do not match it: then the name
+    of the format was damaged. Those of somebody else pass."""
+    if "attributes_digest" in attributes:
+        check_seal(place, dict(attributes), required=True)
+
+
 def _storable(place: Place, name: str, array: np.ndarray) -> np.ndarray:
     parts = name.split("/")
     if not 1 <= len(parts) <= 2 or not all(
@@ -297,6 +304,7 @@ def load_arrays(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
         raise DataError(f"{place}: this is a data set, not saved arrays; open it with open_dataset.")
     digests, version = attributes.get("digests"), attributes.get("format_version")
     if not isinstance(digests, dict) or not str(found or "").startswith("kme-dist/"):
+        check_name(place, attributes)
         raise DataError(
             f"{place}: this Zarr group was not written by kme-dist (no format or digests in its attributes)."
         )

@@ -44,6 +44,7 @@ from kme_dist.models.base import (
     scaling_arrays,
     stored_scaling,
 )
+from kme_dist.models.expressions import names_of
 from kme_dist.models.settings import Rule, below_one, class_weights, integer, jobs, one_of, positive, seed
 from kme_dist.run.workers import executor_for, share
 
@@ -330,7 +331,7 @@ def with_class_weight(data: Source, class_weight: Any) -> Source:
         factors = np.where(present, totals.sum() / (present.sum() * np.where(present, totals, 1.0)), 1.0)
         return data.with_class_factors(factors.tolist())
     classes = np.asarray(data.classes).tolist()
-    written = {str(label): label for label in classes}
+    written = names_of(classes)
     given = {written.get(str(label)): float(number) for label, number in class_weight.items()}
     unknown = [label for label in class_weight if str(label) not in written]
     if unknown:

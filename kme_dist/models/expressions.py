@@ -7,8 +7,9 @@
         values: {cat: 1, dog: 3, other: 0}                 # `default: 0` for classes that are not listed
         expression: (y - 3) ** 2 if y > 3 else 0           # y is the class, if classes are numbers
 
-An expression is arithmetic on numbers and nothing else: + - * / // % **, comparisons, `if else`, `and or not`, and abs,
-min, max, exp, log, sqrt. It is interpreted node by node, never run as code.
+A class is named as it is written: 007 is not the class 7. An expression is arithmetic on numbers and nothing else:
++ - * / // % **, comparisons, `if else`, `and or not`, and abs, min, max, exp, log, sqrt. It is interpreted node by
+node, never run as code.
 """
 
 from __future__ import annotations
@@ -105,14 +106,24 @@ def _from_file(path: Path, labels: list[Any]) -> Any:
 
 
 def _from_mapping(values: Mapping[Any, Any], labels: list[Any], where: str, default: Any = None) -> list[Any]:
-    by_name = {str(key): value for key, value in values.items()}
-    unknown = sorted(set(by_name) - {str(label) for label in labels})
+    names = names_of(labels)
+    unknown = sorted({str(key) for key in values} - set(names))
     if unknown:
         raise ConfigError(f"{where}: {unknown[0]!r} is not a class; the classes are {', '.join(map(str, labels[:20]))}")
-    missing = [label for label in labels if str(label) not in by_name]
+    given = {names[str(key)]: value for key, value in values.items()}
+    missing = [label for label in labels if label not in given]
     if missing and default is None:
         raise ConfigError(f"{where}: no value for class {missing[0]!r}; add it, or a `default`")
-    return [by_name.get(str(label), default) for label in labels]
+    return [given.get(label, default) for label in labels]
+
+
+def names_of(labels: Sequence[Any]) -> dict[str, Any]:
+    """The label of each name of a class: as it is written, and true and false also as YAML and JSON write them."""
+    names = {str(label): label for label in labels}
+    for label in labels:
+        if isinstance(label, bool):
+            names |= {str(label).lower(): label, str(label).upper(): label}
+    return names
 
 
 def evaluate(text: str, label: Any, where: str = "expression") -> float:

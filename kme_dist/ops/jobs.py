@@ -30,15 +30,13 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kme_dist.config import Config, parse_config, parse_yaml
+from kme_dist.config import Config, dump_yaml, parse_config, parse_yaml
 from kme_dist.data.leases import beat_age, latest_epoch
 from kme_dist.data.places import Place, store_errors
 from kme_dist.data.seals import read_sealed, seal, unseal
@@ -99,14 +97,26 @@ class Job:
 
     def config(self) -> Config:
         """The configuration, validated again: a file is not trusted because we once wrote it."""
+        where = str(self.folder / "config.yaml")
+        return confined(parse_config(parse_yaml(self.config_text(), where), where), self.root)
+
+    def config_text(self) -> str:
+        """config.yaml, compared with its digest in job.json."""
         where = self.folder / "config.yaml"
         try:
             content = where.read_bytes()
         except FileNotFoundError:
             raise CorruptError(f"{where} is missing; submit the job again") from None
-        if self.request().get("config", _digest(content)) != _digest(content):
-            raise CorruptError(f"{where} was damaged or edited since the job was submitted; submit it again")
-        return confined(parse_config(parse_yaml(content.decode(), str(where)), str(where)), self.root)
+        known = self.request().get("config") if (self.folder / "job.json").exists() else None  # killed before that
+        try:
+            if known in (None, _digest(content)):
+                return content.decode()
+        except UnicodeDecodeError:
+            pass
+        raise CorruptError(
+            f"{where} was damaged or edited since the job was submitted; restore it from a copy, or remove "
+            f"{self.folder} and submit the job again"
+        )
 
     def result(self) -> dict[str, Any] | None:
         """done.json: the result of a job that succeeded; None before that."""
@@ -131,7 +141,8 @@ class Job:
         self._append("events.jsonl", seal(line))
 
     def log(self, message: str, level: str = "info", **facts: Any) -> None:
-        self._append("log.jsonl", {"time": now(), "level": level, "job": self.id, "message": message, **facts})
+        line = {"time": now(), "level": level, "job": self.id, "message": message, **facts}
+        self._append("log.jsonl", seal(json.loads(redact(json.dumps(line, default=str)))))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         # One write of a whole line: lines of two processes never mix.
@@ -150,12 +161,21 @@ class Job:
     def events(self) -> list[dict[str, Any]]:
         """Changes of state, in order; lines that are damaged are left out."""
         kinds = {"time": str, "state": str}
-        lines = filter(None, map(unseal, _json_lines(self.folder / "events.jsonl")))
+        lines = filter(None, (unseal(_json_object(line)) for line in _lines(self.folder / "events.jsonl")))
         whole = (line for line in lines if all(isinstance(line.get(key), kind) for key, kind in kinds.items()))
         return [line for line in whole if isinstance(line.get("epoch", 0), int)]
 
     def logs(self) -> list[dict[str, Any]]:
-        return list(_json_lines(self.folder / "log.jsonl"))
+        """The messages, in order; for a line that is damaged, one that says so."""
+        kinds = ("time", "level", "message")
+        found: list[dict[str, Any]] = []
+        for number, line in enumerate(_lines(self.folder / "log.jsonl"), 1):
+            whole = unseal(_json_object(line))
+            if whole is not None and all(isinstance(whole.get(key), str) for key in kinds):
+                found.append(whole)
+            else:
+                found.append(dict(zip(kinds, ("", "damaged", f"line {number} of log.jsonl is damaged"), strict=True)))
+        return found
 
     def status(self) -> dict[str, Any]:
         """State, times, driver and progress, read from the folder."""
@@ -332,14 +352,13 @@ def create_job(
         "submitted": now(),
         "version": metadata.version("kme-dist"),
     }
-    text = redact(yaml.safe_dump(kept, sort_keys=False))
-    if not job.place.write("config.yaml", text.encode(), only_if_absent=True):
-        there = parse_yaml((job.folder / "config.yaml").read_text(encoding="utf-8"), str(job.folder / "config.yaml"))
-        if there != kept:
-            raise ConfigError(
-                f"the job {job.id} already exists with another configuration; choose another id, or, if it has ended "
-                f"and is to be run again with this one, remove {job.folder} first"
-            )
+    text = redact(dump_yaml(kept))
+    is_new = job.place.write("config.yaml", text.encode(), only_if_absent=True)
+    if not is_new and parse_yaml(job.config_text(), f"{job.folder}/config.yaml") != parse_yaml(text, job.id):
+        raise ConfigError(
+            f"the job {job.id} already exists with another configuration; choose another id, or, if it has ended "
+            f"and is to be run again with this one, remove {job.folder} first"
+        )
     request["config"] = _digest(job.place.read("config.yaml"))
     job.place.write("job.json", json.dumps(seal(request), indent=2).encode(), only_if_absent=True)
     if job.request()["pipeline"] != pipeline:
@@ -382,13 +401,17 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a file, without what a kill or a full disk left of one."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        found = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):  # a partial line, left by a kill, or a damaged one
-            found = json.loads(line.decode())
-            if isinstance(found, dict):
-                yield found
+        return []
+    return [line for line in found if line.endswith(b"}")]
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        found = json.loads(line.decode())
+        return found if isinstance(found, dict) else None
+    return None

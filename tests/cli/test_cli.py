@@ -224,6 +224,25 @@ def test_inspect_finds_damage_and_gives_it_its_exit_code(tmp_path, monkeypatch, 
     assert "good.zarr" in line
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_json_to_a_full_disk_is_one_line_and_may_be_tried_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path / "good.csv", GOOD)
+    assert cli.execute(["ingest", "good.csv", "good.zarr", "--label", "kind", "--quiet"]) == 0
+    for command in (["inspect", "good.zarr", "--json"], ["config-schema", "--json"]):  # less and more than a buffer
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(
+                [sys.executable, "-m", "kme_dist", *command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert ended.returncode == 75
+        assert len(ended.stderr.splitlines()) == 1, ended.stderr
+        assert "free some space" in ended.stderr
+
+
 def test_inspect_describes_a_run_and_refuses_what_is_not_ours(config, tmp_path, capsys):
     assert cli.execute(["run", config, "--quiet"]) == 0
     capsys.readouterr()

@@ -1,13 +1,14 @@
 """Promises of the configuration: safe, strict, and every mistake named in one line."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
 
 from kme_dist import MCEClassifier
-from kme_dist.config import RUN_KEYS, Config, json_schema, load_config, parse_config
+from kme_dist.config import RUN_KEYS, Config, dump_yaml, json_schema, load_config, parse_config, parse_yaml
 from kme_dist.errors import ConfigError
 from kme_dist.pipelines import pendulum
 
@@ -184,7 +185,7 @@ def test_a_mistake_is_blamed_on_whoever_gave_the_key(tmp_path, text, overrides, 
         (MINIMAL + "learn:\n  steps: 1\n  steps: 2\n", ["line 4", "`steps` appears twice"]),
         ("data: [unclosed\n", ["line"]),
         ("? [a, b]\n: 1\n", ["line 1", "plain name"]),
-        ("1: 2\n" + MINIMAL, ["`1`", "strings"]),
+        ("1: 2\n" + MINIMAL, ["unknown key `1`"]),
         ("data: {source: '\x00'}", ["not readable as YAML"]),
         ("[" * 4000, ["not readable as YAML"]),
     ],
@@ -201,6 +202,48 @@ def test_python_tags_are_refused_and_not_run(tmp_path):
     assert "line 1" in line
     assert "refused" in line
     assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("007", 7), ("010", 10), ("0o17", 15), ("0x1F", 31), ("-12", -12), ("1e-3", 1e-3), (".5", 0.5), ("1.", 1.0),
+        ("-.inf", -math.inf), ("1:30", "1:30"), ("1_000", "1_000"), ("yes", "yes"), ("no", "no"), ("on", "on"),
+        ("2026-03-01", "2026-03-01"), ("0b11", "0b11"), ("true", True), ("FALSE", False), ("~", None), ("", None),
+        ("{007: 1, 7: 2, 1:30: 3, no: 4}", {"007": 1, "7": 2, "1:30": 3, "no": 4}),
+    ],
+)  # fmt: skip
+def test_values_are_those_of_yaml_1_2_and_keys_are_as_written(text, value):
+    found = parse_yaml(text, "a text")
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_what_is_written_as_yaml_is_read_back():
+    values = [
+        "007",
+        "010",
+        "0o17",
+        "1e3",
+        "1:30",
+        "1_000",
+        "yes",
+        "no",
+        "2026-03-01",
+        "~",
+        "",
+        "=",
+        "<<",
+        "0b1",
+        ".5",
+        "1.",
+    ]
+    values += [1, 1.5, 1e-5, 1e300, math.inf, True, None, [1], {"a": "1"}]
+    found = parse_yaml(dump_yaml(values), "a text")
+    assert [(value, type(value)) for value in found] == [(value, type(value)) for value in values]
+
+
+def test_no_setting_is_read_in_base_60(tmp_path):
+    assert "`learn.steps` is '1:30'" in message(tmp_path, MINIMAL + "learn: {steps: 1:30}\n")
 
 
 def test_a_bomb_of_aliases_stays_small(tmp_path):

@@ -182,6 +182,33 @@ def test_a_changed_attribute_is_damage(tmp_path):
         load_arrays(tmp_path / "m.zarr")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"kme-dist/', '"kmd-dist/'), ('"format"', '"fprmat"'), ('"attributes":', '"attributfs":'), ('"group"', '"grouq"'),
+     ('"zarr_format": 3', '"zarr_format": 2'), ('"zarr_format"', '"zarr_fprmat"')],
+)  # fmt: skip
+def test_a_damaged_name_in_metadata_of_ours_is_damage(tmp_path, old, new):
+    save_arrays(tmp_path / "a.zarr", {"x": np.arange(5.0)}, {"note": "this"})
+    kme_dist.ingest((np.ones((4, 2)), np.array([0, 1, 0, 1])), tmp_path / "rows.zarr")
+    for name, opened in (("a.zarr", load_arrays), ("rows.zarr", kme_dist.open_dataset)):
+        path = tmp_path / name / "zarr.json"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(CorruptError):
+            opened(tmp_path / name)
+
+
+def test_groups_of_somebody_else_are_not_damaged(tmp_path):
+    zarr.create_group(tmp_path / "other.zarr", zarr_format=3, attributes={"format": "kmd-dist/arrays", "digests": {}})
+    save_arrays(tmp_path / "a.zarr", {"x": np.arange(5.0)}, {})
+    with pytest.raises(DataError):
+        load_arrays(tmp_path / "other.zarr")
+    for name in ("other.zarr", "a.zarr"):
+        with pytest.raises(DataError, match="not a data set"):
+            kme_dist.open_dataset(tmp_path / name)
+
+
 def test_without_the_store_client_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -82,6 +82,19 @@ def test_mistakes_in_files_are_named(tmp_path, content, words):
         class_values(file, ["cat", "dog"])
 
 
+def test_a_class_is_named_as_it_is_written(tmp_path):
+    file = tmp_path / "g.yaml"
+    file.write_text("values: {007: 1.0}\ndefault: 5\n")
+    assert class_values(file, ["007", "7"]).tolist() == [1, 5]
+    with pytest.raises(ConfigError, match="'007' is not a class"):
+        class_values(file, [7, 8])
+    file.write_text("values: {1:30: 1, no: 2, 010: 3, 8: 4}\n")
+    assert class_values(file, ["1:30", "no", "010", "8"]).tolist() == [1, 2, 3, 4]
+    file.write_text("values: {true: 1, false: 2}\n")
+    assert class_values(file, [False, True]).tolist() == [2, 1]
+    assert class_values({True: 1, False: 2}, [False, True]).tolist() == [2, 1]
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         class_values(tmp_path / "nowhere.yaml", ["cat"])

@@ -725,6 +725,38 @@ def test_a_line_that_a_full_disk_cut_short_spoils_no_other(job, monkeypatch):
     assert b"\n\n" not in (job.folder / "log.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"message"', b'"messagd"'), (b"second", b"sebond"), (b"second", b"sec\xefnd")]
+)
+def test_a_damaged_line_of_a_log_is_shown_as_damaged(tmp_path, job, capsys, old, new):
+    for message in ("first", "second", "third"):
+        job.log(message)
+    lines = (job.folder / "log.jsonl").read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(old, new)
+    (job.folder / "log.jsonl").write_bytes(b"\n".join(lines))
+    assert [line["message"] for line in job.logs()] == ["first", "line 2 of log.jsonl is damaged", "third"]
+    assert cli.execute(["jobs", "logs", job.id, "--root", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3
+    assert "damaged" in shown[1]
+
+
+def test_a_damaged_config_is_an_error_wherever_it_is_read(tmp_path, job):
+    config = parse_config({"data": {"source": "table.zarr"}})
+    again = {"pipeline": job.request()["pipeline"], "config": config, "name": "x", "job_id": "twice"}
+    twice = jobs.create_job(tmp_path, **again)
+    path = twice.folder / "config.yaml"
+    content = path.read_bytes()
+    for damaged in (content.replace(b"table", b"tabme"), b"\xe4" + content[1:]):
+        path.write_bytes(damaged)
+        assert cli.execute(["jobs", "status", "twice", "--root", str(tmp_path)]) == 65
+        with pytest.raises(CorruptError, match=r"config\.yaml was damaged or edited .* remove .* submit"):
+            jobs.create_job(tmp_path, **again)
+    path.write_bytes(content)
+    assert jobs.create_job(tmp_path, **again).id == "twice"
+    assert cli.execute(["jobs", "status", "twice", "--root", str(tmp_path)]) == 0
+
+
 def test_a_damaged_key_of_a_request_is_said_and_other_jobs_are_listed(tmp_path, job, capsys):
     other = jobs.create_job(
         tmp_path, pipeline="evaluate", config=parse_config({"data": {"source": "table.zarr"}}), name="other"

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,10 @@ from kme_dist.config import DataConfig, load_config, parse_config
 from kme_dist.data.ingest import ingest
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
-from kme_dist.errors import AssumptionWarning, ConfigError, DataError, NumericalError, RetryError
+from kme_dist.errors import AssumptionWarning, ConfigError, CorruptError, DataError, NumericalError, RetryError
 from kme_dist.pipelines import tables
 from kme_dist.pipelines.evaluate import measure
-from kme_dist.pipelines.folder import Listener
+from kme_dist.pipelines.folder import Listener, describe_run
 from kme_dist.pipelines.progress import RunProgress
 from kme_dist.pipelines.run import run
 from kme_dist.run.fit.problem import ProgressLine
@@ -306,6 +307,48 @@ def test_an_unchanged_run_is_found_and_not_repeated(finished):
     assert again == {**summary, "reused": True}
     assert steps == []
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("part", "stage"),
+    [
+        ("predictions.zarr/label/c/0", "predict"),
+        ("predictions.zarr/_manifest.json", "predict"),
+        ("predictions.zarr/zarr.json", "predict"),
+        ("model.zarr/zarr.json", "fit"),
+        ("learned.zarr/zarr.json", "learn"),
+        ("metrics.json", "evaluate"),
+        ("report.html", "report"),
+        ("config.yaml", None),
+        ("data.zarr/X/c/0/0", None),
+        ("metrics.jsonl", None),
+    ],
+)
+def test_what_is_damaged_in_a_run_is_found_and_computed_again(finished, tmp_path, no_pictures, part, stage):
+    folder, summary, _ = finished
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    assert describe_run(copy, verify=True)["status"] == "succeeded"
+    content = bytearray((copy / part).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / part).write_bytes(content)
+    with pytest.raises(CorruptError, match=part.split("/")[0]):
+        describe_run(copy, verify=True)
+    if stage is None:  # no result that a later stage would use unread: the message says what to do
+        return
+    said = []
+    again = run(quick(copy), name="quick", listener=Listener(say=said.append))
+    assert f"{part.split('/')[0]} is damaged and is computed again" in "\n".join(said)
+    assert not any("previous" in line for line in said)
+    assert again["accuracy"] == summary["accuracy"]
+    assert describe_run(copy, verify=True)["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("key", ["model", "out"])
+def test_keys_for_named_rows_are_refused_without_them(tmp_path, key):
+    with pytest.raises(ConfigError, match=rf"predict\.{key} without predict\.data.*add `data: PATH`"):
+        run(quick(tmp_path / "run", predict={key: "nofile"}), name="x")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_repeated_when_anything_differs(tmp_path, no_pictures):

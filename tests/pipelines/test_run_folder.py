@@ -7,7 +7,7 @@ import pytest
 
 from kme_dist.config import parse_config
 from kme_dist.errors import ConfigError, CorruptError, RetryError
-from kme_dist.pipelines.folder import MetricsFile, RunFolder, describe_run, recorded_stages
+from kme_dist.pipelines.folder import Listener, MetricsFile, RunFolder, describe_run, recorded_stages
 
 
 @pytest.fixture
@@ -55,6 +55,72 @@ def test_a_stage_whose_output_was_removed_is_done_again(config):
     do(config, work)
     (path_of(config) / "out.txt").unlink()
     assert do(config, work)[1] == ["learn"]
+
+
+def test_a_stage_whose_file_was_damaged_is_done_again_and_says_so(config):
+    said, calls = [], []
+
+    def do():
+        with RunFolder.open(config, name="test", listener=Listener(say=said.append)) as folder:
+
+            def work():
+                calls.append(1)
+                folder.store("metrics.json", b'{"accuracy": 0.5}')
+                return {}
+
+            folder.stage("evaluate", inputs={}, outputs=["metrics.json"], work=work)
+
+    do()
+    do()
+    assert (len(calls), said) == (1, [])
+    path = path_of(config) / "metrics.json"
+    path.write_bytes(b'{"accuracy": 0.9}')
+    with pytest.raises(CorruptError, match=r"metrics\.json does not match its digest.*computes it again"):
+        describe_run(path_of(config), verify=True)
+    do()
+    assert len(calls) == 2
+    assert "metrics.json is damaged and is computed again" in said[0]
+    assert path.read_bytes() == b'{"accuracy": 0.5}'
+    assert describe_run(path_of(config), verify=True)["status"] == "succeeded"
+    path.unlink()
+    with pytest.raises(CorruptError, match=r"metrics\.json is missing"):
+        describe_run(path_of(config), verify=True)
+
+
+def test_a_stage_with_a_damaged_output_stays_to_be_done(config):
+    """Also for a later call, whose list of outputs may be without those that were removed."""
+    with RunFolder.open(config, name="test") as folder:
+        for name in ("model", "sums"):
+            folder.store(name, b"1")
+        folder.stage("fit", inputs={}, outputs=["model", "sums"], work=dict)
+    (path_of(config) / "sums").write_bytes(b"2")
+    with RunFolder.open(config, name="test") as folder:
+        assert not folder.is_current("fit", {}, ["model", "sums"])
+    with RunFolder.open(config, name="test") as folder:
+        assert not folder.is_current("fit", {}, ["model"])
+
+
+def test_a_file_that_a_kill_left_newer_than_the_record_is_no_damage(config, monkeypatch):
+    with RunFolder.open(config, name="test") as folder:
+        folder.store("config.yaml", b"a: 1")
+        folder.write()
+    with RunFolder.open(config, name="test") as folder:
+        folder.store("config.yaml", b"a: 2")
+        monkeypatch.setattr(RunFolder, "write", lambda folder, **facts: None)  # killed before it writes its record
+    monkeypatch.undo()
+    assert describe_run(path_of(config), verify=True)["files"] == {}
+
+
+def test_a_record_with_a_damaged_name_of_its_format_is_damage(config):
+    do(config, Work())
+    path = path_of(config) / "run.json"
+    content = path.read_bytes()
+    for damaged in (content.replace(b"kme-dist run 1", b"kme-dist sun 1"), content.replace(b'"stages"', b'"stagez"'),
+                    content[:-5], content[:30] + b"\xff" + content[31:]):  # fmt: skip
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptError, match="with --fresh"):
+            do(config, Work())
+    assert do(config, Work(), fresh=True)[1] == ["learn"]
 
 
 def test_what_failed_is_on_record_and_what_was_finished_stays_finished(config):

@@ -189,6 +189,32 @@ def test_a_driver_that_stalls_in_an_object_store_while_another_replaces_its_job_
     same_as_from_nothing(models[1], X, out)
 
 
+@pytest.mark.parametrize(("format", "record"), [("zarr", "zarr.json"), ("parquet", "_predictions.json")])
+def test_a_damaged_name_in_the_record_is_damage(models, tmp_path, format, record):
+    out, X = tmp_path / f"out.{format}", rows(20)
+    kme.predict(models[0], X, out, format=format)
+    path = out / record
+    text = path.read_text()
+    for old, new in (('"kme-dist/predictions"', '"kme-dist/predicuions"'), ('"format"', '"fosmat"')):
+        path.write_text(text.replace(old, new, 1))
+        with pytest.raises(CorruptError, match="digest"):
+            kme.open_predictions(out)
+    path.write_text(text)
+    if format == "zarr":
+        array = out / "label" / "zarr.json"
+        for old, new in (('"crc32c"', '"crc31c"'), ('"default"', '"dffault"'), ('"array"', '"brray"')):
+            whole = array.read_text()
+            assert old in whole
+            array.write_text(whole.replace(old, new, 1))
+            with pytest.raises(CorruptError):
+                kme.open_predictions(out).verify()
+            array.write_text(whole)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / record).write_text('{"format": "somebody else"}')
+    with pytest.raises((ConfigError, DataError)):
+        kme.open_predictions(tmp_path / "other")
+
+
 def test_receipts_of_other_jobs_and_epochs_do_not_count(models, tmp_path, computed, monkeypatch):
     out, X = tmp_path / "out.zarr", rows(N)
     with monkeypatch.context() as patch:
