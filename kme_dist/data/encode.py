@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kme_dist.data.notation import Notation, in_other_notation, suggestion
-from kme_dist.data.readers import Block, MatrixSource, Source, TableSource, kind_of
+from kme_dist.data.notation import Notation, in_other_notation, long_integer_among, suggestion
+from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source, TableSource, kind_of
 from kme_dist.data.schema import PERIODS, Column, Schema, finder
 from kme_dist.data.statistics import Statistics
+from kme_dist.data.validation import LARGEST_INTEGER, long_integer_words
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
@@ -191,8 +192,17 @@ class Encoder:
             if wrong.any():
                 row, j = (int(v) for v in np.argwhere(wrong)[0])
                 raise self._bad(block, row, j, f"{X[row, j]!r} is not an integer from 0 to 255; choose dtype float32")
+        if X.dtype.kind in "iu" and X.dtype.itemsize == 8 and X.size:
+            least, most = X.min(axis=0), X.max(axis=0)
+            for j in np.flatnonzero((least < -LARGEST_INTEGER) | (most > LARGEST_INTEGER))[:1].tolist():
+                row = int(np.argmax((X[:, j] > LARGEST_INTEGER) | (X[:, j] < -LARGEST_INTEGER)))
+                raise self._long(block, row, j, int(X[row, j]))
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(X, dtype=self.schema.dtype)
+
+    def _long(self, block: Block, row: int, column: int | str, value: int) -> DataError:
+        words = f"{long_integer_words(value, value)}; subtract an offset, or {LEAVE_OUT} if it is an identifier"
+        return self._bad(block, row, column, words)
 
     def _column_values(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
         if column.kind in ("number", "date"):
@@ -252,13 +262,31 @@ class Encoder:
         ):
             array = array.cast(pa.bool_())
         if pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
+            self._check_long(block, column, array)
             array = array.cast(pa.uint8() if pa.types.is_boolean(array.type) else pa.float64())
+        self._check_long(block, column, array)
         try:
             return array.cast(target, safe=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             values = array.to_pylist()
         row = next((i for i, value in enumerate(values) if value is not None and not is_number(value)), 0)
         raise self._bad(block, row, column, f"{str(values[row])[:60]!r} is not a number")
+
+    def _check_long(self, block: Block, column: str, array: pa.Array) -> None:
+        """Refuse integers, also as decimals or texts, of which several would become one floating point number."""
+        kind = array.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            row = long_integer_among(array)
+        elif (pa.types.is_integer(kind) and kind.bit_width == 64) or (pa.types.is_decimal(kind) and kind.scale <= 0):
+            ends = pc.min_max(array)
+            wrong = next(
+                (end for end in ends.values() if end.is_valid and long_integer_words(*2 * [int(end.as_py())])), None
+            )
+            row = None if wrong is None else pc.index(array, wrong).as_py()
+        else:
+            return
+        if row is not None:
+            raise self._long(block, row, column, int(array[row].as_py()))
 
     def _in_notation(self, block: Block, column: str, texts: pa.Array, notation: Notation) -> np.ndarray:
         values, wrong = notation.numbers(texts)
@@ -267,6 +295,10 @@ class Encoder:
             shown = repr(texts[row].as_py()[:60])
             how = str(notation).removeprefix("set ").replace("` to ", "` ")
             raise self._bad(block, row, column, f"{shown} is not a number with {how}")
+        if (np.abs(values) >= LARGEST_INTEGER).any():
+            joined = pc.replace_substring(texts, notation.thousands, "") if notation.thousands else texts
+            if (long := long_integer_among(joined)) is not None:
+                raise self._long(block, long, column, int(joined[long].as_py()))
         return values
 
     def _stripped(self, texts: pa.Array) -> pa.Array:

@@ -3,6 +3,7 @@
     Notation(decimal=",", thousands=".").numbers(pa.array(["1.234,5", "7"]))     # 1234.5, 7, and where there is none
     in_other_notation(["1,5", "2,25"])                                          # "1,5": not 1.5 unless asked for
     suggestion(["1,5", "2,25"])                                                 # "set `decimal` to ','"
+    long_integer_among(pa.array(["1", "9007199254740993"]))                     # 1, the row of the first one
 
 A text such as 1,234 may be 1.234 or 1234, so no notation is guessed: one is given, by the names of these options, and
 kept with the data set and the model.
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kme_dist.data.validation import LARGEST_INTEGER
 from kme_dist.errors import ConfigError
 
 DECIMALS = (".", ",")
@@ -114,3 +116,15 @@ def suggestion(values: Collection[str]) -> str:
     simple = min((len(notation.given) for notation in fitting), default=0)
     found = " or ".join(str(notation) for notation in fitting if len(notation.given) == simple)
     return found or "write them as 1234.5"
+
+
+def long_integer_among(texts: pa.Array) -> int | None:
+    """The row of the first integer beyond 2**53 among texts; None if there is none."""
+    digits = pc.utf8_ltrim(pc.utf8_trim_whitespace(texts), "+-0")
+    long = pc.match_substring_regex(digits, r"^[0-9]{17,}$")
+    sixteen = pc.match_substring_regex(digits, r"^[0-9]{16}$")
+    if pc.any(sixteen).as_py():
+        values = pc.if_else(sixteen, digits, pa.scalar(None, digits.type)).cast(pa.int64())
+        long = pc.or_(long, pc.fill_null(pc.greater(values, LARGEST_INTEGER), False))
+    row: int = pc.index(long, True).as_py()
+    return None if row < 0 else row

@@ -247,7 +247,7 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
     if isinstance(source, TableSource) and (read := source.options) is not None:
         schema = replace(schema, delimiter=read.delimiter, charset=None if read.encoding == UTF8 else read.encoding)
     if isinstance(source, TableSource):
-        schema = replace(schema, notes=(*source.notes, *_codes_read_as_numbers(source, schema)))
+        schema = replace(schema, notes=(*source.notes, *codes_read_as_numbers(source, schema)))
     if not schema.sample_shape:
         schema = replace(schema, sample_shape=(len(schema.feature_names),))
     return schema
@@ -283,8 +283,11 @@ def finder(where: str, names: list[str]) -> Callable[[str | int], str]:
     return find
 
 
-def _codes_read_as_numbers(source: TableSource, schema: Schema) -> list[str]:
-    """One line on every column of integers such as 007, which are more than the numbers that they are read as."""
+def codes_read_as_numbers(source: Source, schema: Schema) -> list[str]:
+    """One line on every column of integers such as 007, which are more than the numbers that they are read as; there
+    may be more of them once the source is read to its end."""
+    if isinstance(source, MatrixSource):
+        return []
     used = {column.name for column in schema.columns if column.kind == "number"}
     lines = [
         f"{source.name}: the column {name!r} is read as numbers, so that {text!r} is {float(text):.16g}; list it in "
@@ -295,15 +298,15 @@ def _codes_read_as_numbers(source: TableSource, schema: Schema) -> list[str]:
     if schema.label is not None and schema.label in source.codes and schema.label_kind == "text":
         lines.append(
             f"{source.name}: the labels {schema.label!r} are texts, since integers such as "
-            f"{source.codes[schema.label]!r} are not the numbers that they would be read as; set `task` to regression "
-            "for numbers"
+            f"{source.codes[schema.label]!r} are not the numbers that they would be read as"
+            + ("; set `task` to regression for numbers" if len(source.codes[schema.label]) < 17 else "")
         )
     return lines
 
 
 def announce(lines: Sequence[str]) -> None:
     """Say how a source was read, as warnings, which the command line shows as notes."""
-    for line in lines:
+    for line in dict.fromkeys(lines):
         warn(line, AssumptionWarning)
 
 
@@ -354,7 +357,8 @@ def _label_plan(
     elif label is None:
         return None, "none", None, "none"
     else:
-        kind = "text" if label in source.codes and options.task != "regression" else kinds[label]
+        coded = label in source.codes or label in map(finder(source.name, names), options.categories)
+        kind = "text" if coded and options.task != "regression" else kinds[label]
     if kind == "category":
         return label, "integer", position, "classification"
     if kind in ("date", "other"):
