@@ -52,7 +52,7 @@ from kme_dist.data.writer import (
     weight_entry,
     write_shard,
 )
-from kme_dist.errors import ConfigError, KMEError
+from kme_dist.errors import ConfigError, DataError, KMEError
 from kme_dist.failpoints import passing
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
@@ -303,6 +303,7 @@ class IngestPlan:
     encoding: Schema | None = None  # of rows that are already encoded: their encoding
     asked_for_classes: bool = True  # the user said that labels are classes
     positions: Callable[[np.ndarray], np.ndarray] | None = None  # where rows were before they came in another order
+    watch: Callable[[Encoded], None] = lambda block: None  # is given every block, in the order of the source
     seen: int = 0  # rows of the source
     kept: int = 0
 
@@ -349,6 +350,7 @@ class IngestPlan:
             for block in ahead:
                 self.seen += block.seen
                 self.kept += len(block.X)
+                self.watch(block)
                 self.progress(stage, self.seen, self.source.rows)
                 yield block
 
@@ -520,6 +522,12 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
     weights = np.zeros((0, 2))
     splits = {}
     for name, span, (features, targets, found, own) in writer.measured():
+        if features.count and not features.total:
+            of = "" if name == "all" else f" in the split {name!r}"
+            raise DataError(
+                f"{job.source.name}: all weights {job.schema.weight!r}{of} are 0, so no row counts; at least one must "
+                "be positive"
+            )
         weights = padded_sum(weights, own)
         whole, target = whole + features, target if targets is None else target + targets
         if classes is not None:
