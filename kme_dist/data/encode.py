@@ -23,6 +23,7 @@ from kme_dist.data.validation import LARGEST_INTEGER, long_integer_words
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
+LARGEST_WEIGHT = 1e100  # of a row: with larger ones, sums of weighted squares overflow
 _DAY = {"s": 86_400.0, "ms": 86_400e3, "us": 86_400e6, "ns": 86_400e9}
 _DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
 
@@ -389,9 +390,12 @@ class Encoder:
         missing = np.isnan(weights)
         if self.schema.missing == "drop":
             keep &= ~missing
-        wrong = ~(np.isfinite(weights) & (weights >= 0)) & keep
+        wrong = ~((weights <= LARGEST_WEIGHT) & (weights >= 0)) & keep
         if wrong.any():
             row = int(np.argmax(wrong))
+            if weights[row] > LARGEST_WEIGHT:
+                what = f"the weight is {weights[row]:g}, it must be at most {LARGEST_WEIGHT:g}"
+                raise self._bad(block, row, str(self.schema.weight), f"{what}; divide all weights by a constant")
             what = "missing" if missing[row] else f"{weights[row]:g}"
             hint = "; correct it, or set `missing` to drop" if missing[row] else ""
             raise self._bad(block, row, str(self.schema.weight), f"the weight is {what}, it must be >= 0{hint}")
