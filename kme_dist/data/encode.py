@@ -297,7 +297,7 @@ class Encoder:
             how = str(notation).removeprefix("set ").replace("` to ", "` ")
             raise self._bad(block, row, column, f"{shown} is not a number with {how}")
         if (np.abs(values) >= LARGEST_INTEGER).any():
-            joined = pc.replace_substring(texts, notation.thousands, "") if notation.thousands else texts
+            joined = notation.without_thousands(texts)
             if (long := long_integer_among(joined)) is not None:
                 raise self._long(block, long, column, int(joined[long].as_py()))
         return values

@@ -16,7 +16,7 @@ from kme_dist.data.ingest import ingest
 from kme_dist.data.notation import Notation, suggestion
 from kme_dist.data.readers import MISSING_TEXTS
 from kme_dist.data.reading import read_table
-from kme_dist.errors import DataError
+from kme_dist.errors import AssumptionWarning, DataError
 
 TOKENS = st.sampled_from(
     [
@@ -195,3 +195,48 @@ def test_texts_that_only_look_like_dates_are_categories(tmp_path):
     rows = "".join(f"{'1/2/3' if i % 3 else 'a/b/c'},{i},{'ab'[i % 2]}\n" for i in range(40))
     (tmp_path / "t.csv").write_text("part,x,y\n" + rows)
     assert read_table(tmp_path / "t.csv", label="y").X.shape == (40, 3)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("{}\u00a0000", "set `thousands` to ' '"),
+        ("{}\u202f000", "set `thousands` to ' '"),
+        *((form, "look like numbers; write them as 1234.5, or list the column in `categories`") for form in (
+            "\u2212{}.5", "<{}.5", "> {}", "({})", "{}-", "{}.0D+02", "≥{}", "~{}", "{}*",
+        )),
+        ("{} kg", "look like numbers with the unit 'kg'; write"),
+        ("{}.5EUR", "look like numbers with the unit 'EUR'"),
+    ],
+)  # fmt: skip
+def test_texts_that_look_like_numbers_are_no_silent_categories(tmp_path, form, said):
+    values = [form.format(i) for i in range(1, 30)]
+    (tmp_path / "t.csv").write_text("b,y\n" + "".join(f"{value},{i % 2}\n" for i, value in enumerate(values)), "utf-8")
+    with pytest.raises(DataError, match=f"column 'b' holds texts such as .*{re.escape(said)}"):
+        read_table(tmp_path / "t.csv", label="y")
+    assert len(read_table(tmp_path / "t.csv", label="y", categories=["b"]).feature_names) == 29
+    if "thousands" in said:
+        table = read_table(tmp_path / "t.csv", label="y", thousands=" ")
+        np.testing.assert_array_equal(table.X[:, 0], 1000 * np.arange(1, 30))
+
+
+def test_digits_of_other_scripts_are_refused_as_numbers(tmp_path):
+    texts = [str(i).translate({ord("0") + d: 0x0660 + d for d in range(10)}) for i in range(29)]
+    (tmp_path / "t.csv").write_text("b,y\n" + "".join(f"{text},{i % 2}\n" for i, text in enumerate(texts)), "utf-8")
+    with pytest.raises(DataError, match=r"column 'b' holds texts such as '.*', which look like numbers"):
+        read_table(tmp_path / "t.csv", label="y")
+
+
+def test_a_few_values_with_a_unit_are_categories_which_is_said(tmp_path):
+    (tmp_path / "t.csv").write_text("b,y\n1 kg,0\n2 kg,1\n1 kg,1\n")
+    with pytest.warns(AssumptionWarning, match=r"column 'b' holds numbers with the unit 'kg' such as '1 kg'"):
+        assert read_table(tmp_path / "t.csv", label="y").feature_names == ["b=1 kg", "b=2 kg"]
+    assert read_table(tmp_path / "t.csv", label="y", categories=["b"]).feature_names == ["b=1 kg", "b=2 kg"]
+
+
+@pytest.mark.parametrize(
+    "values", [["<30", "30-60", ">60"], ["1a", "2b"], ["A1", "A2"], ["1-2", "3-4"], ["1.2.3", "1.2.4"]]
+)
+def test_categories_with_digits_stay_categories(tmp_path, values):
+    (tmp_path / "t.csv").write_text("b,y\n" + "".join(f"{value},{i % 2}\n" for i, value in enumerate(values)))
+    assert read_table(tmp_path / "t.csv", label="y").feature_names == [f"b={value}" for value in sorted(values)]
