@@ -45,6 +45,15 @@ _YEARS = range(1900, 2101)
 _CODE = re.compile(r"[+-]?0\d+", re.ASCII)
 _CODES = r"^\s*[+-]?0\d+\s*$"
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_BINARY = {
+    b"PAR1": "a Parquet file",
+    b"PK\3\4": "a zip archive (as of npz and xlsx)",
+    b"\x93NUMPY": "an npy file",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"BZh": "compressed by bzip2",
+    b"\xd0\xcf\x11\xe0": "an old Office document (as of xls)",
+}
 _LIGHT = np.isin(np.arange(256), list(b" \t+-"))  # bytes before the digits of a number
 
 
@@ -59,12 +68,14 @@ class _Watched(io.RawIOBase):
         self._begins = np.zeros(256, bool)  # bytes after which a field begins
         self._begins[list(b"\r\n" + quote + delimiter)] = True
         self._last = b"\n"
+        self.end = b""  # is read after the first bytes
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
         data: bytes = self.stream.read(size if size >= 0 else None)
+        data, self.end = data + self.end, b""
         if self.quote:
             self.quotes += data.count(self.quote)
         self.has_nul = self.has_nul or b"\0" in data
@@ -116,7 +127,7 @@ def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
             yield from shape.blocks(dict(columns))
 
     name = str(files[0]) if len(files) == 1 else str(files[0].parent)
-    return TableSource(name, kinds, None, blocks, first.notes, options, first.codes)
+    return TableSource(name, kinds, None, blocks, first.notes, options, first.codes, first.unnamed)
 
 
 class _Shape:
@@ -126,6 +137,8 @@ class _Shape:
         self.path, self.options, self.delimiter, self.names = path, options, delimiter, names
         self.header = header  # number of lines of the header, including empty ones before it; 0: no header
         self.notes: tuple[str, ...] = ()
+        self.unnamed: tuple[str, ...] = ()  # columns without a name
+        self.has_rows = True
         self.codes: dict[str, str] = {}  # grows while the file is read
         self.integers: set[str] = set()  # columns whose first values are integers, or missing
         self._looked_at: set[str] = set()
@@ -151,6 +164,8 @@ class _Shape:
         check_names(str(path), names)
         shape = cls(path, options, delimiter, lines if header else 0, names)
         shape.notes = (*notes, *assumed)
+        shape.unnamed = tuple(name for name, field in zip(names, fields, strict=True) if header and not field.strip())
+        shape.has_rows = bool(records)
         shape.codes = _codes(names, records, options)
         return shape
 
@@ -159,6 +174,8 @@ class _Shape:
         ascii_like = "".join(map(chr, range(32, 127))).encode(self.options.encoding) == bytes(range(32, 127))
         quote, delimiter = (text.encode() if ascii_like else b"" for text in (self.options.quote, self.delimiter))
         watched = _Watched(open_bytes(self.path), quote, delimiter)
+        if ascii_like and not self.has_rows:
+            watched.end = b"\n"  # for a header without one
         reader = pc.open_csv(
             pa.PythonFile(watched, mode="r"),
             read_options=pc.ReadOptions(
@@ -182,6 +199,8 @@ class _Shape:
                 strings_can_be_null=True,
                 check_utf8=True,
                 decimal_point=self.options.decimal,
+                true_values=["true", "True", "TRUE"],  # and no 1 and 0, of which others are numbers
+                false_values=["false", "False", "FALSE"],
             ),
         )
         return reader, watched
@@ -344,7 +363,8 @@ class _Shape:
         except (OSError, pa.ArrowInvalid) as bad:
             return DataError(f"{self.path}: the file is damaged after row {row} (line {line}): {bad}.")
         reason = " ".join(str(error).split())[:200]
-        return DataError(f"{self.path}: row 0 to {row}, all columns: cannot be read as a table ({reason}).")
+        where = f"row 0 to {row}, all columns: " if row >= 0 else ""
+        return DataError(f"{self.path}: {where}cannot be read as a table ({reason}).")
 
     def _undecodable(self) -> str:
         """Row and column of the first bytes that do not decode, found by reading the file as bytes."""
@@ -385,7 +405,7 @@ class _Shape:
 
 
 _CONVERT = "Convert the file to utf-8, or ingest it with its encoding, e.g. latin-1."
-_BOOLEANS = ("true", "false", "0", "1")
+_BOOLEANS = ("true", "false")
 
 
 def _quoting(options: FileOptions) -> dict[str, Any]:
@@ -417,6 +437,11 @@ def _first_records(path: Path, options: FileOptions) -> tuple[str, list[list[str
             raw = bytes(stream.read(1 << 20))
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
+    if (other := next((what for magic, what in _BINARY.items() if raw.startswith(magic)), None)) is not None:
+        raise DataError(
+            f"{path}: the content is {other}, not text; name the file after its content (.parquet, .npz, .csv.gz, "
+            "...), or export it as text."
+        )
     head = raw.decode(options.encoding, errors="replace").lstrip("\ufeff")
     lines = [line for line in head.splitlines() if line]
     if not lines:
@@ -432,12 +457,32 @@ def _first_records(path: Path, options: FileOptions) -> tuple[str, list[list[str
                 records.append(fields)
             if len(records) > _SAMPLE:
                 break
+        notes = [*notes, *_text_after_quotes(path, head, delimiter, end, options)]
     except csv.Error as error:
         if not records:
             raise DataError(f"{path}: the first line, column 0 or later: {error}.") from error
     if len(raw) == 1 << 20 and len(records) > 1:  # the last one may be cut
         del records[-1]
     return delimiter, records, end, notes
+
+
+def _text_after_quotes(path: Path, head: str, delimiter: str, start: int, options: FileOptions) -> list[str]:
+    """A line on the first field such as "p"x, which is read as px, among the first records."""
+    if not options.quote or not re.search(
+        rf"{re.escape(options.quote)}[^{re.escape(delimiter + options.quote)}\r\n]", head
+    ):
+        return []
+    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True, **_quoting(options))
+    try:
+        for _ in itertools.islice(reader, _SAMPLE):
+            pass
+    except csv.Error as error:
+        if "expected after" in str(error):
+            return [
+                f"{path}: text follows the closing quote of a field in line {reader.line_num} and is read as part "
+                f"of it ({options.quote}p{options.quote}x as px); if quotes are ordinary text here, pass quote=''"
+            ]
+    return []
 
 
 def _sniff(lines: list[str], path: Path) -> tuple[str, list[str]]:

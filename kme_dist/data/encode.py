@@ -23,6 +23,7 @@ from kme_dist.data.validation import LARGEST_INTEGER, long_integer_words
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
+FEW_TARGETS = 10  # different numbers that may be classes
 LARGEST_WEIGHT = 1e100  # of a row: with larger ones, sums of weighted squares overflow
 _DAY = {"s": 86_400.0, "ms": 86_400e3, "us": 86_400e6, "ns": 86_400e9}
 _DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
@@ -68,6 +69,7 @@ class Encoder:
         self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
         names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
         self.extras = [finder(source.name, names)(name) for name in extras]
+        self.few_targets: set[float] | None = set()  # the different ones; None: more than a few
         self.codes: dict[Any, int] = {value: i for i, value in enumerate(schema.classes or ())}
         self.fixed_classes = schema.classes is not None
         # A category such as city=Paris is a feature, but the column of the file is city.
@@ -427,6 +429,9 @@ class Encoder:
             if not np.isfinite(values).all():
                 row = int(offsets[np.argmin(np.isfinite(values))])
                 raise self._bad(block, row, str(self.schema.label), "the target is not finite")
+            if self.few_targets is not None:
+                self.few_targets.update(np.unique(values).tolist())
+                self.few_targets = self.few_targets if len(self.few_targets) <= FEW_TARGETS else None
             return values
         encoded = labels.dictionary_encode()
         found = encoded.dictionary.to_pylist()
@@ -484,6 +489,14 @@ def check_single(source: Source, schema: Schema, found: Statistics) -> None:
 def check_class_names(where: str, schema: Schema, names: Sequence[Any], *, asked: bool) -> None:
     """Refuse classes that may be numbers in another notation (unless asked for classes) or differ by spaces only."""
     texts = [name for name in names if isinstance(name, str)]
+    words = {text.strip().lower(): text for text in texts}
+    if not asked and words.keys() & {"true", "false"} and words.keys() <= {"true", "false", "0", "1"}:
+        both = next((words[digit] for digit in ("0", "1") if digit in words), None)
+        if both is not None:
+            raise DataError(
+                f"{where}: the labels {schema.label!r} mix true and false with {both!r}; write them in one way, or set "
+                "`task` to classification if each is a class of its own."
+            )
     if not asked and (marked := in_other_notation(texts)) is not None:
         raise DataError(
             f"{where}: the labels {schema.label!r} such as {marked!r} may be numbers in another notation: "

@@ -35,7 +35,7 @@ from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.prefetch import Prefetched
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
 from kme_dist.data.reading import Table, check_width, sort_options, table_source
-from kme_dist.data.schema import Schema, TableOptions, announce, codes_read_as_numbers, missing_words
+from kme_dist.data.schema import Schema, TableOptions, announce, codes_read_as_numbers, few_targets_words, missing_words
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_replaceable, is_staging, publish, sealed, sweep
@@ -202,7 +202,10 @@ def ingest(
                 if alone or not _in_parallel(client, job, writer):
                     job.run(writer, scratch_folder)
                 job.finish(writer, target, still_held)
+            if table.task == "auto":
+                few[:] = few_targets_words(opened.name, schema, job.encoder.few_targets, writer.total)
 
+        few: list[str] = []
         try:
             store(schema)
         except MissingValueError:
@@ -211,7 +214,7 @@ def ingest(
                 raise
             schema = filled
             store(schema)
-        late = codes_read_as_numbers(opened, schema) if like is None else []
+        late = [*codes_read_as_numbers(opened, schema), *few] if like is None else []
         announce([*schema.notes, *late, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
     return open_dataset(place)
 

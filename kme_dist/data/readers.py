@@ -102,6 +102,7 @@ class TableSource:
     notes: tuple[str, ...] = ()  # what was assumed, in lines
     options: FileOptions | None = None  # of text files: how they are read
     codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007, with one; grows as read
+    unnamed: tuple[str, ...] = ()  # columns whose names were made up
 
 
 @dataclass(frozen=True)
