@@ -60,11 +60,13 @@ def run(
     memory: int | str = "512MiB",
     overwrite: bool = False,
     add: bool = False,
+    again: bool = False,
     quiet: bool = False,
     client: Any = None,
     progress: Callable[[str, int, int | None], None] | None = None,
 ) -> Dataset:
-    """Ingest `source` into `dest`, or with `add` append its rows to the existing data set.
+    """Ingest `source` into `dest`, or with `add` append its rows to the existing data set; `again` appends them also if
+    they are those of the last append.
 
     `missing` is auto, error, drop, mean, median, indicator or a number, also as text. The other options are those of
     `kme_dist.data.ingest.ingest`.
@@ -73,9 +75,12 @@ def run(
     written: dict[str, Any] = {"decimal": decimal, "thousands": thousands, "percent": percent, "strip": strip}
     if unseen is not None and (like is None or add):
         raise ConfigError("--unseen requires --like: categories are unknown to the encoding of another data set")
+    if again and not add:
+        raise ConfigError("--again requires --append: it appends rows that are those of the last append")
     with RunProgress(sys.stderr, quiet=quiet or progress is not None) as shown:
         if add:
-            return append(dest, source, split=split, memory=memory, progress=progress or shown.count, **files)
+            count = progress or shown.count
+            return append(dest, source, split=split, again=again, memory=memory, progress=count, **files)
         data = ingest(
             source,
             dest,
@@ -184,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", default="512MiB")
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--append", dest="add", action="store_true", help="add the rows to the data set at DEST")
+    parser.add_argument("--again", action="store_true", help="append rows also if they are those of the last append")
     parser.add_argument("--quiet", action="store_true")
     options = vars(parser.parse_args(arguments))
     try:

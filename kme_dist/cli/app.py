@@ -307,6 +307,9 @@ class IngestOptions:
     memory: Annotated[str, typer.Option(help="Memory limit for buffered rows, e.g. 512MiB.")] = "512MiB"
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing data set.")] = False
     append: Annotated[bool, typer.Option("--append", help="Append the rows to an existing data set.")] = False
+    again: Annotated[
+        bool, typer.Option("--again", help="With --append: also rows that are those of the last append.")
+    ] = False
 
     def settings(self) -> dict[str, Any]:
         """As the pipeline takes them."""

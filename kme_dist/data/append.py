@@ -4,11 +4,16 @@ New rows follow the old ones, with the same encoding; statistics are merged, dig
 ranges by the data set's own rule. The last shard, if it is not full, is rewritten with the new rows after the old ones.
 Readers see nothing of this until the group's attributes are replaced, atomically, at the end: until then the old row
 count is valid, and data beyond it is ignored. An append that fails can be run again.
+
+So can one that was killed after that moment: the attributes also keep a digest of what was appended. The same rows of
+the same source, directly after one another, are then appended once, unless it is said that they are meant twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -17,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from kme_dist.data.chunks import read_metadata, write_attributes
-from kme_dist.data.dataset import Dataset, open_dataset
-from kme_dist.data.encode import Encoder
+from kme_dist.data.dataset import Dataset, open_dataset, short_digest
+from kme_dist.data.encode import Encoded, Encoder
 from kme_dist.data.ingest import (
     DEFAULT_MEMORY,
     IngestPlan,
@@ -30,11 +35,12 @@ from kme_dist.data.leases import Check, writer_lease
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import MatrixSource, open_source
 from kme_dist.data.reading import sort_options
+from kme_dist.data.schema import announce
 from kme_dist.data.splits import Split
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import sealed, sweep
 from kme_dist.data.writer import ChunkLayout, ShardWriter, padded_sum, split_entry, weight_entry
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import ConfigError, DataError, counted
 
 _FIXED = (
     *("label", "weight", "features", "exclude", "task", "one_hot", "ordinal", "categories", "missing", "dtype"),
@@ -47,6 +53,7 @@ def append(
     source: Any,
     *,
     split: str | None = None,
+    again: bool = False,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress | None = None,
     **options: Any,
@@ -56,6 +63,9 @@ def append(
     `split` puts all of them into one split; None applies the rule by which the data set was split. `options` are those
     of FileOptions; columns, label and encoding are those of the data set. A new category or class is an error that
     names its row. Afterwards the data set no longer counts as shuffled, because new rows follow the old ones.
+
+    If the last append was that of the same rows of the same source into the same split, nothing is appended, which is
+    said in a warning: it is taken for a repetition after an interruption. `again` appends them nevertheless.
     """
     place = Place.of(dest)
     for name in _FIXED:
@@ -91,6 +101,7 @@ def append(
             raise ConfigError(f"{place} has no split {split!r}; its splits: {', '.join(data.splits) or 'none'}.")
         extras = [] if division is None or division.extra_column is None else [division.extra_column]
         seed = data.shuffled if data.shuffled is not None else division.seed if division and division.by_rank else None
+        rows = _RowsDigest()
         job = IngestPlan(
             opened,
             Encoder(opened, data.schema, extras, first_row=int(data.attributes["source"]["rows"])),
@@ -100,18 +111,48 @@ def append(
             budget,
             progress or silent,
             part=split or "all",
+            watch=rows.add,
         )
         writer = _reopen_writer(data, still_held)
         with tempfile.TemporaryDirectory(prefix="kme-") as scratch:
             writer.begin(job.part)
             job.run(writer, Path(scratch))
-        if writer.total > data.rows:
+        where = (
+            os.path.abspath(opened.name)
+            if isinstance(source, (str, Path)) and "://" not in opened.name
+            else opened.name
+        )
+        found = short_digest([where, split, *rows.digests()])
+        last = (data.attributes.get("appended") or [{}])[-1]
+        if writer.total > data.rows and found == last.get("digest") and not again:
+            announce(
+                [
+                    f"{opened.name}: its {counted(int(last['rows']), 'row')} were already appended to {place}, at "
+                    f"{last['at']}; nothing was appended now; set `again` to true (--again) to have them twice"
+                ]
+            )
+        elif writer.total > data.rows:
             for name in writer.digests:
                 still_held()
                 _grow(place, name, writer.total)
             still_held()
-            write_attributes(place, sealed(place, _merged(data, writer, job)))
+            write_attributes(place, sealed(place, _merged(data, writer, job, found)))
     return open_dataset(place)
+
+
+class _RowsDigest:
+    """Digests of encoded rows in the order of their source, whatever the blocks in which they come."""
+
+    def __init__(self) -> None:
+        self._parts = {name: hashlib.sha256() for name in ("X", "y", "weight")}
+
+    def add(self, block: Encoded) -> None:
+        for name, values in (("X", block.X), ("y", block.y), ("weight", block.weights)):
+            if values is not None:
+                self._parts[name].update(np.ascontiguousarray(values).data)
+
+    def digests(self) -> list[str]:
+        return [part.hexdigest() for part in self._parts.values()]
 
 
 def _reopen_writer(data: Dataset, still_held: Check) -> ShardWriter:
@@ -144,8 +185,8 @@ def _grow(place: Place, name: str, rows: int) -> None:
     place.write(f"{name}/{METADATA_KEY}", json.dumps(metadata).encode())
 
 
-def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, Any]:
-    """The old attributes, updated with the new rows."""
+def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan, digest: str) -> dict[str, Any]:
+    """The old attributes, updated with the new rows and their digest."""
     new = dict(data.attributes)
     kept = writer.first_row // data.chunk_rows
     new["digests"] = {
@@ -190,6 +231,7 @@ def _merged(data: Dataset, writer: ShardWriter, job: IngestPlan) -> dict[str, An
                 "source": job.source.name,
                 "rows": writer.total - data.rows,
                 "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "digest": digest,
             },
         ],
     )

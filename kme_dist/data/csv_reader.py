@@ -8,6 +8,9 @@ Types are fixed by the first block: a column whose first values are numbers is n
 it is an error with its row, not a silent change of type. Rows count from 0, without the header; lines count from 1, as
 in an editor.
 
+Integers that are not the numbers that they are read as (007, or beyond 2**53) are recognised by their bytes while a
+file is read; only then its columns of integers are read once more, as texts, to say which value it is, and where.
+
 What the first lines do not determine is said (`TableSource.notes`), or refused with the option that determines it.
 """
 
@@ -25,10 +28,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pac
 import pyarrow.csv as pc
 
+from kme_dist.data.notation import long_integer_among
 from kme_dist.data.readers import LEAVE_OUT, Block, FileOptions, Kind, TableSource, check_names, kind_of, open_bytes
+from kme_dist.data.validation import long_integer_words
 from kme_dist.errors import ConfigError, DataError
 
 _DELIMITERS = ",;\t|"
@@ -36,26 +43,58 @@ _MAX_BLOCK = 64 << 20
 _SAMPLE = 1_000  # records of the first megabyte that are looked at
 _YEARS = range(1900, 2101)
 _CODE = re.compile(r"[+-]?0\d+", re.ASCII)
+_CODES = r"^\s*[+-]?0\d+\s*$"
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_BINARY = {
+    b"PAR1": "a Parquet file",
+    b"PK\3\4": "a zip archive (as of npz and xlsx)",
+    b"\x93NUMPY": "an npy file",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"BZh": "compressed by bzip2",
+    b"\xd0\xcf\x11\xe0": "an old Office document (as of xls)",
+}
+_LIGHT = np.isin(np.arange(256), list(b" \t+-"))  # bytes before the digits of a number
 
 
 class _Watched(io.RawIOBase):
-    """A byte stream that counts quotes and detects NUL bytes as it is read."""
+    """A byte stream that counts quotes and detects NUL bytes as it is read, and fields that begin like 007 or with 16
+    digits; where these cannot be told (`delimiter` is empty), there may be some."""
 
-    def __init__(self, stream: Any, quote: bytes) -> None:
+    def __init__(self, stream: Any, quote: bytes, delimiter: bytes) -> None:
         super().__init__()
         self.stream, self.quote = stream, quote
-        self.quotes, self.has_nul = 0, False
+        self.quotes, self.has_nul, self.has_codes = 0, False, not delimiter
+        self._begins = np.zeros(256, bool)  # bytes after which a field begins
+        self._begins[list(b"\r\n" + quote + delimiter)] = True
+        self._last = b"\n"
+        self.end = b""  # is read after the first bytes
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
         data: bytes = self.stream.read(size if size >= 0 else None)
+        data, self.end = data + self.end, b""
         if self.quote:
             self.quotes += data.count(self.quote)
         self.has_nul = self.has_nul or b"\0" in data
+        if not self.has_codes and data:
+            seen = self._last + data
+            self.has_codes, self._last = self._begin_codes(np.frombuffer(seen, np.uint8)), seen[-64:]
         return data
+
+    def _begin_codes(self, text: np.ndarray) -> bool:
+        """Whether a field begins like 007 or with 16 digits, after a sign or spaces."""
+        run = digits = text - ord("0") < 10  # unsigned: anything below "0" is large
+        begins, light = self._begins[text], _LIGHT[text]
+        light[1:] &= begins[:-1] | light[:-1]
+        begins |= light
+        if bool((begins[:-2] & (text[1:-1] == ord("0")) & digits[2:]).any()):
+            return True
+        for step in (1, 2, 4, 8):
+            run = run[:-step] & run[step:]
+        return bool((begins[: len(run[1:])] & run[1:]).any())
 
     def close(self) -> None:
         self.stream.close()
@@ -80,13 +119,15 @@ def open_csv_files(files: list[Path], options: FileOptions) -> TableSource:
         if shape.names != first.names:
             raise DataError(f"{shape.path}: the columns {shape.names} differ from {first.names} in {first.path}.")
     kinds = first.kinds()
+    for shape in shapes[1:]:
+        shape.integers, shape.codes = first.integers, first.codes
 
     def blocks(columns: Mapping[str, pa.DataType]) -> Iterator[Block]:
         for shape in shapes:
             yield from shape.blocks(dict(columns))
 
     name = str(files[0]) if len(files) == 1 else str(files[0].parent)
-    return TableSource(name, kinds, None, blocks, first.notes, options, first.codes)
+    return TableSource(name, kinds, None, blocks, first.notes, options, first.codes, first.unnamed)
 
 
 class _Shape:
@@ -96,7 +137,11 @@ class _Shape:
         self.path, self.options, self.delimiter, self.names = path, options, delimiter, names
         self.header = header  # number of lines of the header, including empty ones before it; 0: no header
         self.notes: tuple[str, ...] = ()
-        self.codes: dict[str, str] = {}
+        self.unnamed: tuple[str, ...] = ()  # columns without a name
+        self.has_rows = True
+        self.codes: dict[str, str] = {}  # grows while the file is read
+        self.integers: set[str] = set()  # columns whose first values are integers, or missing
+        self._looked_at: set[str] = set()
 
     @classmethod
     def of(cls, path: Path, options: FileOptions) -> _Shape:
@@ -119,13 +164,18 @@ class _Shape:
         check_names(str(path), names)
         shape = cls(path, options, delimiter, lines if header else 0, names)
         shape.notes = (*notes, *assumed)
+        shape.unnamed = tuple(name for name, field in zip(names, fields, strict=True) if header and not field.strip())
+        shape.has_rows = bool(records)
         shape.codes = _codes(names, records, options)
         return shape
 
     def _reader(self, types: dict[str, pa.DataType] | None, block_bytes: int) -> tuple[Any, _Watched]:
         # UTF-16 and similar encodings contain NUL bytes and quotes before decoding; Arrow decodes after us.
         ascii_like = "".join(map(chr, range(32, 127))).encode(self.options.encoding) == bytes(range(32, 127))
-        watched = _Watched(open_bytes(self.path), self.options.quote.encode() if ascii_like else b"")
+        quote, delimiter = (text.encode() if ascii_like else b"" for text in (self.options.quote, self.delimiter))
+        watched = _Watched(open_bytes(self.path), quote, delimiter)
+        if ascii_like and not self.has_rows:
+            watched.end = b"\n"  # for a header without one
         reader = pc.open_csv(
             pa.PythonFile(watched, mode="r"),
             read_options=pc.ReadOptions(
@@ -149,6 +199,8 @@ class _Shape:
                 strings_can_be_null=True,
                 check_utf8=True,
                 decimal_point=self.options.decimal,
+                true_values=["true", "True", "TRUE"],  # and no 1 and 0, of which others are numbers
+                false_values=["false", "False", "FALSE"],
             ),
         )
         return reader, watched
@@ -170,6 +222,8 @@ class _Shape:
             if pa.types.is_binary(field.type):
                 raise self._explain(DataError("bytes that are not text"), {})
             kinds[field.name] = kind_of(field.type)
+            if pa.types.is_integer(field.type) or pa.types.is_null(field.type) or field.name in self.codes:
+                self.integers.add(field.name)
         return kinds
 
     def blocks(self, types: dict[str, pa.DataType]) -> Iterator[Block]:
@@ -185,6 +239,8 @@ class _Shape:
             for batch in reader:
                 if watched.has_nul and self._is_ascii_like():
                     raise pa.ArrowInvalid("NUL byte")
+                if watched.has_codes:
+                    self._check_integers(types)
                 if batch.num_rows:
                     yield Block(str(self.path), at, table=batch, line_of=self.line_of)
                     at += batch.num_rows
@@ -200,6 +256,38 @@ class _Shape:
                 reader.close()
             del reader, watched
             _wait_for(gone)
+
+    def _check_integers(self, types: dict[str, pa.DataType]) -> None:
+        """Refuse integers beyond 2**53 that are read as numbers, and labels such as 007 that are read as integers;
+        other codes are kept in `codes`, which is said."""
+        plain = {name: kind for name, kind in types.items() if name in self.integers and not pa.types.is_string(kind)}
+        names = sorted(plain.keys() - self._looked_at)
+        self._looked_at.update(names)
+        if not names:
+            return
+        reader, watched = self._reader(dict.fromkeys(names, pa.string()), 1 << 20)
+        at = 0
+        for batch in reader:
+            for name, texts in zip(names, batch.columns, strict=True):
+                as_class = pa.types.is_integer(plain[name])
+                if not as_class and (row := long_integer_among(texts)) is not None:
+                    words = long_integer_words(*2 * [int(texts[row].as_py())])
+                    hint = f"subtract an offset, or {LEAVE_OUT} if it is an identifier"
+                    raise self._bad_integer(at + row, name, f"{words}; {hint}")
+                row = pac.index(pac.match_substring_regex(texts, _CODES), True).as_py()
+                if row < 0:
+                    continue
+                code = texts[row].as_py()
+                if as_class:
+                    what = f"the label {code!r} would be read as {int(code)}, like the integers before it"
+                    raise self._bad_integer(at + row, name, f"{what}; write it so, or list the column in `categories`")
+                self.codes.setdefault(name, code.strip())
+            at += batch.num_rows
+        reader.close()
+        watched.close()
+
+    def _bad_integer(self, row: int, column: str, what: str) -> DataError:
+        return DataError(f"{Block(str(self.path), row, line_of=self.line_of).place(0)}, column {column!r}: {what}.")
 
     def _is_ascii_like(self) -> bool:
         return "a".encode(self.options.encoding) == b"a"
@@ -275,7 +363,8 @@ class _Shape:
         except (OSError, pa.ArrowInvalid) as bad:
             return DataError(f"{self.path}: the file is damaged after row {row} (line {line}): {bad}.")
         reason = " ".join(str(error).split())[:200]
-        return DataError(f"{self.path}: row 0 to {row}, all columns: cannot be read as a table ({reason}).")
+        where = f"row 0 to {row}, all columns: " if row >= 0 else ""
+        return DataError(f"{self.path}: {where}cannot be read as a table ({reason}).")
 
     def _undecodable(self) -> str:
         """Row and column of the first bytes that do not decode, found by reading the file as bytes."""
@@ -316,7 +405,7 @@ class _Shape:
 
 
 _CONVERT = "Convert the file to utf-8, or ingest it with its encoding, e.g. latin-1."
-_BOOLEANS = ("true", "false", "0", "1")
+_BOOLEANS = ("true", "false")
 
 
 def _quoting(options: FileOptions) -> dict[str, Any]:
@@ -348,6 +437,11 @@ def _first_records(path: Path, options: FileOptions) -> tuple[str, list[list[str
             raw = bytes(stream.read(1 << 20))
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path}: cannot be read ({error}).") from error
+    if (other := next((what for magic, what in _BINARY.items() if raw.startswith(magic)), None)) is not None:
+        raise DataError(
+            f"{path}: the content is {other}, not text; name the file after its content (.parquet, .npz, .csv.gz, "
+            "...), or export it as text."
+        )
     head = raw.decode(options.encoding, errors="replace").lstrip("\ufeff")
     lines = [line for line in head.splitlines() if line]
     if not lines:
@@ -363,12 +457,32 @@ def _first_records(path: Path, options: FileOptions) -> tuple[str, list[list[str
                 records.append(fields)
             if len(records) > _SAMPLE:
                 break
+        notes = [*notes, *_text_after_quotes(path, head, delimiter, end, options)]
     except csv.Error as error:
         if not records:
             raise DataError(f"{path}: the first line, column 0 or later: {error}.") from error
     if len(raw) == 1 << 20 and len(records) > 1:  # the last one may be cut
         del records[-1]
     return delimiter, records, end, notes
+
+
+def _text_after_quotes(path: Path, head: str, delimiter: str, start: int, options: FileOptions) -> list[str]:
+    """A line on the first field such as "p"x, which is read as px, among the first records."""
+    if not options.quote or not re.search(
+        rf"{re.escape(options.quote)}[^{re.escape(delimiter + options.quote)}\r\n]", head
+    ):
+        return []
+    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True, **_quoting(options))
+    try:
+        for _ in itertools.islice(reader, _SAMPLE):
+            pass
+    except csv.Error as error:
+        if "expected after" in str(error):
+            return [
+                f"{path}: text follows the closing quote of a field in line {reader.line_num} and is read as part "
+                f"of it ({options.quote}p{options.quote}x as px); if quotes are ordinary text here, pass quote=''"
+            ]
+    return []
 
 
 def _sniff(lines: list[str], path: Path) -> tuple[str, list[str]]:

@@ -15,13 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kme_dist.data.notation import Notation, in_other_notation, suggestion
-from kme_dist.data.readers import Block, MatrixSource, Source, TableSource, kind_of
+from kme_dist.data.notation import Notation, in_other_notation, long_integer_among, suggestion
+from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source, TableSource, kind_of
 from kme_dist.data.schema import PERIODS, Column, Schema, finder
 from kme_dist.data.statistics import Statistics
+from kme_dist.data.validation import LARGEST_INTEGER, long_integer_words
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
+FEW_TARGETS = 10  # different numbers that may be classes
+LARGEST_WEIGHT = 1e100  # of a row: with larger ones, sums of weighted squares overflow
 _DAY = {"s": 86_400.0, "ms": 86_400e3, "us": 86_400e6, "ns": 86_400e9}
 _DATE_TYPES = [pa.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
 
@@ -66,6 +69,7 @@ class Encoder:
         self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
         names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
         self.extras = [finder(source.name, names)(name) for name in extras]
+        self.few_targets: set[float] | None = set()  # the different ones; None: more than a few
         self.codes: dict[Any, int] = {value: i for i, value in enumerate(schema.classes or ())}
         self.fixed_classes = schema.classes is not None
         # A category such as city=Paris is a feature, but the column of the file is city.
@@ -191,8 +195,17 @@ class Encoder:
             if wrong.any():
                 row, j = (int(v) for v in np.argwhere(wrong)[0])
                 raise self._bad(block, row, j, f"{X[row, j]!r} is not an integer from 0 to 255; choose dtype float32")
+        if X.dtype.kind in "iu" and X.dtype.itemsize == 8 and X.size:
+            least, most = X.min(axis=0), X.max(axis=0)
+            for j in np.flatnonzero((least < -LARGEST_INTEGER) | (most > LARGEST_INTEGER))[:1].tolist():
+                row = int(np.argmax((X[:, j] > LARGEST_INTEGER) | (X[:, j] < -LARGEST_INTEGER)))
+                raise self._long(block, row, j, int(X[row, j]))
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(X, dtype=self.schema.dtype)
+
+    def _long(self, block: Block, row: int, column: int | str, value: int) -> DataError:
+        words = f"{long_integer_words(value, value)}; subtract an offset, or {LEAVE_OUT} if it is an identifier"
+        return self._bad(block, row, column, words)
 
     def _column_values(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
         if column.kind in ("number", "date"):
@@ -252,13 +265,31 @@ class Encoder:
         ):
             array = array.cast(pa.bool_())
         if pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
+            self._check_long(block, column, array)
             array = array.cast(pa.uint8() if pa.types.is_boolean(array.type) else pa.float64())
+        self._check_long(block, column, array)
         try:
             return array.cast(target, safe=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             values = array.to_pylist()
         row = next((i for i, value in enumerate(values) if value is not None and not is_number(value)), 0)
         raise self._bad(block, row, column, f"{str(values[row])[:60]!r} is not a number")
+
+    def _check_long(self, block: Block, column: str, array: pa.Array) -> None:
+        """Refuse integers, also as decimals or texts, of which several would become one floating point number."""
+        kind = array.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            row = long_integer_among(array)
+        elif (pa.types.is_integer(kind) and kind.bit_width == 64) or (pa.types.is_decimal(kind) and kind.scale <= 0):
+            ends = pc.min_max(array)
+            wrong = next(
+                (end for end in ends.values() if end.is_valid and long_integer_words(*2 * [int(end.as_py())])), None
+            )
+            row = None if wrong is None else pc.index(array, wrong).as_py()
+        else:
+            return
+        if row is not None:
+            raise self._long(block, row, column, int(array[row].as_py()))
 
     def _in_notation(self, block: Block, column: str, texts: pa.Array, notation: Notation) -> np.ndarray:
         values, wrong = notation.numbers(texts)
@@ -267,6 +298,10 @@ class Encoder:
             shown = repr(texts[row].as_py()[:60])
             how = str(notation).removeprefix("set ").replace("` to ", "` ")
             raise self._bad(block, row, column, f"{shown} is not a number with {how}")
+        if (np.abs(values) >= LARGEST_INTEGER).any():
+            joined = notation.without_thousands(texts)
+            if (long := long_integer_among(joined)) is not None:
+                raise self._long(block, long, column, int(joined[long].as_py()))
         return values
 
     def _stripped(self, texts: pa.Array) -> pa.Array:
@@ -357,9 +392,12 @@ class Encoder:
         missing = np.isnan(weights)
         if self.schema.missing == "drop":
             keep &= ~missing
-        wrong = ~(np.isfinite(weights) & (weights >= 0)) & keep
+        wrong = ~((weights <= LARGEST_WEIGHT) & (weights >= 0)) & keep
         if wrong.any():
             row = int(np.argmax(wrong))
+            if weights[row] > LARGEST_WEIGHT:
+                what = f"the weight is {weights[row]:g}, it must be at most {LARGEST_WEIGHT:g}"
+                raise self._bad(block, row, str(self.schema.weight), f"{what}; divide all weights by a constant")
             what = "missing" if missing[row] else f"{weights[row]:g}"
             hint = "; correct it, or set `missing` to drop" if missing[row] else ""
             raise self._bad(block, row, str(self.schema.weight), f"the weight is {what}, it must be >= 0{hint}")
@@ -391,6 +429,9 @@ class Encoder:
             if not np.isfinite(values).all():
                 row = int(offsets[np.argmin(np.isfinite(values))])
                 raise self._bad(block, row, str(self.schema.label), "the target is not finite")
+            if self.few_targets is not None:
+                self.few_targets.update(np.unique(values).tolist())
+                self.few_targets = self.few_targets if len(self.few_targets) <= FEW_TARGETS else None
             return values
         encoded = labels.dictionary_encode()
         found = encoded.dictionary.to_pylist()
@@ -448,6 +489,14 @@ def check_single(source: Source, schema: Schema, found: Statistics) -> None:
 def check_class_names(where: str, schema: Schema, names: Sequence[Any], *, asked: bool) -> None:
     """Refuse classes that may be numbers in another notation (unless asked for classes) or differ by spaces only."""
     texts = [name for name in names if isinstance(name, str)]
+    words = {text.strip().lower(): text for text in texts}
+    if not asked and words.keys() & {"true", "false"} and words.keys() <= {"true", "false", "0", "1"}:
+        both = next((words[digit] for digit in ("0", "1") if digit in words), None)
+        if both is not None:
+            raise DataError(
+                f"{where}: the labels {schema.label!r} mix true and false with {both!r}; write them in one way, or set "
+                "`task` to classification if each is a class of its own."
+            )
     if not asked and (marked := in_other_notation(texts)) is not None:
         raise DataError(
             f"{where}: the labels {schema.label!r} such as {marked!r} may be numbers in another notation: "

@@ -54,7 +54,7 @@ def table_schema(X: Any) -> Schema:
         schema = plan_schema(source, TableOptions(missing="indicator"))
     except DataError as error:
         raise DataError(_for_frames(str(error))) from None
-    announce(missing_words("X", schema, "fill them in before, e.g. X.fillna(...), for another rule"))
+    announce([*schema.notes, *missing_words("X", schema, "fill them in before, e.g. X.fillna(...), for another rule")])
     return schema
 
 

@@ -35,7 +35,7 @@ from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.prefetch import Prefetched
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
 from kme_dist.data.reading import Table, check_width, sort_options, table_source
-from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
+from kme_dist.data.schema import Schema, TableOptions, announce, codes_read_as_numbers, few_targets_words, missing_words
 from kme_dist.data.splits import Split, cut_points, order_keys
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.store import check_replaceable, is_staging, publish, sealed, sweep
@@ -52,7 +52,7 @@ from kme_dist.data.writer import (
     weight_entry,
     write_shard,
 )
-from kme_dist.errors import ConfigError, KMEError
+from kme_dist.errors import ConfigError, DataError, KMEError
 from kme_dist.failpoints import passing
 
 Progress = Callable[[str, int, int | None], None]  # (stage, rows done, total rows if known)
@@ -202,7 +202,10 @@ def ingest(
                 if alone or not _in_parallel(client, job, writer):
                     job.run(writer, scratch_folder)
                 job.finish(writer, target, still_held)
+            if table.task == "auto":
+                few[:] = few_targets_words(opened.name, schema, job.encoder.few_targets, writer.total)
 
+        few: list[str] = []
         try:
             store(schema)
         except MissingValueError:
@@ -211,7 +214,8 @@ def ingest(
                 raise
             schema = filled
             store(schema)
-        announce([*schema.notes, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
+        late = [*codes_read_as_numbers(opened, schema), *few] if like is None else []
+        announce([*schema.notes, *late, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
     return open_dataset(place)
 
 
@@ -302,6 +306,7 @@ class IngestPlan:
     encoding: Schema | None = None  # of rows that are already encoded: their encoding
     asked_for_classes: bool = True  # the user said that labels are classes
     positions: Callable[[np.ndarray], np.ndarray] | None = None  # where rows were before they came in another order
+    watch: Callable[[Encoded], None] = lambda block: None  # is given every block, in the order of the source
     seen: int = 0  # rows of the source
     kept: int = 0
 
@@ -348,6 +353,7 @@ class IngestPlan:
             for block in ahead:
                 self.seen += block.seen
                 self.kept += len(block.X)
+                self.watch(block)
                 self.progress(stage, self.seen, self.source.rows)
                 yield block
 
@@ -519,6 +525,12 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
     weights = np.zeros((0, 2))
     splits = {}
     for name, span, (features, targets, found, own) in writer.measured():
+        if features.count and not features.total:
+            of = "" if name == "all" else f" in the split {name!r}"
+            raise DataError(
+                f"{job.source.name}: all weights {job.schema.weight!r}{of} are 0, so no row counts; at least one must "
+                "be positive"
+            )
         weights = padded_sum(weights, own)
         whole, target = whole + features, target if targets is None else target + targets
         if classes is not None:

@@ -24,7 +24,7 @@ from kme_dist.data.places import METADATA_KEY, Place
 from kme_dist.data.readers import FileOptions, TableSource, open_source
 from kme_dist.data.rows import RowsRef
 from kme_dist.data.sparse import as_sparse_rows, is_sparse
-from kme_dist.data.validation import check_only_texts, object_rows
+from kme_dist.data.validation import check_columns, check_only_texts, object_rows
 from kme_dist.errors import ConfigError, DataError
 
 # The same columns in another order: the way out for a data set; other columns are found by name.
@@ -127,7 +127,9 @@ class DaskRows(RowSource):
         return {}
 
     def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, None]:
-        return np.asarray(self._X[start:stop].compute(scheduler="synchronous")), None
+        X = np.asarray(self._X[start:stop].compute(scheduler="synchronous"))
+        check_columns(X)
+        return X, None
 
     def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
         import dask
@@ -210,6 +212,7 @@ def _source_of(data: Any, columns: ModelColumns, id_column: str | None, unseen: 
         check_only_texts(data)
     X = np.asarray(data)
     _check_numbers(X)
+    check_columns(X)
     return ArrayRows(X, None)
 
 

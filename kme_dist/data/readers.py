@@ -101,7 +101,8 @@ class TableSource:
     blocks: Callable[[Mapping[str, pa.DataType]], Iterator[Block]]
     notes: tuple[str, ...] = ()  # what was assumed, in lines
     options: FileOptions | None = None  # of text files: how they are read
-    codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007 or above 64 bits, with one
+    codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007, with one; grows as read
+    unnamed: tuple[str, ...] = ()  # columns whose names were made up
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kme_dist.data.encode import Encoder, MissingValueError, check_class_names, check_single
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, open_source
-from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
+from kme_dist.data.schema import Schema, TableOptions, announce, codes_read_as_numbers, few_targets_words, missing_words
 from kme_dist.data.statistics import Statistics
 from kme_dist.data.survey import plan_schema, with_indicators
 from kme_dist.errors import ConfigError, DataError
@@ -109,7 +109,10 @@ def read_table(source: Any, *, id: str | int | None = None, schema: Schema | Non
     if not given and schema.dtype == "float32":
         check_single(opened, schema, Statistics.of(X))
     if not given:
-        announce([*schema.notes, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
+        late = codes_read_as_numbers(opened, schema)
+        if table.task == "auto":
+            late += few_targets_words(opened.name, schema, encoder.few_targets, len(X))
+        announce([*schema.notes, *late, *(missing_words(opened.name, schema) if table.missing == "auto" else [])])
     names = (schema.feature_names, classes, schema.label)
     return Table(X, y, *names, ids, rows, schema, weights, schema.weight or "weight")
 

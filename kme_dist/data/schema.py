@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -247,7 +248,8 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
     if isinstance(source, TableSource) and (read := source.options) is not None:
         schema = replace(schema, delimiter=read.delimiter, charset=None if read.encoding == UTF8 else read.encoding)
     if isinstance(source, TableSource):
-        schema = replace(schema, notes=(*source.notes, *_codes_read_as_numbers(source, schema)))
+        notes = (*source.notes, *_index_words(source, schema), *codes_read_as_numbers(source, schema))
+        schema = replace(schema, notes=notes)
     if not schema.sample_shape:
         schema = replace(schema, sample_shape=(len(schema.feature_names),))
     return schema
@@ -283,8 +285,21 @@ def finder(where: str, names: list[str]) -> Callable[[str | int], str]:
     return find
 
 
-def _codes_read_as_numbers(source: TableSource, schema: Schema) -> list[str]:
-    """One line on every column of integers such as 007, which are more than the numbers that they are read as."""
+def _index_words(source: TableSource, schema: Schema) -> list[str]:
+    """One line on every feature that pandas may have written as the index of a table, which says where a row was."""
+    return [
+        f"{source.name}: the column {column.name!r}, which has no name of its own, is a feature; if it is the index of "
+        f"a data frame, {LEAVE_OUT} (or write without it: index=False)"
+        for column in schema.columns
+        if column.name in source.unnamed or re.fullmatch(r"__index_level_\d+__|Unnamed: \d+", column.name)
+    ]
+
+
+def codes_read_as_numbers(source: Source, schema: Schema) -> list[str]:
+    """One line on every column of integers such as 007, which are more than the numbers that they are read as; there
+    may be more of them once the source is read to its end."""
+    if isinstance(source, MatrixSource):
+        return []
     used = {column.name for column in schema.columns if column.kind == "number"}
     lines = [
         f"{source.name}: the column {name!r} is read as numbers, so that {text!r} is {float(text):.16g}; list it in "
@@ -295,15 +310,26 @@ def _codes_read_as_numbers(source: TableSource, schema: Schema) -> list[str]:
     if schema.label is not None and schema.label in source.codes and schema.label_kind == "text":
         lines.append(
             f"{source.name}: the labels {schema.label!r} are texts, since integers such as "
-            f"{source.codes[schema.label]!r} are not the numbers that they would be read as; set `task` to regression "
-            "for numbers"
+            f"{source.codes[schema.label]!r} are not the numbers that they would be read as"
+            + ("; set `task` to regression for numbers" if len(source.codes[schema.label]) < 17 else "")
         )
     return lines
 
 
+def few_targets_words(where: str, schema: Schema, found: Collection[float] | None, rows: int) -> list[str]:
+    """One line if the targets of a regression that nobody asked for are so few that they may be classes."""
+    if schema.task != "regression" or not found or rows < 5 * len(found):
+        return []
+    shown = ", ".join(f"{value:g}" for value in sorted(found)[:4]) + (", ..." if len(found) > 4 else "")
+    return [
+        f"{where}: the labels {schema.label!r} are numbers with a decimal point, and so targets of a regression, but "
+        f"only {counted(len(found), 'different value')} ({shown}); set `task` to classification if they are classes"
+    ]
+
+
 def announce(lines: Sequence[str]) -> None:
     """Say how a source was read, as warnings, which the command line shows as notes."""
-    for line in lines:
+    for line in dict.fromkeys(lines):
         warn(line, AssumptionWarning)
 
 
@@ -354,7 +380,8 @@ def _label_plan(
     elif label is None:
         return None, "none", None, "none"
     else:
-        kind = "text" if label in source.codes and options.task != "regression" else kinds[label]
+        coded = label in source.codes or label in map(finder(source.name, names), options.categories)
+        kind = "text" if coded and options.task != "regression" else kinds[label]
     if kind == "category":
         return label, "integer", position, "classification"
     if kind in ("date", "other"):

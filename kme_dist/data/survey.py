@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kme_dist.data.encode import Encoder, as_text, is_number, refuse_spaces, texts_of
-from kme_dist.data.notation import Notation, in_other_notation, suggestion
+from kme_dist.data.notation import Notation, in_other_notation, like_numbers, suggestion, unit_of
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import PERIODS, Column, Schema, TableOptions, draft_schema
 from kme_dist.errors import DataError
 
+FEW_WITH_UNIT = 10  # different values such as "1 kg", which may be categories
 _SIGN = np.uint64(1 << 63)
 _DAY_OR_MONTH_FIRST = re.compile(r"\d{1,2}([/.-])\d{1,2}\1(\d{4}|\d{2})( \d{1,2}:\d{2}(:\d{2})?)?", re.ASCII)
 
@@ -63,6 +64,7 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
     """Stream the source for categories, dates, and means or medians if they are needed."""
     marked = options.missing == "indicator"
     holes: dict[str, int] = {}
+    notes = list(schema.notes)
     columns = {c.name: c for c in schema.columns}
     categorical = [c.name for c in schema.columns if c.kind in ("one_hot", "ordinal")]
     if categorical:
@@ -72,6 +74,12 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
                 _refuse_notation(source, name, categories, schema.notation)
                 _refuse_dates(source, name, categories)
                 _refuse_mixed(source, schema, name, categories)
+                if (unit := unit_of(categories)) is not None:
+                    notes.append(
+                        f"{source.name}: the column {name!r} holds numbers with the unit {unit!r} such as "
+                        f"{categories[0]!r}, which are categories here; write them as 1234.5, or list the column in "
+                        "`categories`"
+                    )
             if schema.strip is None:
                 refuse_spaces(source.name, name, categories)
             columns[name] = replace(columns[name], categories=categories, indicator=marked and name in holes)
@@ -97,7 +105,7 @@ def _survey(source: Source, schema: Schema, options: TableOptions) -> Schema:
                 periods=found_values.periods(i) if column.kind == "date" else (),
             )
     ordered = {name: absent[name] for name in columns if name in absent}
-    done = replace(schema, columns=tuple(columns.values()), holes=ordered if marked else {})
+    done = replace(schema, columns=tuple(columns.values()), holes=ordered if marked else {}, notes=tuple(notes))
     widened = len(done.feature_names) != len(schema.columns)
     if (not options.features and done.sample_shape != schema.sample_shape) or categorical or widened:
         done = replace(done, sample_shape=(len(done.feature_names),))
@@ -178,6 +186,15 @@ def _refuse_notation(source: Source, column: str, values: Collection[str], given
             f"{LEAVE_OUT}."
         )
     if (marked := in_other_notation(values)) is None:
+        strange, unit = like_numbers(values), unit_of(values)
+        if strange is not None or (unit is not None and len(values) > FEW_WITH_UNIT):
+            shown = f"{strange or next(iter(values))!r}, which look like numbers" + (
+                f" with the unit {unit!r}" if unit else ""
+            )
+            raise DataError(
+                f"{source.name}: the column {column!r} holds texts such as {shown}; write them as 1234.5, or list the "
+                f"column in `categories`, or {LEAVE_OUT}."
+            )
         return
     raise DataError(
         f"{source.name}: the column {column!r} holds texts such as {marked!r}, which may be numbers in another "

@@ -9,6 +9,7 @@
     check_not_path(X)                  an error for a path, which has to be opened first, and for a lazy frame
     check_collected(X)                 an error for a lazy frame alone
     check_numeric_targets(y, by)       an error for targets of a regression that are texts, dates or durations
+    long_integer_words(least, most)    why integers of this range cannot become floating point numbers; None: they can
     check_targets_given(X, y)          an error for a single value as targets
     text_among(X)                      the first text in a table that should hold numbers, and where it is
     not_finite_among(X)                the first NaN or infinity in a table, and where it is
@@ -35,7 +36,7 @@ from kme_dist.errors import DataError
 
 _NUMBERS = ("b", "i", "u", "f")
 _DATES = ("m", "M")
-_LARGEST_INTEGER = 2**53
+LARGEST_INTEGER = 2**53
 _LOOKED_AT = 1_000  # rows of a column of objects
 
 
@@ -258,6 +259,11 @@ def not_finite_words(error: str, X: Any, y: Any = None) -> str:
 def check_numeric_targets(y: Any, by: str) -> None:
     """Raise an error for targets of a regression that are texts, dates or durations."""
     kind = getattr(getattr(y, "dtype", None), "kind", "")
+    if kind in ("i", "u") and not hasattr(y, "dask"):
+        targets = np.asarray(y)
+        words = long_integer_words(int(targets.min()), int(targets.max())) if targets.size else None
+        if words is not None:
+            raise DataError(f"the targets hold {words}; subtract an offset")
     if y is None or kind in (*_NUMBERS, "c"):  # complex: scikit-learn's error
         return
     values = list(y) if isinstance(y, list | tuple) else np.asarray(y).ravel()[:_LOOKED_AT].tolist()
@@ -333,12 +339,21 @@ def _refuse_long_integers(rows: np.ndarray, names: Sequence[Any]) -> None:
     if rows.dtype.kind not in "iu" or rows.dtype.itemsize < 8 or not rows.size:
         return
     for name, least, most in zip(names, rows.min(axis=0).tolist(), rows.max(axis=0).tolist(), strict=True):
-        if most > _LARGEST_INTEGER or least < -_LARGEST_INTEGER:
-            shown = most if most > _LARGEST_INTEGER else least
+        if words := long_integer_words(least, most):
             raise DataError(
-                f"column {name!r} has the integer {shown}, and beyond 2**53 integers cannot be told apart as floating "
-                "point numbers; subtract an offset, or drop the column if it is an identifier"
+                f"column {name!r} has {words}; subtract an offset, or drop the column if it is an identifier"
             )
+
+
+def long_integer_words(least: int, most: int) -> str | None:
+    """What is wrong with integers from `least` to `most` as floating point numbers; None: nothing.
+
+    The one rule for every way in: tables and arrays in memory, files, and rows to predict.
+    """
+    if least >= -LARGEST_INTEGER and most <= LARGEST_INTEGER:
+        return None
+    shown = most if most > LARGEST_INTEGER else least
+    return f"the integer {shown}, and beyond 2**53 integers cannot be told apart as floating point numbers"
 
 
 def _refuse_dates(column: str, kind: str, where: str) -> None:

@@ -206,6 +206,13 @@ def test_ingest_makes_a_data_set_and_inspect_describes_it(tmp_path, monkeypatch,
     assert "already exists" in line
     assert cli.execute(["ingest", "good.csv", "good.zarr", "--append", "--quiet"]) == 0
     assert "40 rows" in capsys.readouterr().out
+    assert cli.execute(["ingest", "good.csv", "good.zarr", "--append"]) == 0  # as after a kill
+    out, err = capsys.readouterr()
+    assert "40 rows" in out
+    assert "its 20 rows were already appended to" in err
+    assert cli.execute(["ingest", "good.csv", "good.zarr", "--append", "--again", "--quiet"]) == 0
+    assert "60 rows" in capsys.readouterr().out
+    assert failure(capsys, "ingest", "good.csv", "good.zarr", "--again")[0] == 2
     assert cli.execute(["inspect", "good.zarr", "--verify"]) == 0
     assert "height" in capsys.readouterr().out
 

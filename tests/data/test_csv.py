@@ -6,6 +6,7 @@ import csv
 import datetime
 import io
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kme_dist.data.ingest import ingest
 from kme_dist.data.notation import Notation, suggestion
 from kme_dist.data.readers import MISSING_TEXTS
 from kme_dist.data.reading import read_table
-from kme_dist.errors import DataError
+from kme_dist.errors import AssumptionWarning, DataError
 
 TOKENS = st.sampled_from(
     [
@@ -45,7 +46,9 @@ def judged(raw: bytes) -> list[list[str]] | None:
 def check(path, raw: bytes) -> None:
     path.write_bytes(raw)
     try:
-        table = read_table(path, header=True, missing=0.0, delimiter=",", max_categories=1000, dtype="float32")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AssumptionWarning)  # of a text after a closing quote
+            table = read_table(path, header=True, missing=0.0, delimiter=",", max_categories=1000, dtype="float32")
     except DataError as error:
         message = str(error)
         assert str(path) in message
@@ -195,3 +198,106 @@ def test_texts_that_only_look_like_dates_are_categories(tmp_path):
     rows = "".join(f"{'1/2/3' if i % 3 else 'a/b/c'},{i},{'ab'[i % 2]}\n" for i in range(40))
     (tmp_path / "t.csv").write_text("part,x,y\n" + rows)
     assert read_table(tmp_path / "t.csv", label="y").X.shape == (40, 3)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("{}\u00a0000", "set `thousands` to ' '"),
+        ("{}\u202f000", "set `thousands` to ' '"),
+        *((form, "look like numbers; write them as 1234.5, or list the column in `categories`") for form in (
+            "\u2212{}.5", "<{}.5", "> {}", "({})", "{}-", "{}.0D+02", "≥{}", "~{}", "{}*",
+        )),
+        ("{} kg", "look like numbers with the unit 'kg'; write"),
+        ("{}.5EUR", "look like numbers with the unit 'EUR'"),
+    ],
+)  # fmt: skip
+def test_texts_that_look_like_numbers_are_no_silent_categories(tmp_path, form, said):
+    values = [form.format(i) for i in range(1, 30)]
+    (tmp_path / "t.csv").write_text("b,y\n" + "".join(f"{value},{i % 2}\n" for i, value in enumerate(values)), "utf-8")
+    with pytest.raises(DataError, match=f"column 'b' holds texts such as .*{re.escape(said)}"):
+        read_table(tmp_path / "t.csv", label="y")
+    assert len(read_table(tmp_path / "t.csv", label="y", categories=["b"]).feature_names) == 29
+    if "thousands" in said:
+        table = read_table(tmp_path / "t.csv", label="y", thousands=" ")
+        np.testing.assert_array_equal(table.X[:, 0], 1000 * np.arange(1, 30))
+
+
+def test_digits_of_other_scripts_are_refused_as_numbers(tmp_path):
+    texts = [str(i).translate({ord("0") + d: 0x0660 + d for d in range(10)}) for i in range(29)]
+    (tmp_path / "t.csv").write_text("b,y\n" + "".join(f"{text},{i % 2}\n" for i, text in enumerate(texts)), "utf-8")
+    with pytest.raises(DataError, match=r"column 'b' holds texts such as '.*', which look like numbers"):
+        read_table(tmp_path / "t.csv", label="y")
+
+
+def test_a_few_values_with_a_unit_are_categories_which_is_said(tmp_path):
+    (tmp_path / "t.csv").write_text("b,y\n1 kg,0\n2 kg,1\n1 kg,1\n")
+    with pytest.warns(AssumptionWarning, match=r"column 'b' holds numbers with the unit 'kg' such as '1 kg'"):
+        assert read_table(tmp_path / "t.csv", label="y").feature_names == ["b=1 kg", "b=2 kg"]
+    assert read_table(tmp_path / "t.csv", label="y", categories=["b"]).feature_names == ["b=1 kg", "b=2 kg"]
+
+
+@pytest.mark.parametrize(
+    "values", [["<30", "30-60", ">60"], ["1a", "2b"], ["A1", "A2"], ["1-2", "3-4"], ["1.2.3", "1.2.4"]]
+)
+def test_categories_with_digits_stay_categories(tmp_path, values):
+    (tmp_path / "t.csv").write_text("b,y\n" + "".join(f"{value},{i % 2}\n" for i, value in enumerate(values)))
+    assert read_table(tmp_path / "t.csv", label="y").feature_names == [f"b={value}" for value in sorted(values)]
+
+
+def test_a_header_without_a_newline_is_a_table_without_rows(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,y")
+    table = read_table(tmp_path / "t.csv", label="y")
+    assert (table.feature_names, table.X.shape) == (["a", "b"], (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [(b"PAR1\x15", "Parquet"), (b"PK\3\4-\0", "zip"), (b"\x1f\x8b\x08", "gzip")]
+)
+def test_a_binary_file_under_the_name_of_a_text_is_called_what_it_is(tmp_path, content, what):
+    (tmp_path / "t.csv").write_bytes(content + bytes(range(256)))
+    with pytest.raises(DataError, match=f"the content is .*{what}.*, not text; name the file after its content"):
+        read_table(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_an_index_of_pandas_as_a_feature_is_said(tmp_path, name):
+    (tmp_path / "t.csv").write_text(f"{name},b,y\n0,1.5,p\n1,2.5,q\n")
+    column = name or "column_0"
+    with pytest.warns(
+        AssumptionWarning, match=f"column '{column}', which has no name of its own, is a feature; .*exclude"
+    ):
+        assert read_table(tmp_path / "t.csv", label="y").feature_names == [column, "b"]
+    assert read_table(tmp_path / "t.csv", label="y", exclude=[column]).feature_names == ["b"]
+
+
+def test_text_after_a_closing_quote_is_said(tmp_path):
+    (tmp_path / "t.csv").write_text('x,y\n1,"p"x\n2,px\n3,"q, ""r"""\n')
+    with pytest.warns(AssumptionWarning, match="text follows the closing quote of a field in line 2 .*quote=''"):
+        assert read_table(tmp_path / "t.csv", label="y").class_names == ["px", 'q, "r"']
+    (tmp_path / "t.csv").write_text('x,y\n1,5" pipe\n2,"p"\n')
+    assert read_table(tmp_path / "t.csv", label="y").class_names == ['5" pipe', "p"]
+
+
+def test_true_and_1_are_not_one_class(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y\n1,True\n2,1\n3,0\n")
+    with pytest.raises(
+        DataError, match="the labels 'y' mix true and false with '0'; write them in one way, or set `task`"
+    ):
+        read_table(tmp_path / "t.csv", label="y")
+    assert read_table(tmp_path / "t.csv", label="y", task="classification").class_names == ["0", "1", "True"]
+    (tmp_path / "t.csv").write_text("x,y\n" + "1,True\n2,False\n" * 100_000 + "3,1\n")
+    with pytest.raises(DataError, match=r"row 200000 .*column 'y': '1' is not true or false, as this column requires"):
+        read_table(tmp_path / "t.csv", label="y")
+
+
+@pytest.mark.parametrize("values", [["1", "1.0", "2"], ["0.0", "1.0"]])
+def test_a_regression_on_a_few_numbers_is_said(tmp_path, values):
+    lines = [f"{i},{values[i % len(values)]}" for i in range(30)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *lines]))
+    said = r"the labels 'y' are numbers with a decimal point, .* only 2 different values \(.*\); set `task` to class"
+    with pytest.warns(AssumptionWarning, match=said):
+        assert read_table(tmp_path / "t.csv", label="y").class_names is None
+    with pytest.warns(AssumptionWarning, match=said):
+        ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="y")
+    assert read_table(tmp_path / "t.csv", label="y", task="regression").class_names is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import google_crc32c
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -17,7 +18,7 @@ from kme_dist.data.dataset import open_dataset
 from kme_dist.data.ingest import ingest
 from kme_dist.data.leases import writer_lease
 from kme_dist.data.places import Place
-from kme_dist.errors import ConfigError, CorruptError, DataError, RetryError
+from kme_dist.errors import AssumptionWarning, ConfigError, CorruptError, DataError, RetryError
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -211,6 +212,46 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
     appended = append(tmp_path / "d.zarr", pa.table({"y": ["q"], "c": ["v"], "a": [9.0]}))
     np.testing.assert_array_equal(appended.read_rows(3, 4)[0], [[9, 0, 1]])
     assert appended.read_rows(3, 4)[1] == [1]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "arrays", "frame"])
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_an_append_that_is_repeated_adds_its_rows_once(tmp_path, request, form, where):
+    """As after a kill between its commit and its last words."""
+    X, y = np.arange(8.0).reshape(4, 2), np.array([0, 1, 0, 1])
+    new = pd.DataFrame({"a": [9.0, 8.0], "b": [7.0, 6.0], "y": [1, 0]})
+    dest = tmp_path / "d.zarr" if where == "disk" else f"{request.getfixturevalue('bucket')}/d.zarr"
+    ingest(pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}) if form != "arrays" else (X, y), dest, label="y")
+    source: object = tmp_path / f"new.{form}"
+    if form == "csv":
+        new.to_csv(source, index=False)
+    elif form == "parquet":
+        new.to_parquet(source)
+    else:
+        source = new if form == "frame" else (new[["a", "b"]].to_numpy(), new["y"].to_numpy())
+    first = append(dest, source)
+    with pytest.warns(AssumptionWarning, match=r"2 rows were already appended to .*nothing was appended now.*--again"):
+        repeated = append(dest, source)
+    assert repeated.rows == 6
+    assert repeated.attributes == first.attributes
+    repeated.verify()
+    assert append(dest, source, again=True).rows == 8
+    append(dest, (X[:1], y[:1]) if form == "arrays" else pd.DataFrame({"a": [1.0], "b": [2.0], "y": [1]}))
+    data = append(dest, source)  # not the last one any more
+    assert data.rows == 11
+    data.verify()
+
+
+def test_other_rows_another_source_or_split_are_no_repetition(tmp_path):
+    (tmp_path / "a.csv").write_text("a,y\n1,p\n2,q\n")
+    data = ingest(tmp_path / "a.csv", tmp_path / "d.zarr", label="y", split="train=0.5,test=0.5")
+    assert data.append(tmp_path / "a.csv", split="train").rows == 4  # the ingest was no append
+    assert data.append(tmp_path / "a.csv", split="test").rows == 6
+    (tmp_path / "b.csv").write_text("a,y\n1,p\n2,q\n")
+    assert data.append(tmp_path / "b.csv", split="test").rows == 8
+    (tmp_path / "b.csv").write_text("a,y\n1,p\n2,p\n")
+    assert data.append(tmp_path / "b.csv", split="test").rows == 10
+    open_dataset(tmp_path / "d.zarr").verify()
 
 
 def test_appended_rows_are_split_by_the_same_rule(tmp_path):

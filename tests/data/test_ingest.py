@@ -346,7 +346,8 @@ def test_integer_labels_above_64_bits_are_classes(tmp_path):
     with pytest.warns(AssumptionWarning, match=rf"labels 'y' are texts, since integers such as '{big[0]}'"):
         table = read_table(tmp_path / "t.csv", label="y")
     assert table.class_names == big
-    assert read_table(tmp_path / "t.csv", label="y", task="regression").y[0] == 2.0**64
+    with pytest.raises(DataError, match=rf"row 0 \(line 2\), column 'y': the integer {big[0]}, and beyond 2\*\*53"):
+        read_table(tmp_path / "t.csv", label="y", task="regression")
 
 
 def test_texts_that_differ_by_spaces_are_refused_unless_it_is_said_what_is_right(tmp_path):
@@ -798,3 +799,93 @@ def test_values_whose_squares_overflow_are_refused_by_the_name_of_their_column(t
     with pytest.raises(DataError, match=r"column 'x1' has values up to 1e\+200"), np.errstate(over="ignore"):
         ingest((X, np.arange(50) % 2), tmp_path / "d.zarr")
     assert not (tmp_path / "d.zarr").exists()
+
+
+LONG = 1_700_000_000_000_000_000  # nanoseconds since 1970
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "uint64", "decimal", "npy", "numpy", "frame", "notation"])
+def test_integers_beyond_2_53_are_refused_by_column_in_every_source(tmp_path, form):
+    t = np.arange(40) + LONG
+    options: dict = {"label": "y"}
+    frame = pd.DataFrame({"y": np.arange(40) % 2, "t": t})
+    source: object = tmp_path / f"t.{form}"
+    if form == "csv":
+        frame.to_csv(source, index=False)
+    elif form == "notation":
+        source, options = tmp_path / "t.csv", {**options, "thousands": ","}
+        source.write_text("y,t\n" + "".join(f'{i % 2},"{v:,}"\n' for i, v in enumerate(t.tolist())))
+    elif form == "npy":
+        np.save(source, frame.to_numpy())
+        options = {"label": 0}
+    elif form == "numpy":
+        source, options = (frame.to_numpy(), np.arange(40) % 2), {}
+    elif form == "frame":
+        source = frame
+    else:
+        kind = {"parquet": pa.int64(), "uint64": pa.uint64(), "decimal": pa.decimal128(20, 0)}[form]
+        source = tmp_path / "t.parquet"
+        pq.write_table(pa.table({"y": np.arange(40) % 2, "t": pa.array(t).cast(kind)}), source)
+    column = "x1" if form in ("npy", "numpy") else "t"
+    with pytest.raises(DataError, match=rf"column '{column}': the integer {LONG // 10**6}\d+, and beyond 2\*\*53"):
+        ingest(source, tmp_path / "d.zarr", **options)
+    assert not (tmp_path / "d.zarr").exists()
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "numpy"])
+def test_integer_targets_beyond_2_53_are_refused(tmp_path, form):
+    frame = pd.DataFrame({"x": np.arange(40) / 8, "t": 2**60 + np.arange(40)})
+    source: object = tmp_path / f"t.{form}"
+    options: dict = {"label": "t"}
+    if form == "csv":
+        frame.to_csv(source, index=False)
+    elif form == "parquet":
+        frame.to_parquet(source)
+    else:
+        source, options = (frame[["x"]].to_numpy(), frame["t"].to_numpy()), {}
+    with pytest.raises(DataError, match=r"column '[ty]': the integer 11529215046068\d+, and beyond 2\*\*53"):
+        read_table(source, task="regression", **options)
+    kept = read_table(source, task="classification", **options)  # classes stay the integers that they are
+    assert kept.class_names == [2**60 + i for i in range(40)]
+
+
+def test_integers_up_to_2_53_are_numbers_in_every_source(tmp_path):
+    t = [2**53, -(2**53), 9_007_199_254_740_991]
+    (tmp_path / "t.csv").write_text("t,y\n" + "".join(f"{value},1\n" for value in t))
+    pq.write_table(pa.table({"t": t, "y": [1, 1, 1]}), tmp_path / "t.parquet")
+    for source in (tmp_path / "t.csv", tmp_path / "t.parquet"):
+        assert read_table(source, label="y").X[:, 0].tolist() == t
+    (tmp_path / "t.csv").write_text("t,y\n1e18,1\n9007199254740993.5,2\n")  # no integers, as in memory
+    assert read_table(tmp_path / "t.csv", label="y").X[0, 0] == 1e18
+
+
+def after_a_megabyte(path: Path, first: str, last: str, header: str = "x,y") -> Path:
+    path.write_text(f"{header}\n" + first * (-(-(1 << 20) // len(first)) + 100) + last)
+    return path
+
+
+def test_codes_after_the_first_megabyte_are_said_as_features_and_refused_as_labels(tmp_path):
+    path = after_a_megabyte(tmp_path / "t.csv", "1,0\n2,1\n", "007,1\n")
+    with pytest.warns(AssumptionWarning, match=r"column 'x' is read as numbers, so that '007' is 7; .*`categories`"):
+        assert ingest(path, tmp_path / "d.zarr", label="y").read_rows(0, 1)[0].shape == (1, 1)
+    path = after_a_megabyte(tmp_path / "t.csv", "1,0\n2,1\n", "1,01\n2,001\n")
+    with pytest.raises(DataError, match=r"row \d{6} \(line \d+\), column 'y': the label '01' would be .*`categories`"):
+        read_table(path, label="y")
+    assert read_table(path, label="y", categories=["y"]).class_names == ["0", "001", "01", "1"]
+
+
+def test_long_integers_after_the_first_megabyte_are_refused(tmp_path):
+    for value in ("18446744073709551617", " +9007199254740993", "-9007199254740993"):
+        path = after_a_megabyte(tmp_path / "t.csv", "1,0\n2,1\n", f"{value},1\n")
+        with pytest.raises(DataError, match=r"row 2\d+ \(line \d+\), column 'x': the integer .* beyond 2\*\*53"):
+            read_table(path, label="y")
+    text = "2026-01-05 09:30,0123,12345678901234567890"  # elsewhere they are texts, and no reason to refuse
+    path = after_a_megabyte(tmp_path / "t.csv", f"1,0,{text}\n", f"3,1,{text}\n", "x,y,when,zip,id")
+    assert read_table(path, label="y", exclude=["when", "zip", "id"]).X.max() == 3
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_codes_are_found_in_other_encodings(tmp_path, encoding):
+    (tmp_path / "t.csv").write_bytes(f"x,y\n1,0\n{LONG},1\n".encode(encoding))
+    with pytest.raises(DataError, match=r"row 1 \(line 3\), column 'x': the integer 17"):
+        read_table(tmp_path / "t.csv", label="y", encoding=encoding)

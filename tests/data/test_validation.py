@@ -363,3 +363,8 @@ def test_integers_without_a_number_of_their_own_are_refused_by_column(largest):
 def test_column_names_that_repeat_are_refused():
     with pytest.raises(DataError, match="the column name 'a' occurs 2 times"):
         kme.MCEClassifier(steps=2).fit(pd.DataFrame(X[:, :2], columns=["a", "a"]), Y)
+
+
+def test_integer_targets_without_a_number_of_their_own_are_refused():
+    with pytest.raises(DataError, match=rf"the targets hold the integer {2**60 + 49}, and beyond 2\*\*53"):
+        kme.CMERegressor().fit(np.random.default_rng(0).normal(size=(50, 2)), 2**60 + np.arange(50))

@@ -280,3 +280,24 @@ def test_workers_store_the_same_weights(tmp_path):
     assert spread.attributes["digests"] == alone.attributes["digests"]
     np.testing.assert_array_equal(spread.weight_totals(), alone.weight_totals())
     np.testing.assert_array_equal(spread.weights(), w)
+
+
+@pytest.mark.parametrize(
+    ("weights", "split", "said"),
+    [
+        ([0.0] * 8, None, "all weights 'w' are 0, so no row counts; at least one must be positive"),
+        ([1.0] * 4 + [0.0] * 4, "train=0:4,test=4:8", "all weights 'w' in the split 'test' are 0"),
+        (
+            [1.0] * 3 + [1e308] * 5,
+            None,
+            r"row 3 .*column 'w': the weight is 1e\+308, it must be at most 1e\+100; divide",
+        ),
+        ([1.0] * 3 + [np.inf] * 5, None, "row 3 .*column 'w': the weight is inf, it must be at most"),
+    ],
+)
+def test_weights_of_which_no_row_counts_or_that_overflow_are_refused(tmp_path, weights, split, said):
+    lines = [f"{i},{i % 2},{w!r}" for i, w in enumerate(weights)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y,w", *lines]))
+    with pytest.raises(DataError, match=said):
+        ingest(tmp_path / "t.csv", tmp_path / "d.zarr", label="y", weight="w", split=split)
+    assert not (tmp_path / "d.zarr").exists()

@@ -21,6 +21,7 @@ from kme_dist.core.kernels import Gaussian
 from kme_dist.data import lazy
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.ingest import ingest
+from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, NumericalError, RetryError
 from kme_dist.models import predict as inference
@@ -691,3 +692,16 @@ def test_a_row_that_is_not_finite_does_not_stop_the_workers(model, tmp_path, cli
     outcome = kme.predict(model.path, da.from_array(X, chunks=(CHUNK, D)), tmp_path / "out.zarr", executor=client)
     assert (outcome.computed, outcome.quarantined, outcome.skipped_rows) == (5, [], 1)
     assert outcome.first_skipped[0]["row"] == 1500
+
+
+@pytest.mark.parametrize("form", ["parquet", "numpy", "dask"])
+def test_new_rows_with_integers_beyond_2_53_are_refused(tmp_path, form):
+    X = np.stack([np.arange(20), 2**60 + np.arange(20)], axis=1)
+    source = X
+    if form == "parquet":
+        source = str(tmp_path / "new.parquet")
+        pq.write_table(pa.table({"a": X[:, 0], "b": X[:, 1]}), source)
+    elif form == "dask":
+        source = pytest.importorskip("dask.array").from_array(X, chunks=(5, 2))
+    with pytest.raises(DataError, match=r"the integer 11529215046068\d+, and beyond 2\*\*53"):
+        lazy.open_rows(source, ModelColumns(2, ("a", "b") if form == "parquet" else None)).read(0, 20)
