@@ -29,26 +29,25 @@ from kme_dist.data.dataset import CACHE_BYTES, RowSource, Span, joined, spans_wi
 from kme_dist.data.plan import BatchPlan, BatchRef
 from kme_dist.data.prefetch import Prefetched
 from kme_dist.data.sparse import SparseRows, is_sparse
-from kme_dist.data.statistics import Statistics
+from kme_dist.data.statistics import LARGEST, Statistics
 from kme_dist.data.validation import as_rows
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.meter import metered
 
-_LARGEST = 1e150  # of a scaled feature: larger squares overflow
 _SMALLEST_VARIANCE = 1e-290  # of smaller ones squares lose digits, or underflow
 _MOST_RANGES = 10_000  # they are sent with every task
 _SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
 
 
-def check_magnitude(scaled: Any) -> None:
-    """DataError if a scaled row has a number whose square overflows in double precision."""
-    values = scaled.data if is_sparse(scaled) else scaled
-    if not hasattr(values, "dtype") or not values.size or float(np.abs(values).max()) <= _LARGEST:
+def check_magnitude(rows: Any, dtype: str = "float64", *, scaled: bool = True) -> None:
+    """DataError if a row to predict, scaled or not, has a number whose square overflows in this precision."""
+    values, largest = rows.data if is_sparse(rows) else rows, LARGEST[dtype]
+    if not hasattr(values, "dtype") or not values.size or float(np.abs(values).max()) <= largest:
         return
-    row = int(np.argmax((abs(scaled) > _LARGEST).sum(axis=1) > 0))
+    row = int(np.argmax((abs(rows) > largest).sum(axis=1) > 0))
     raise DataError(
-        f"row {row} has a value that is {np.abs(values).max():.0e} after scaling, whose square overflows: it is beyond "
-        "anything that the model has seen; correct the row, or remove it"
+        f"row {row} has a value that is {np.abs(values).max():.0e}{' after scaling' if scaled else ''}, whose square "
+        "overflows: it is beyond anything that the model has seen; correct the row, or remove it"
     )
 
 
@@ -74,6 +73,7 @@ class Scaling:
         is divided by its range.
         """
         if kind is None:
+            found.check_squares(source, names, "scale the columns by their range: scaling='unit'", "float64")
             return cls(np.zeros(found.mean.size), np.ones(found.mean.size))
         if kind not in ("auto", "unit", "standard"):
             raise ConfigError(f"scaling={kind!r} is unknown; choose 'auto', 'unit', 'standard' or None")
@@ -351,6 +351,12 @@ class RowsRef:
     @property
     def weighted(self) -> bool:
         return self.source.weighted
+
+    def check_squares(self, name: str = "") -> None:
+        """DataError for numbers whose squares overflow, where rows are used without a scaling."""
+        if self.source.features and not self.columns:
+            found, names = self.source.split_statistics(self.split), self.source.feature_names
+            found.check_squares(name or self.path, names, "divide the column by a constant", self.dtype or "float64")
 
     @functools.cached_property
     def weight(self) -> float:

@@ -9,7 +9,9 @@
     check_not_path(X)                  an error for a path, which has to be opened first, and for a lazy frame
     check_collected(X)                 an error for a lazy frame alone
     check_numeric_targets(y, by)       an error for targets of a regression that are texts, dates or durations
+    long_integer_words(least, most)    why integers of this range cannot become floating point numbers; None: they can
     check_targets_given(X, y)          an error for a single value as targets
+    check_long_integers(y, what)       an error for targets with such integers
     text_among(X)                      the first text in a table that should hold numbers, and where it is
     not_finite_among(X)                the first NaN or infinity in a table, and where it is
     not_finite_words(error, X, y)      scikit-learn's error for one, with the place and what to do
@@ -20,6 +22,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +38,7 @@ from kme_dist.errors import DataError
 
 _NUMBERS = ("b", "i", "u", "f")
 _DATES = ("m", "M")
-_LARGEST_INTEGER = 2**53
+LARGEST_INTEGER = 2**53
 _LOOKED_AT = 1_000  # rows of a column of objects
 
 
@@ -289,6 +292,28 @@ def check_targets_given(X: Any, y: Any) -> None:
     raise DataError(f"y={y!r} is a single value; pass {ways} with one value for each row{hint}")
 
 
+def check_long_integers(y: Any, what: str) -> None:
+    """Raise an error for targets in memory with integers that floating point numbers would merge."""
+    if hasattr(y, "columns") and hasattr(y, "dtypes"):
+        for name in y.columns:  # each of its own type; of two equal names the columns are a frame
+            if not hasattr(y[name], "columns"):
+                check_long_integers(y[name], f"{what}, column {name!r}")
+        return
+    values = y.to_numpy() if hasattr(y, "to_numpy") else y
+    if isinstance(values, list | tuple):  # NumPy would round integers that stand beside a fraction
+        parts = (part if isinstance(part, list | tuple) else (part,) for part in values)
+        values = np.fromiter(itertools.chain.from_iterable(parts), object)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iuO" or not values.size:
+        return
+    if values.dtype.kind == "O":
+        found = [value for value in values.ravel() if isinstance(value, int | np.integer)]
+        least, most = min(found, default=0), max(found, default=0)
+    else:
+        least, most = int(values.min()), int(values.max())
+    if words := long_integer_words(least, most):
+        raise DataError(f"{what}: found {words}; subtract an offset")
+
+
 def _is_float(text: str | bytes) -> bool:
     try:
         float(text)
@@ -333,12 +358,21 @@ def _refuse_long_integers(rows: np.ndarray, names: Sequence[Any]) -> None:
     if rows.dtype.kind not in "iu" or rows.dtype.itemsize < 8 or not rows.size:
         return
     for name, least, most in zip(names, rows.min(axis=0).tolist(), rows.max(axis=0).tolist(), strict=True):
-        if most > _LARGEST_INTEGER or least < -_LARGEST_INTEGER:
-            shown = most if most > _LARGEST_INTEGER else least
+        if words := long_integer_words(least, most):
             raise DataError(
-                f"column {name!r} has the integer {shown}, and beyond 2**53 integers cannot be told apart as floating "
-                "point numbers; subtract an offset, or drop the column if it is an identifier"
+                f"column {name!r} has {words}; subtract an offset, or drop the column if it is an identifier"
             )
+
+
+def long_integer_words(least: int, most: int) -> str | None:
+    """What is wrong with integers from `least` to `most` as floating point numbers; None: nothing.
+
+    The one rule for every way in: tables and arrays in memory, files, and rows to predict.
+    """
+    if least >= -LARGEST_INTEGER and most <= LARGEST_INTEGER:
+        return None
+    shown = most if most > LARGEST_INTEGER else least
+    return f"the integer {shown}, and beyond 2**53 integers cannot be told apart as floating point numbers"
 
 
 def _refuse_dates(column: str, kind: str, where: str) -> None:
@@ -363,9 +397,11 @@ def _shown(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def as_values(Y: Any, name: str = "targets") -> Any:
+def as_values(Y: Any, name: str = "targets", labels: bool = False) -> Any:
     """Targets (or those of another name): numbers as an array of one or two axes, texts and labels as they are; dates
-    are an error."""
+    are an error, and so are integers beyond 2**53 that are no labels."""
+    if not labels:
+        check_long_integers(Y, name)
     check_columns(Y)
     if hasattr(Y, "to_numpy"):
         Y = np.asarray(Y.to_numpy())

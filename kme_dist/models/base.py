@@ -55,6 +55,7 @@ from kme_dist.data.validation import (
     check_collected,
     check_columns,
     check_labels,
+    check_long_integers,
     check_not_path,
     check_numeric_targets,
     check_targets_given,
@@ -315,6 +316,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_columns(X)
         check_targets_given(X, y)
         if settings.get("y_numeric"):
+            check_long_integers(y, "the targets")
             check_numeric_targets(y, type(self).__name__)
         check_labels(y)
         self.fitted_to_dataset_, self.encoding_ = False, None

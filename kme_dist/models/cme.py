@@ -42,7 +42,7 @@ from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
-from kme_dist.data.rows import Scaling, rows_of
+from kme_dist.data.rows import Scaling, check_magnitude, rows_of
 from kme_dist.data.validation import check_matrix, check_not_path
 from kme_dist.errors import ConfigError, DataError, warn
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers, scaling_arrays, stored_scaling
@@ -231,7 +231,8 @@ class ConditionalMeanEmbedding(Estimator):
         self._check_columns(X, rows)
         if self.embedding_.centres is not None:
             check_objects(self.kernel_, rows, like=self.embedding_.centres)
-        return self._scaled(rows)
+        check_magnitude(scaled := self._scaled(rows))
+        return scaled
 
     def _query_targets(self, Y: Any, name: str = "targets") -> Any:
         """Targets to evaluate, checked against those of the fit."""

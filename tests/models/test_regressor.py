@@ -392,3 +392,24 @@ def test_a_single_value_as_targets_is_told_what_to_pass(make, value):
     for Y in (value, "a"):
         with pytest.raises(DataError, match=r"Y is .*; pass an array or a list with one target for each row of X"):
             kme.ConditionalMeanEmbedding().fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda y: y,
+        lambda y: y.tolist(),
+        lambda y: [y.tolist()[0], *[0.5] * (len(y) - 1)],
+        lambda y: np.array(y.tolist(), object),
+        pd.Series,
+        lambda y: pd.DataFrame({"a": y, "b": 0.5}),
+    ],
+    ids=["array", "list", "list with fractions", "objects", "series", "frame"],
+)
+@pytest.mark.parametrize("build", [CMERegressor, kme.ASKLRegressor])
+def test_integer_targets_that_doubles_merge_are_refused(build, given):
+    X, y = np.random.default_rng(0).normal(size=(40, 2)), 2**60 + np.arange(40)
+    with pytest.raises(DataError, match=r"integer 11529215\d+, and beyond 2\*\*53 integers cannot be told apart"):
+        build().fit(X, given(y))
+    with pytest.raises(DataError, match="beyond 2"):
+        build().fit(pd.DataFrame({"a": X[:, 0], "t": -y}), "t")
