@@ -44,10 +44,10 @@ class Statistics:
     @property
     def merged_in_single(self) -> np.ndarray:
         """The columns whose values single precision cannot tell apart: its spacing at the largest of them, 1.2e-7 |x|,
-        exceeds a thousandth of their deviation."""
+        exceeds a thousandth of their deviation, or its squares overflow."""
         spread, largest = np.sqrt(self.variance), np.maximum(np.abs(self.minimum), np.abs(self.maximum))
         merged = (spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread)
-        return np.asarray(merged & (self.count > 0))
+        return np.asarray((merged | (largest > LARGEST["float32"])) & (self.count > 0))
 
     def check_squares(self, source: str, names: Sequence[str], remedy: str, dtype: str = "") -> None:
         """DataError for values whose squares overflow, and so have no variance, by the name of their column.

@@ -307,7 +307,7 @@ def check_long_integers(y: Any, what: str) -> None:
         return
     if values.dtype.kind == "O":
         found = [value for value in values.ravel() if isinstance(value, int | np.integer)]
-        least, most = min(found, default=0), max(found, default=0)
+        least, most = int(min(found, default=0)), int(max(found, default=0))
     else:
         least, most = int(values.min()), int(values.max())
     if words := long_integer_words(least, most):

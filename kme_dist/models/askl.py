@@ -49,7 +49,7 @@ from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
-from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
+from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype, warn_of_squeezed
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -242,6 +242,7 @@ class _ASKL(Estimator):
     def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Batches:
         split = data.training_split()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
+        warn_of_squeezed(RowsRef.of(data, split=split), self.scaling_, self._seed())
         return Batches.of(
             data,
             split=split,

@@ -42,7 +42,7 @@ from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
-from kme_dist.data.rows import Scaling, check_magnitude, rows_of
+from kme_dist.data.rows import Scaling, check_magnitude, rows_of, warn_of_squeezed
 from kme_dist.data.validation import check_matrix, check_not_path
 from kme_dist.errors import ConfigError, DataError, warn
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers, scaling_arrays, stored_scaling
@@ -218,6 +218,8 @@ class ConditionalMeanEmbedding(Estimator):
             raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
         self._record_columns(X, rows)
         self.scaling_ = Scaling.learn(rows, self.scaling) if isinstance(rows, np.ndarray) else None
+        if self.scaling_ is not None:
+            warn_of_squeezed(rows_of(X), self.scaling_, self._seed())
         return Pairs.in_tables(self._scaled(rows), targets)
 
     def _scaled(self, rows: Any) -> Any:

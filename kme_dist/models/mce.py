@@ -30,7 +30,7 @@ from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import positive_bytes
-from kme_dist.data.rows import RowsRef
+from kme_dist.data.rows import RowsRef, warn_of_squeezed
 from kme_dist.errors import ConfigError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
@@ -377,6 +377,7 @@ class MCEClassifier(EmbeddingClassifier):
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.kernel_, self.regularization_ = trained.best.kernel, fit.regularization
         self._keep_sample(data, split)
+        warn_of_squeezed(RowsRef.of(data, split=split), self.scaling_, self._seed())
         with devices.blas_threads(1):
             self.bound_ = self._bound(fit, data, split)
             self.calibration_ = self._calibration(fit)

@@ -32,7 +32,7 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data.dataset import open_dataset
-from kme_dist.data.rows import RowsRef, Scaling, check_magnitude, rows_of
+from kme_dist.data.rows import RowsRef, Scaling, check_magnitude, rows_of, warn_of_squeezed
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -385,6 +385,7 @@ class ParzenClassifier(Classifier):
         X, y = self._fit_rows(X, y)
         self.classes_, codes = classes_of(y)
         self.scaling_ = Scaling.learn(X, self.scaling)
+        warn_of_squeezed(rows_of(X), self.scaling_, self._seed())
         rows = self.scaling_.apply(X, "float64")
         candidates = self._candidates(rows)
         some, labels = self._selection_rows(rows, codes)

@@ -29,7 +29,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
 from kme_dist.data.ingest import positive_bytes
-from kme_dist.data.rows import RowsRef
+from kme_dist.data.rows import RowsRef, warn_of_squeezed
 from kme_dist.errors import ConfigError, DataError, counted, warn
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
@@ -278,6 +278,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.loo_errors_ = {c.name: float(np.sqrt(c.loss)) for c in candidates if c.loss is not None}
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.history_ = list(candidates[0].history)
+        warn_of_squeezed(RowsRef.of(data), self.scaling_, self._seed())
         return self
 
     @property

@@ -374,7 +374,7 @@ def test_a_level_is_between_0_and_1(level):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_kernel_that_overflows_gives_no_p_value():
     rows = np.r_[[[1e140]], np.random.default_rng(0).normal(size=(50, 1))]
-    with pytest.raises(DataError, match="the statistic is not finite: .*Polynomial"):
+    with pytest.raises(DataError, match=r"the statistic is not finite: .*Polynomial"):
         kme.hsic_test(rows, rows[::-1], kme.kernels.Polynomial(degree=3))
 
 
