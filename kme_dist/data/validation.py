@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -452,6 +453,40 @@ def check_labels(y: Any) -> None:
                 f"labels mix types: {_shown(one)} in row {a} and {_shown(other)} in row {b}; make them all texts, e.g. "
                 "[str(v) for v in y], or all numbers"
             )
+
+
+def unknown_label_words(y: Any) -> str | None:
+    """Why labels are of no type that scikit-learn knows, and what to do; None for other reasons."""
+    values = np.asarray(y).ravel().tolist()
+    for row, value in enumerate(values):
+        if isinstance(value, bytes):
+            return f"the label of row {row} is {_shown(value)}; decode it to a text, e.g. [v.decode() for v in y]"
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            return f"the label of row {row} is {value}, which does not fit 64 bits; use texts, e.g. [str(v) for v in y]"
+    kinds = {type(value).__name__ for value in values}
+    if len(kinds) > 1:
+        named = ", ".join(sorted(kinds))
+        return f"labels mix types: {named}; make them all texts, e.g. [str(v) for v in y], or all numbers"
+    return None
+
+
+def as_numbers(values: Any, what: str) -> np.ndarray:
+    """Real numbers as an array of doubles; DataError for anything else."""
+    try:
+        found = np.asarray(values.to_numpy() if hasattr(values, "to_numpy") else values)
+        if not np.iscomplexobj(found):
+            return np.asarray(found, np.float64)
+    except (TypeError, ValueError):
+        pass
+    raise DataError(f"{what} must be real numbers, or rows of equal length of them, got {str(values)[:60]!r}")
+
+
+def one_line(error: str) -> str:
+    """An error of scikit-learn without the rows that it prints; that on names of columns as it is."""
+    if error.startswith("The feature names"):
+        return error
+    kept = re.sub(r"(array=)?\[.*\]\.?", "", error, flags=re.DOTALL) if "\n" in error else error
+    return " ".join(kept.split())
 
 
 def check_matrix(X: Any, by: str) -> None:

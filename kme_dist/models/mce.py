@@ -36,7 +36,7 @@ from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
 from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
 from kme_dist.models.objects import check_objects, objects_of
-from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, truth, truth_or
+from kme_dist.models.settings import RandomState, Rule, integer, non_negative, one_of, positive, truth, truth_or
 from kme_dist.run.fit import Fit
 from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
@@ -123,6 +123,7 @@ class MCEClassifier(EmbeddingClassifier):
         **EmbeddingClassifier._RULES,
         "calibration": one_of("auto", *KINDS),
         "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
+        "complexity_weight": non_negative(optional=True),
         "centres": integer(1, optional=True),
         "early_stopping": truth_or("auto"),
         "n_iter_no_change": integer(1, optional=True),

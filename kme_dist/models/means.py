@@ -33,6 +33,7 @@ from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data.dataset import open_dataset
 from kme_dist.data.rows import RowsRef, Scaling, check_magnitude, rows_of, warn_of_squeezed
+from kme_dist.data.validation import as_numbers
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -266,11 +267,13 @@ class KernelMean(Estimator):
         the weights of shrunk means do not add up to one.
         """
         self._check_fitted()
+        if not callable(f):
+            raise DataError(f"f must be a function of rows, got {str(f)[:60]!r}")
         fitted, at = self.fitted_, 0
         total: Any = 0.0
         for block in fitted.rows.parts(BLOCK_ROWS):
             own = fitted.weights if np.ndim(fitted.weights) == 0 else fitted.weights[at : at + len(block)]  # type: ignore[index]
-            values = np.asarray(f(block.read()[0]), dtype=np.float64)
+            values = as_numbers(f(block.read()[0]), "the values of f")
             if values.shape[:1] != (len(block),):
                 raise DataError(f"f must return one value for each of {len(block)} rows, got shape {values.shape}")
             total = total + np.broadcast_to(own, (len(block),)) @ values
