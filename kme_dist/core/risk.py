@@ -46,7 +46,7 @@ def checked_weights(weights: Any, rows: int) -> np.ndarray | None:
         row = int(np.argmax(bad))
         raise DataError(f"the weight of row {row} is {w[row]}; weights must be finite numbers >= 0")
     if not w.any():
-        raise DataError(f"all {rows} weights are 0; at least one row must have a positive weight")
+        raise DataError(f"all {rows} weights are zero; at least one row must have a positive weight")
     return w
 
 

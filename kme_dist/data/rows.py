@@ -29,26 +29,27 @@ from kme_dist.data.dataset import CACHE_BYTES, RowSource, Span, joined, spans_wi
 from kme_dist.data.plan import BatchPlan, BatchRef
 from kme_dist.data.prefetch import Prefetched
 from kme_dist.data.sparse import SparseRows, is_sparse
-from kme_dist.data.statistics import Statistics
+from kme_dist.data.statistics import LARGEST, Statistics
 from kme_dist.data.validation import as_rows
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import AssumptionWarning, ConfigError, DataError, warn
 from kme_dist.meter import metered
 
-_LARGEST = 1e150  # of a scaled feature: larger squares overflow
+_SQUEEZED, _SQUEEZED_UNITS = 1e-3, 0.05  # of the range, and of the unit of scaled rows: all that most rows have
+_FEW, _LEAST_VALUES, _LOOKED_AT = 0.01, 5, 4_000  # share of those rows; different values of the others; rows looked at
 _SMALLEST_VARIANCE = 1e-290  # of smaller ones squares lose digits, or underflow
 _MOST_RANGES = 10_000  # they are sent with every task
 _SAMPLED_CHUNKS = 64  # for rows that are not shuffled and do not fit the cache
 
 
-def check_magnitude(scaled: Any) -> None:
-    """DataError if a scaled row has a number whose square overflows in double precision."""
-    values = scaled.data if is_sparse(scaled) else scaled
-    if not hasattr(values, "dtype") or not values.size or float(np.abs(values).max()) <= _LARGEST:
+def check_magnitude(rows: Any, dtype: str = "float64", *, scaled: bool = True) -> None:
+    """DataError if a row to predict, scaled or not, has a number whose square overflows in this precision."""
+    values, largest = rows.data if is_sparse(rows) else rows, LARGEST[dtype]
+    if not hasattr(values, "dtype") or not values.size or float(np.abs(values).max()) <= largest:
         return
-    row = int(np.argmax((abs(scaled) > _LARGEST).sum(axis=1) > 0))
+    row = int(np.argmax((abs(rows) > largest).sum(axis=1) > 0))
     raise DataError(
-        f"row {row} has a value that is {np.abs(values).max():.0e} after scaling, whose square overflows: it is beyond "
-        "anything that the model has seen; correct the row, or remove it"
+        f"row {row} has a value that is {np.abs(values).max():.0e}{' after scaling' if scaled else ''}, whose square "
+        "overflows: it is beyond anything that the model has seen; correct the row, or remove it"
     )
 
 
@@ -74,6 +75,7 @@ class Scaling:
         is divided by its range.
         """
         if kind is None:
+            found.check_squares(source, names, "scale the columns by their range: scaling='unit'", "float64")
             return cls(np.zeros(found.mean.size), np.ones(found.mean.size))
         if kind not in ("auto", "unit", "standard"):
             raise ConfigError(f"scaling={kind!r} is unknown; choose 'auto', 'unit', 'standard' or None")
@@ -87,6 +89,11 @@ class Scaling:
                 width = np.where(found.variance > _SMALLEST_VARIANCE, np.sqrt(found.variance), width)
             factor = np.where(width > 0, 1.0 / width, 0.0)
         return cls(shift, np.where(np.isfinite(factor), factor, 0.0))
+
+    @property
+    def is_none(self) -> bool:
+        """Whether rows stay as they are."""
+        return self.curves is None and not self.shift.any() and bool((self.factor == 1).all())
 
     def flattened(self, curves: Curves | None) -> Scaling:
         """This scaling, but of the features that have a curve: that is of their own units."""
@@ -352,6 +359,12 @@ class RowsRef:
     def weighted(self) -> bool:
         return self.source.weighted
 
+    def check_squares(self, name: str = "") -> None:
+        """DataError for numbers whose squares overflow, where rows are used without a scaling."""
+        if self.source.features and not self.columns:
+            found, names = self.source.split_statistics(self.split), self.source.feature_names
+            found.check_squares(name or self.path, names, "divide the column by a constant", self.dtype or "float64")
+
     @functools.cached_property
     def weight(self) -> float:
         """The sum of the weights; without weights the number of rows."""
@@ -449,6 +462,37 @@ def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     if not found:
         return None
     return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def warn_of_squeezed(rows: RowsRef, scaling: Scaling, seed: int) -> None:
+    """A warning for a column of which a few extreme values, such as 1e37 for a missing one, leave nothing to others.
+
+    Where all but k of n rows are that close together, the variance is at most k/n of the squared range: only for such
+    columns some rows are looked at. Few different values, such as flags and counts that are mostly 0, are no mistake.
+    """
+    source = rows.source
+    if not source.features or rows.count < _LEAST_VALUES or scaling.is_none:
+        return
+    found = source.split_statistics(rows.split)
+    width, share = found.maximum - found.minimum, max(_FEW, 1 / rows.count)
+    with np.errstate(all="ignore"):
+        suspect = (found.variance <= 1.01 * share * width**2) & (scaling.factor > 0)
+        limit = np.minimum(_SQUEEZED * width, _SQUEEZED_UNITS / scaling.factor)
+    if scaling.curves is not None:
+        suspect[scaling.curves.columns] = False
+    if not suspect.any() or is_sparse(X := rows.unscaled().sample(_LOOKED_AT, seed)[0]):
+        return
+    X = np.asarray(X).reshape(len(X), -1)
+    for j in np.flatnonzero(suspect).tolist():
+        near = X[np.abs(X[:, j] - np.median(X[:, j])) <= limit[j] / 2, j]
+        if len(X) - len(near) <= max(1, share * len(X)) and len(np.unique(near)) >= _LEAST_VALUES:
+            part = (near.max() - near.min()) / width[j]
+            warn(
+                f"column {source.feature_names[j]!r} is from {found.minimum[j]:.3g} to {found.maximum[j]:.3g}, but all "
+                f"rows except very few lie within {part:.0e} of this range and are nearly equal after scaling; replace "
+                "what stands for a missing value, or pass the logarithm of the column",
+                AssumptionWarning,
+            )
 
 
 def rows_of(X: Any, dtype: str = "float64", split: str | None = "auto") -> RowsRef:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kme_dist.errors import DataError
 
+LARGEST = {"": np.inf, "float64": 1e150, "float32": 1e18}  # of rows of a kernel: sums of squares stay finite
 _PIECE_BYTES = 1 << 20  # doubles that fit the processor's cache, since they are used three times
 
 
@@ -43,21 +44,25 @@ class Statistics:
     @property
     def merged_in_single(self) -> np.ndarray:
         """The columns whose values single precision cannot tell apart: its spacing at the largest of them, 1.2e-7 |x|,
-        exceeds a thousandth of their deviation."""
+        exceeds a thousandth of their deviation, or its squares overflow."""
         spread, largest = np.sqrt(self.variance), np.maximum(np.abs(self.minimum), np.abs(self.maximum))
         merged = (spread > 0) & (largest * np.finfo(np.float32).eps > 1e-3 * spread)
-        return np.asarray(merged & (self.count > 0))
+        return np.asarray((merged | (largest > LARGEST["float32"])) & (self.count > 0))
 
-    def check_squares(self, source: str, names: Sequence[str], remedy: str) -> None:
-        """DataError for values whose squares overflow, and so have no variance, by the name of their column."""
-        too_large = np.flatnonzero(~np.isfinite(self.variance) & (self.count > 0))
+    def check_squares(self, source: str, names: Sequence[str], remedy: str, dtype: str = "") -> None:
+        """DataError for values whose squares overflow, and so have no variance, by the name of their column.
+
+        With `dtype`, of rows that are used in this precision without a scaling: equal values have a variance, but their
+        squares overflow all the same.
+        """
+        sizes = np.maximum(np.abs(self.minimum), np.abs(self.maximum))
+        too_large = np.flatnonzero((~np.isfinite(self.variance) | (sizes > LARGEST[dtype])) & (self.total > 0))
         if len(too_large):
             j = int(too_large[0])
-            largest = max(abs(self.minimum[j]), abs(self.maximum[j]))
             name = names[j] if j < len(names) else f"number {j}"
             raise DataError(
-                f"{source}: column {name!r} has values up to {largest:.3g}, whose squares exceed float64; correct them "
-                f"(they may stand for a missing value), or {remedy}"
+                f"{source}: column {name!r} has values up to {sizes[j]:.3g}, whose squares exceed "
+                f"{dtype or 'float64'}; correct them (they may stand for a missing value), or {remedy}"
             )
 
     @classmethod
@@ -72,9 +77,10 @@ class Statistics:
             X = X[:, None]
         result = cls.empty(X.shape[1])
         step = max(64, _PIECE_BYTES // max(1, 8 * X.shape[1]))
-        for start in range(0, len(X), step):
-            part = slice(start, start + step)
-            result = result + cls._of_piece(X[part], None if weights is None else weights[part])
+        with np.errstate(over="ignore", invalid="ignore"):  # `check_squares` says what overflows
+            for start in range(0, len(X), step):
+                part = slice(start, start + step)
+                result = result + cls._of_piece(X[part], None if weights is None else weights[part])
         return result
 
     @classmethod

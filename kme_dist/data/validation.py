@@ -11,6 +11,7 @@
     check_numeric_targets(y, by)       an error for targets of a regression that are texts, dates or durations
     long_integer_words(least, most)    why integers of this range cannot become floating point numbers; None: they can
     check_targets_given(X, y)          an error for a single value as targets
+    check_long_integers(y, what)       an error for targets with such integers
     text_among(X)                      the first text in a table that should hold numbers, and where it is
     not_finite_among(X)                the first NaN or infinity in a table, and where it is
     not_finite_words(error, X, y)      scikit-learn's error for one, with the place and what to do
@@ -21,7 +22,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -295,6 +298,28 @@ def check_targets_given(X: Any, y: Any) -> None:
     raise DataError(f"y={y!r} is a single value; pass {ways} with one value for each row{hint}")
 
 
+def check_long_integers(y: Any, what: str) -> None:
+    """Raise an error for targets in memory with integers that floating point numbers would merge."""
+    if hasattr(y, "columns") and hasattr(y, "dtypes"):
+        for name in y.columns:  # each of its own type; of two equal names the columns are a frame
+            if not hasattr(y[name], "columns"):
+                check_long_integers(y[name], f"{what}, column {name!r}")
+        return
+    values = y.to_numpy() if hasattr(y, "to_numpy") else y
+    if isinstance(values, list | tuple):  # NumPy would round integers that stand beside a fraction
+        parts = (part if isinstance(part, list | tuple) else (part,) for part in values)
+        values = np.fromiter(itertools.chain.from_iterable(parts), object)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iuO" or not values.size:
+        return
+    if values.dtype.kind == "O":
+        found = [value for value in values.ravel() if isinstance(value, int | np.integer)]
+        least, most = int(min(found, default=0)), int(max(found, default=0))
+    else:
+        least, most = int(values.min()), int(values.max())
+    if words := long_integer_words(least, most):
+        raise DataError(f"{what}: found {words}; subtract an offset")
+
+
 def _is_float(text: str | bytes) -> bool:
     try:
         float(text)
@@ -378,9 +403,11 @@ def _shown(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
-def as_values(Y: Any, name: str = "targets") -> Any:
+def as_values(Y: Any, name: str = "targets", labels: bool = False) -> Any:
     """Targets (or those of another name): numbers as an array of one or two axes, texts and labels as they are; dates
-    are an error."""
+    are an error, and so are integers beyond 2**53 that are no labels."""
+    if not labels:
+        check_long_integers(Y, name)
     check_columns(Y)
     if hasattr(Y, "to_numpy"):
         Y = np.asarray(Y.to_numpy())
@@ -431,6 +458,40 @@ def check_labels(y: Any) -> None:
                 f"labels mix types: {_shown(one)} in row {a} and {_shown(other)} in row {b}; make them all texts, e.g. "
                 "[str(v) for v in y], or all numbers"
             )
+
+
+def unknown_label_words(y: Any) -> str | None:
+    """Why labels are of no type that scikit-learn knows, and what to do; None for other reasons."""
+    values = np.asarray(y).ravel().tolist()
+    for row, value in enumerate(values):
+        if isinstance(value, bytes):
+            return f"the label of row {row} is {_shown(value)}; decode it to a text, e.g. [v.decode() for v in y]"
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            return f"the label of row {row} is {value}, which does not fit 64 bits; use texts, e.g. [str(v) for v in y]"
+    kinds = {type(value).__name__ for value in values}
+    if len(kinds) > 1:
+        named = ", ".join(sorted(kinds))
+        return f"labels mix types: {named}; make them all texts, e.g. [str(v) for v in y], or all numbers"
+    return None
+
+
+def as_numbers(values: Any, what: str) -> np.ndarray:
+    """Real numbers as an array of doubles; DataError for anything else."""
+    try:
+        found = np.asarray(values.to_numpy() if hasattr(values, "to_numpy") else values)
+        if not np.iscomplexobj(found):
+            return np.asarray(found, np.float64)
+    except (TypeError, ValueError):
+        pass
+    raise DataError(f"{what} must be real numbers, or rows of equal length of them, got {str(values)[:60]!r}")
+
+
+def one_line(error: str) -> str:
+    """An error of scikit-learn without the rows that it prints; that on names of columns as it is."""
+    if error.startswith("The feature names"):
+        return error
+    kept = re.sub(r"(array=)?\[.*\]\.?", "", error, flags=re.DOTALL) if "\n" in error else error
+    return " ".join(kept.split())
 
 
 def check_matrix(X: Any, by: str) -> None:

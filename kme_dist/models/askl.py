@@ -49,7 +49,7 @@ from kme_dist.core.spectral import losses as losses_of
 from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
-from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype
+from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype, warn_of_squeezed
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -80,6 +80,7 @@ from kme_dist.run.distinct import as_distinct_rows
 from kme_dist.run.learn import Batches, learn
 from kme_dist.run.learners import LearnSettings, Record, describe_map, start_of, with_parameters
 from kme_dist.run.maps import restore_features
+from kme_dist.run.regression import target_from
 from kme_dist.run.workers import share
 
 _CHUNK_ROWS = 4_096
@@ -241,6 +242,7 @@ class _ASKL(Estimator):
     def _source(self, data: RowSource, target: tuple[float, float] | None = None) -> Batches:
         split = data.training_split()
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
+        warn_of_squeezed(RowsRef.of(data, split=split), self.scaling_, self._seed())
         return Batches.of(
             data,
             split=split,
@@ -501,9 +503,8 @@ class ASKLRegressor(RegressorMixin, _ASKL):  # type: ignore[misc]
             data = ArrayRows(X, y, weights=weights)
             share(data, self._client, stack)
         data = self._as_learned(data)
-        found = data.target_statistics
-        width = np.sqrt(found.variance)
-        width = np.where(width > 0, width, 1.0)
+        found = target_from(data.target_statistics, data.path)
+        width = found.width
         single = isinstance(X, Dataset) or y.ndim == 1
         # Numbers for one target, arrays with one entry for each of several.
         self.target_ = (float(found.mean[0]), float(width[0])) if single else (found.mean, width)

@@ -24,7 +24,7 @@ from sklearn.svm import SVC, OneClassSVM
 from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import row_count, take
 from kme_dist.core.means import ESTIMATORS, gram_weights, weighted_features
-from kme_dist.data.rows import rows_of
+from kme_dist.data.rows import check_magnitude, rows_of
 from kme_dist.data.validation import check_labels, check_only_texts
 from kme_dist.errors import DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, get_labels, get_rows, put_labels, put_rows
@@ -74,6 +74,8 @@ class _BagMachine(Estimator):
         for number, (bag, rows) in enumerate(zip(bags, found, strict=True)):
             try:
                 self._check_columns(bag, rows)
+                if not reset:
+                    check_magnitude(rows, scaled=False)
             except ValueError as error:  # ours, and scikit-learn's on feature names
                 raise DataError(f"bag {number}: {error}") from error
         return found

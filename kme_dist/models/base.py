@@ -55,10 +55,12 @@ from kme_dist.data.validation import (
     check_collected,
     check_columns,
     check_labels,
+    check_long_integers,
     check_not_path,
     check_numeric_targets,
     check_targets_given,
     not_finite_words,
+    one_line,
     text_among,
 )
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, warn
@@ -315,6 +317,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         check_columns(X)
         check_targets_given(X, y)
         if settings.get("y_numeric"):
+            check_long_integers(y, "the targets")
             check_numeric_targets(y, type(self).__name__)
         check_labels(y)
         self.fitted_to_dataset_, self.encoding_ = False, None
@@ -334,8 +337,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _fit_objects(self, rows: list[Any], y: Any) -> tuple[list[Any], np.ndarray]:
         check_labels(y)
-        labels = column_or_1d(y, warn=True)
-        check_consistent_length(rows, labels)
+        with self._explained(rows, y):
+            labels = column_or_1d(y, warn=True)
+            check_consistent_length(rows, labels)
         self.fitted_to_dataset_, self.encoding_ = False, None
         for name in ("feature_names_in_", "n_features_in_"):
             if hasattr(self, name):
@@ -423,7 +427,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             if "inhomogeneous" in str(error) or "array with dim 3" in str(error):
                 refuse_objects(type(self).__name__, X)
             if "could not convert" not in str(error) or (found := text_among(X)) is None:
-                raise
+                raise (error if isinstance(error, KMEError) else DataError(one_line(str(error)))) from None
             hint = TEXT_ESTIMATORS if found.whole else "encode that column as numbers, or drop it"
             raise DataError(f"{type(self).__name__} takes rows of numbers, got {found.words}; {hint}") from None
 

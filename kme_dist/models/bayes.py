@@ -33,7 +33,7 @@ from kme_dist.core.kernels.base import row_count, select
 from kme_dist.core.maps import Dense
 from kme_dist.core.means import Mean
 from kme_dist.core.pivots import choose_centres
-from kme_dist.data.rows import Scaling, rows_of
+from kme_dist.data.rows import Scaling, check_magnitude, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, scaling_arrays, stored_scaling
 from kme_dist.models.cme import ConditionalMeanEmbedding
@@ -286,6 +286,7 @@ class KernelBayesFilter(Estimator):
         self._check_fitted()
         O = self._table(observations, "observations")
         self._check_columns(observations, O)
+        check_magnitude(self.scaling_.apply(O, "float64"))
         with blas_threads(1):
             means, weights = self._filtered(O)
         return (means, weights) if return_weights else means

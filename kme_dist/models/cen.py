@@ -32,7 +32,7 @@ from kme_dist.core.kernels import Kernel, Linear, OnFeatures
 from kme_dist.core.masked import LOSSES
 from kme_dist.core.regularization import retune_regularization
 from kme_dist.data.dataset import Dataset, RowSource
-from kme_dist.data.rows import Scaling, resolving_dtype
+from kme_dist.data.rows import RowsRef, Scaling, resolving_dtype, warn_of_squeezed
 from kme_dist.errors import ConfigError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, on_workers
@@ -221,6 +221,7 @@ class CENClassifier(EmbeddingClassifier):
         self.classes_ = np.asarray(data.classes)
         data, split = as_distinct_rows(data, data.training_split(), self.batch_size)
         self.scaling_ = Scaling.of(data.split_statistics(split), self.scaling)
+        warn_of_squeezed(RowsRef.of(data, split=split), self.scaling_, self._seed())
         rows = data.split_positive(split)
         source = Batches.of(
             data,

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight
 
 from kme_dist.backend import blas_threads, precision, to_host
 from kme_dist.core import embedding as mce
@@ -29,6 +28,7 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
 from kme_dist.data.rows import RowsRef
+from kme_dist.data.validation import as_numbers, unknown_label_words
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -48,6 +48,7 @@ from kme_dist.models.expressions import names_of
 from kme_dist.models.settings import Rule, below_one, class_weights, integer, jobs, one_of, positive, seed
 from kme_dist.run.workers import executor_for, share
 
+_WEIGHTS = 1e-150, 1e150  # beyond, ratios of weights overflow
 Source = TypeVar("Source", bound=RowSource)
 
 
@@ -348,7 +349,18 @@ def sample_weights(given: Any, X: Any) -> np.ndarray | None:
     """Weights as scikit-learn accepts them (a list, a series, one number for all rows); None stays None."""
     if given is None:
         return None
-    return checked_weights(_check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=False), row_count(X))
+    numbers = as_numbers(given, "sample_weight")
+    found = checked_weights(np.full(row_count(X), float(numbers)) if numbers.ndim == 0 else numbers, row_count(X))
+    assert found is not None
+    least, most = _WEIGHTS
+    wrong = (found > most) | ((found < least) & (found > 0))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise DataError(
+            f"the weight of row {row} is {found[row]:.3g}; positive weights must be from {least:g} to {most:g}; "
+            "multiply all of them by one number"
+        )
+    return found
 
 
 def in_memory(part: Any) -> Any:
@@ -358,7 +370,10 @@ def in_memory(part: Any) -> Any:
 
 def classes_of(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sorted classes, and the class number of every row."""
-    check_classification_targets(y)
+    try:
+        check_classification_targets(y)
+    except (TypeError, ValueError) as error:
+        raise DataError(unknown_label_words(y) or str(error)) from None
     classes, codes = np.unique(y, return_inverse=True)
     _check_classes(classes)
     return classes, codes
@@ -372,13 +387,13 @@ def _check_classes(classes: Any) -> None:
 
 def _values_per_class(g: Any, classes: np.ndarray) -> np.ndarray:
     if callable(g):
-        return np.asarray([g(label) for label in classes], dtype=np.float64)
+        return as_numbers([g(label) for label in classes], "the values of g")
     if isinstance(g, Mapping):
         missing = [label for label in classes.tolist() if label not in g]
         if missing:
             raise DataError(f"expectation: the mapping has no value for label {missing[0]!r}")
-        return np.asarray([g[label] for label in classes.tolist()], dtype=np.float64)
-    values = np.asarray(g, dtype=np.float64)
+        return as_numbers([g[label] for label in classes.tolist()], "the values of g")
+    values = as_numbers(g, "the values of g")
     if values.shape[:1] != classes.shape:
         raise DataError(f"expectation: expected one value for each of {len(classes)} classes, got shape {values.shape}")
     return values

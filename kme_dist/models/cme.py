@@ -42,8 +42,8 @@ from kme_dist.core.kernels.base import FeatureMap, row_blocks, row_count, select
 from kme_dist.core.pivots import choose_centres
 from kme_dist.core.sums import Basis, Centres, FeatureBasis
 from kme_dist.data.dataset import Dataset
-from kme_dist.data.rows import Scaling, rows_of
-from kme_dist.data.validation import check_matrix, check_not_path
+from kme_dist.data.rows import Scaling, check_magnitude, rows_of, warn_of_squeezed
+from kme_dist.data.validation import as_numbers, check_matrix, check_not_path
 from kme_dist.errors import ConfigError, DataError, warn
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers, scaling_arrays, stored_scaling
 from kme_dist.models.cme_choice import Score, input_kernels, score_kernels, target_kernel
@@ -218,6 +218,8 @@ class ConditionalMeanEmbedding(Estimator):
             raise DataError(f"{row_count(rows)} inputs but {row_count(targets)} targets; the numbers must be equal")
         self._record_columns(X, rows)
         self.scaling_ = Scaling.learn(rows, self.scaling) if isinstance(rows, np.ndarray) else None
+        if self.scaling_ is not None:
+            warn_of_squeezed(rows_of(X), self.scaling_, self._seed())
         return Pairs.in_tables(self._scaled(rows), targets)
 
     def _scaled(self, rows: Any) -> Any:
@@ -231,7 +233,8 @@ class ConditionalMeanEmbedding(Estimator):
         self._check_columns(X, rows)
         if self.embedding_.centres is not None:
             check_objects(self.kernel_, rows, like=self.embedding_.centres)
-        return self._scaled(rows)
+        check_magnitude(scaled := self._scaled(rows))
+        return scaled
 
     def _query_targets(self, Y: Any, name: str = "targets") -> Any:
         """Targets to evaluate, checked against those of the fit."""
@@ -379,7 +382,7 @@ class ConditionalMeanEmbedding(Estimator):
         targets = model.targets
         if isinstance(targets, np.ndarray) and targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]  # scalar targets, as given
-        values = np.ascontiguousarray(h(targets) if callable(h) else h, dtype=np.float64)
+        values = np.ascontiguousarray(as_numbers(h(targets) if callable(h) else h, "the values of h"))
         if centred is None:
             centred = not isinstance(self.target_kernel_, Delta)
         with blas_threads(1):
@@ -410,7 +413,7 @@ class ConditionalMeanEmbedding(Estimator):
         targets = self._fitted().targets
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "biuf" or targets.size != len(targets):
             raise DataError("quantiles require scalar targets; use expectation(X, h) for others")
-        wanted = np.asarray(levels, dtype=np.float64).reshape(-1)
+        wanted = as_numbers(levels, "levels").reshape(-1)
         if not ((wanted >= 0) & (wanted <= 1)).all():
             raise ConfigError(f"levels={levels!r}: must be numbers from 0 to 1")
         if isinstance(self.target_kernel_, Delta):

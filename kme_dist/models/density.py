@@ -25,7 +25,7 @@ from kme_dist.backend import blas_threads
 from kme_dist.core.density import Gaussians, Overlap, check_kernel, log_density, matching_loss, overlap
 from kme_dist.core.kernels import Kernel, from_config
 from kme_dist.core.means import ESTIMATORS
-from kme_dist.data.rows import RowsRef, rows_of
+from kme_dist.data.rows import RowsRef, check_magnitude, rows_of
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import Arrays, Estimator, Facts, Own, on_workers
 from kme_dist.models.means import checked_matrix, kernel_for
@@ -155,6 +155,7 @@ class MixtureMatching(DensityMixin, Estimator):  # type: ignore[misc]
         self._check_fitted()
         rows, _ = rows_of(X).read()
         self._check_columns(X, rows)
+        check_magnitude(rows, scaled=False)
         mixture = Gaussians(self.means_, self.variances_)
         parts = [log_density(rows[i : i + _ROWS], self.shares_, mixture) for i in range(0, len(rows), _ROWS)]
         return np.concatenate(parts)

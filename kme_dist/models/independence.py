@@ -33,6 +33,7 @@ from kme_dist.data.statistics import Statistics
 from kme_dist.data.validation import as_values, check_not_path, check_only_texts
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.cme_choice import input_kernels, score_kernels, target_kernel
+from kme_dist.models.means import check_finite
 from kme_dist.models.objects import check_objects
 from kme_dist.models.settings import RandomState, drawn_seed, fraction, integer, seed
 from kme_dist.run.conditional import as_targets, column_positions
@@ -101,6 +102,7 @@ def hsic_test(
     count = permutations if null == "permutation" else 0
     sums = hsic_sums(found, x, y, permutations=count, seed=drawn, executor=executor)
     values = statistics(sums.K, sums.L, sums.forms, sums.orders, method)
+    check_finite(values, found, "the statistic")
     statistic = float(values[0])
     if null == "permutation":
         rounding = 1e-13 * abs(sums.K.total * sums.L.total) / x.count**4
@@ -165,6 +167,7 @@ def conditional_independence_test(
         (residuals[0], residuals[1]), weight, (x, y, z), draws=draws, seed=drawn, executor=executor
     )  # fmt: skip
     found = (residuals[0].target_kernel, residuals[1].target_kernel, residuals[0].kernel, residuals[1].kernel)
+    check_finite(values, found, "the statistic")
     return IndependenceTest(float(values[0]), _share(values, 1e-20), "residuals", "signs", found, values[1:])
 
 
@@ -243,7 +246,7 @@ def _variable(given: Any, data: Dataset | None, scaling: str | None, name: str =
     values = as_values(given, name)
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         values = values.astype(np.float64).reshape(len(values), -1)
-        Statistics.of(values).check_squares(name, (), "divide the column by a constant")
+        Statistics.of(values).check_squares(name, (), "divide the column by a constant", "" if scaling else "float64")
         if scaling is not None:
             values = Scaling.learn(values, scaling).apply(values, "float64")
     return Variable(RowsRef.of(ArrayRows(values, None)))

@@ -30,13 +30,13 @@ from kme_dist.core.objective import generalisation_bound
 from kme_dist.core.risk import positive_rows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.ingest import positive_bytes
-from kme_dist.data.rows import RowsRef
+from kme_dist.data.rows import RowsRef, warn_of_squeezed
 from kme_dist.errors import ConfigError, counted
 from kme_dist.models.account import Account
 from kme_dist.models.base import Arrays, Facts, Own, get_rows, has_rows, on_workers, put_rows
 from kme_dist.models.classifier import EmbeddingClassifier, sample_weights
 from kme_dist.models.objects import check_objects, objects_of
-from kme_dist.models.settings import RandomState, Rule, integer, one_of, positive, truth, truth_or
+from kme_dist.models.settings import RandomState, Rule, integer, non_negative, one_of, positive, truth, truth_or
 from kme_dist.run.fit import Fit
 from kme_dist.run.learners import OBJECTIVES, Record
 from kme_dist.run.maps import as_features, features_of, restore_features, with_features
@@ -123,6 +123,7 @@ class MCEClassifier(EmbeddingClassifier):
         **EmbeddingClassifier._RULES,
         "calibration": one_of("auto", *KINDS),
         "objective": one_of("auto", *OBJECTIVES, "cv", "median"),
+        "complexity_weight": non_negative(optional=True),
         "centres": integer(1, optional=True),
         "early_stopping": truth_or("auto"),
         "n_iter_no_change": integer(1, optional=True),
@@ -377,6 +378,7 @@ class MCEClassifier(EmbeddingClassifier):
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.kernel_, self.regularization_ = trained.best.kernel, fit.regularization
         self._keep_sample(data, split)
+        warn_of_squeezed(RowsRef.of(data, split=split), self.scaling_, self._seed())
         with devices.blas_threads(1):
             self.bound_ = self._bound(fit, data, split)
             self.calibration_ = self._calibration(fit)

@@ -32,7 +32,8 @@ from kme_dist.core.kernels import Kernel
 from kme_dist.core.kernels.base import length_scale_names, median_length_scale
 from kme_dist.core.means import ESTIMATORS, Mean, gram_weights, weighted_features
 from kme_dist.data.dataset import open_dataset
-from kme_dist.data.rows import RowsRef, Scaling, rows_of
+from kme_dist.data.rows import RowsRef, Scaling, check_magnitude, rows_of, warn_of_squeezed
+from kme_dist.data.validation import as_numbers
 from kme_dist.errors import ConfigError, DataError
 from kme_dist.models.base import (
     DTYPES,
@@ -68,6 +69,7 @@ def checked_matrix(X: Any) -> Any:
 
 def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: int) -> Kernel:
     """The kernel; one given by name gets the median distance between rows as its length scale."""
+    rows.check_squares()
     if rows.in_memory:
         check_objects(kernel, rows.read()[0])
     if not isinstance(kernel, str):
@@ -78,6 +80,15 @@ def kernel_for(kernel: str | Mapping[str, Any] | Kernel, rows: RowsRef, seed: in
         return found
     width = median_length_scale(np.asarray(rows.sample(_MEDIAN_ROWS, seed)[0]), seed)
     return found.replace({name: width for name in names})
+
+
+def check_finite(values: Any, kernel: Any, what: str) -> None:
+    """DataError for results that are not finite, where a kernel overflows on rows that are: a test would count NaN."""
+    if not np.isfinite(values).all():
+        raise DataError(
+            f"{what} is not finite: {kernel!r} overflows on these rows; divide the columns by a constant, or choose a "
+            "kernel that is bounded, or of a larger length scale"
+        )
 
 
 class KernelMean(Estimator):
@@ -163,20 +174,20 @@ class KernelMean(Estimator):
         if self.sums == "features":
             width = np.asarray(sample.sample(1, 0)[0]).shape[-1]
             frequencies = spectrum_sample(kernel, width, self.features, self._seed())
-        self._keep(
-            fit_mean(
-                kernel,
-                sample,
-                self.estimator,
-                executor=self._executor(),
-                regularization=self.regularization,
-                positive_part=self.positive_part,
-                target=target,
-                frequencies=frequencies,
-                centres=self.centres,
-                seed=self._seed(),
-            )
+        found = fit_mean(
+            kernel,
+            sample,
+            self.estimator,
+            executor=self._executor(),
+            regularization=self.regularization,
+            positive_part=self.positive_part,
+            target=target,
+            frequencies=frequencies,
+            centres=self.centres,
+            seed=self._seed(),
         )
+        check_finite(found.weights, kernel, "a weight of the mean")
+        self._keep(found)
         return self
 
     def _check_together(self) -> None:
@@ -208,10 +219,18 @@ class KernelMean(Estimator):
         self._check_columns(X, rows)
         if not self.fitted_.rows.source.features:
             check_objects(self.kernel_, rows, like=self.fitted_.rows.read(0, 1)[0])
-        return self.fitted_.evaluate(rows, executor=self._executor())
+        check_magnitude(rows, self.dtype, scaled=False)
+        values = self.fitted_.evaluate(rows, executor=self._executor())
+        check_finite(values, self.kernel_, "the mean at a row")
+        return values
 
     def inner(self, other: KernelMean) -> float:
         """<μ, ν>; both means must have the same kernel."""
+        found = self._inner(other)
+        check_finite(found, self.kernel_, "the inner product of the means")
+        return found
+
+    def _inner(self, other: KernelMean) -> float:
         _check_mean(other)
         self._check_fitted()
         other._check_fitted()
@@ -248,11 +267,13 @@ class KernelMean(Estimator):
         the weights of shrunk means do not add up to one.
         """
         self._check_fitted()
+        if not callable(f):
+            raise DataError(f"f must be a function of rows, got {str(f)[:60]!r}")
         fitted, at = self.fitted_, 0
         total: Any = 0.0
         for block in fitted.rows.parts(BLOCK_ROWS):
             own = fitted.weights if np.ndim(fitted.weights) == 0 else fitted.weights[at : at + len(block)]  # type: ignore[index]
-            values = np.asarray(f(block.read()[0]), dtype=np.float64)
+            values = as_numbers(f(block.read()[0]), "the values of f")
             if values.shape[:1] != (len(block),):
                 raise DataError(f"f must return one value for each of {len(block)} rows, got shape {values.shape}")
             total = total + np.broadcast_to(own, (len(block),)) @ values
@@ -367,6 +388,7 @@ class ParzenClassifier(Classifier):
         X, y = self._fit_rows(X, y)
         self.classes_, codes = classes_of(y)
         self.scaling_ = Scaling.learn(X, self.scaling)
+        warn_of_squeezed(rows_of(X), self.scaling_, self._seed())
         rows = self.scaling_.apply(X, "float64")
         candidates = self._candidates(rows)
         some, labels = self._selection_rows(rows, codes)

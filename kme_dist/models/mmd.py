@@ -25,7 +25,7 @@ from kme_dist.core.mmd import block_values, linear_values, spectral_null, unbias
 from kme_dist.data.frames import column_names, is_table
 from kme_dist.data.rows import RowsRef, rows_of
 from kme_dist.errors import ConfigError, DataError, counted
-from kme_dist.models.means import kernel_for
+from kme_dist.models.means import check_finite, kernel_for
 from kme_dist.models.objects import check_objects
 from kme_dist.models.settings import RandomState, drawn_seed, fraction, seed
 from kme_dist.run.executors import Executor
@@ -95,6 +95,7 @@ def mmd_test(
         raise DataError(f"the first sample has {shown[0]}, the second {shown[1]}; they must have the same columns")
     _check_names(X, Y)
     for name, sample in (("first", first), ("second", second)):
+        sample.check_squares(f"the {name} sample")
         if sample.in_memory:
             try:
                 check_objects(kernel, sample.read()[0])
@@ -108,6 +109,7 @@ def mmd_test(
         rng = np.random.default_rng([drawn, 2])
         labels = _labels(m, n, permutations if null == "permutation" else 0, rng)
         values = _relabelled(found, first, second, labels, executor)
+        check_finite(values, found, "the statistic")
         statistic = float(values[0])
         if null == "permutation":
             draws = values[1:]
@@ -123,6 +125,7 @@ def mmd_test(
     pairs = list(zip(first.parts(rows), second.parts(rows), strict=False))
     calls = [(found, left, right, size, method) for left, right in pairs]
     count, mean, squares = executor.map_reduce(_blocks, calls, _merge, name="mmd-blocks")
+    check_finite((mean, squares), found, "the statistic")
     if count < 2:
         raise DataError(f"method={method!r} requires at least two blocks of {size} rows per sample; choose 'unbiased'")
     spread = math.sqrt(squares / (count - 1) / count)

@@ -18,6 +18,7 @@ import numpy as np
 
 from kme_dist.core.conditional import Delta
 from kme_dist.core.kernels import Bags, Kernel, from_config
+from kme_dist.data.statistics import Statistics
 from kme_dist.data.validation import as_values, check_labels, check_only_texts, object_rows
 from kme_dist.errors import DataError, counted
 
@@ -91,14 +92,19 @@ def check_objects(
 
 def targets_of(kernel: Any, Y: Any, name: str = "targets") -> Any:
     """Targets for a kernel of targets, or that of this name: numbers as an array, texts and labels as they are."""
-    if isinstance(kernel, Delta) or kernel == "delta":
+    labels = isinstance(kernel, Delta) or (isinstance(kernel, str) and kernel == "delta")
+    if labels:
         check_labels(Y)
     if Y is None:
         raise DataError("targets are missing: call fit(X, Y), or pass a data set that has them")
     if isinstance(Y, str) or not hasattr(Y, "__len__") or getattr(Y, "ndim", 1) == 0:
         raise DataError(f"Y is {Y!r}; pass an array or a list with one target for each row of X")
     check_only_texts(Y)
-    return as_values(Y, name)
+    found = as_values(Y, name, labels)
+    if isinstance(found, np.ndarray) and found.dtype.kind in "iuf" and not labels:
+        rows = found.reshape(len(found), -1)
+        Statistics.of(rows).check_squares(name, (), "divide them by a constant", "float64")
+    return found
 
 
 def refuse_objects(by: str, X: Any) -> None:

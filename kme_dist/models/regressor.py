@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from sklearn.base import RegressorMixin
 
-from kme_dist.backend import astype, blas_threads
+from kme_dist.backend import astype, blas_threads, free_bytes
 from kme_dist.core import kernels
 from kme_dist.core.embedding import HOST_TILE, Decision, Embedding
 from kme_dist.core.intervals import LeftOut, Near, Predictive
@@ -29,7 +29,8 @@ from kme_dist.data.arrays import ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource
 from kme_dist.data.frames import split_target
 from kme_dist.data.ingest import positive_bytes
-from kme_dist.data.rows import RowsRef
+from kme_dist.data.rows import RowsRef, warn_of_squeezed
+from kme_dist.data.validation import as_numbers
 from kme_dist.errors import ConfigError, DataError, counted, warn
 from kme_dist.models.account import Account
 from kme_dist.models.base import (
@@ -63,6 +64,7 @@ from kme_dist.run.regression import SOLVERS, RegressionFit, Target, fit_regressi
 from kme_dist.run.train import Candidate, Recipe
 from kme_dist.run.workers import executor_for, scratch_for, share
 
+_COPIES = 4  # of drawn targets that are in memory at a time: positions, residuals, values, the result
 _QUERY_ROWS = 512  # whose residual weights are held at a time
 
 
@@ -278,6 +280,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self.loo_errors_ = {c.name: float(np.sqrt(c.loss)) for c in candidates if c.loss is not None}
         self.solver_, self.solver_reason_ = fit.solver, fit.reason
         self.history_ = list(candidates[0].history)
+        warn_of_squeezed(RowsRef.of(data), self.scaling_, self._seed())
         return self
 
     @property
@@ -336,7 +339,7 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def predict_quantiles(self, X: Any, q: Any) -> np.ndarray:
         """Quantiles of Y given x at the levels `q`: (rows, levels), of several outputs (rows, outputs, levels); one
         level given as a number has no axis of its own."""
-        levels = np.asarray(q, np.float64)
+        levels = as_numbers(q, "q")
         if levels.ndim > 1 or not ((levels >= 0) & (levels <= 1)).all():
             raise ConfigError(f"q={q!r}: must be a number from 0 to 1, or a list of them")
         parts = [F.quantiles(levels.reshape(-1)) for F in self._distributions(*self._rows_and_mean(X))]
@@ -354,7 +357,14 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         integer(1).check("n", n)
         seed().check("random_state", random_state)
         rng = np.random.default_rng([self._seed() if random_state is None else drawn_seed(random_state), 10])
-        parts = [F.sample(int(n), rng) for F in self._distributions(*self._rows_and_mean(X))]
+        rows, mean = self._rows_and_mean(X)
+        needed = 8 * int(n) * mean.size * _COPIES
+        if needed > free_bytes("numpy"):
+            raise ConfigError(
+                f"n={n}: {n} targets for {counted(len(mean), 'row')} need {needed / 1e9:.3g} GB of memory; draw "
+                "fewer, or in several calls with other values of random_state"
+            )
+        parts = [F.sample(int(n), rng) for F in self._distributions(rows, mean)]
         found = self.target_.restored(np.concatenate(parts))
         return np.asarray(found[..., 0] if self._single else found)
 
@@ -362,9 +372,12 @@ class CMERegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         """E[h(Y) | x] under the distribution that `sample` draws from; `h` maps targets, (values,) or (values,
         outputs), to a value or a row of values for each. That of y itself is `predict`."""
 
+        if not callable(h):
+            raise DataError(f"h must be a function of the targets, got {str(h)[:60]!r}")
+
         def inside(values: np.ndarray) -> np.ndarray:
             given = self.target_.restored(values)
-            found = np.asarray(h(given[:, 0] if self._single else given), np.float64)
+            found = as_numbers(h(given[:, 0] if self._single else given), "the values of h")
             if found.shape[:1] != (len(values),):
                 raise DataError(f"h must return one value for each of {len(values)} targets, got shape {found.shape}")
             return found

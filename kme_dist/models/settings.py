@@ -40,8 +40,8 @@ def positive(*, optional: bool = False) -> Rule:
     return _number(int | float | np.number, lambda value: 0 < value < math.inf, "a positive number", optional)
 
 
-def non_negative() -> Rule:
-    return _number(int | float | np.number, lambda value: 0 <= value < math.inf, "a number >= 0", False)
+def non_negative(*, optional: bool = False) -> Rule:
+    return _number(int | float | np.number, lambda value: 0 <= value < math.inf, "a number >= 0", optional)
 
 
 def below_one(*, optional: bool = False) -> Rule:

@@ -172,12 +172,16 @@ def numeric_rows(
 def target_of(rows: RowsRef, executor: Executor) -> Target:
     """Weighted mean and deviation of the targets; 1 for an output that is constant."""
     calls = [(part,) for part in rows.parts(BLOCK_ROWS)]
-    found: Statistics = executor.map_reduce(target_moments, calls, Statistics.__add__, name="target-moments")
+    return target_from(executor.map_reduce(target_moments, calls, Statistics.__add__, name="target-moments"), rows.path)
+
+
+def target_from(found: Statistics, path: str) -> Target:
+    """The same from the statistics of targets; DataError if their squares overflow."""
     with np.errstate(invalid="ignore"):
         width = np.sqrt(found.variance)
     if not np.isfinite(width).all():
         raise DataError(
-            f"{rows.path}: the variance of the targets overflows; they must be below 1e150, divide them by a constant"
+            f"{path}: the variance of the targets overflows; they must be below 1e150, divide them by a constant"
         )
     return Target(found.mean, np.where(width > 1e-12 * np.abs(found.mean), width, 1.0))
 

@@ -32,7 +32,7 @@ import numpy as np
 from kme_dist.core import optim
 from kme_dist.core.kernels.base import Kernel, length_scale_names
 from kme_dist.core.objective import Objective
-from kme_dist.errors import KMEError
+from kme_dist.errors import KMEError, NumericalError
 from kme_dist.failpoints import passing
 from kme_dist.run.checkpoints import Checkpoints, Snapshot
 from kme_dist.run.executors import Started
@@ -40,6 +40,7 @@ from kme_dist.run.learners import LearnSettings, Record, short_digest, without_s
 
 HISTORY_RECORDS = 1000  # kept if not all are; the callback receives every one
 _MEAN, _SENT = "averaged", "sent"  # their slots among those of the optimiser
+_DIVERGED = 1e100  # a parameter, or a logarithm of one, that no learning leads to
 
 
 class LengthScalePrior:
@@ -301,9 +302,19 @@ class Trainer:
         if self._mean is not None:
             kept = min(self._average, (1 + self.step) / (10 + self.step))  # forgets the large first steps soon
             self._mean = {name: kept * self._mean[name] + (1 - kept) * v for name, v in self.parameters.items()}
+        self._check_size(last)
         self.step += result.steps
         self._sent = before if self.settings.delay else self.parameters
         return {**record, **result.facts}
+
+    def _check_size(self, step: int) -> None:
+        """Learning that diverged is an error here: what is made of such parameters fails in many other ways."""
+        for name, value in self.parameters.items():
+            if not (np.abs(value) < _DIVERGED).all():
+                raise NumericalError(
+                    f"learning diverged: {name!r} is beyond {_DIVERGED:.0e} after step {step + 1}; lower "
+                    f"learning_rate={self.settings.learning_rate:g}"
+                )
 
     # --- state -----------------------------------------------------------------------------------
 

@@ -309,7 +309,7 @@ def test_log_loss_is_a_weighted_mean(rng):
         ([1, 1, -2, 1], r"row 2 is -2\.0"),
         ([1, np.nan, 1, 1], "row 1 is nan"),
         ([1, 1, 1, np.inf], "row 3 is inf"),
-        (np.zeros(4), "all 4 weights are 0"),
+        (np.zeros(4), "all 4 weights are zero"),
     ],
 )
 def test_impossible_weights_are_refused_by_row(weights, words):

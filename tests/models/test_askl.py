@@ -237,3 +237,13 @@ def test_a_device_learns_what_the_host_learns(iris, diabetes, device):
         host, gpu = (kind(backend=backend, **settings).fit(*rows) for backend in ("numpy", "cupy"))
         np.testing.assert_allclose(gpu.weights_, host.weights_, atol=1e-9)
         np.testing.assert_array_equal(gpu.predict(rows[0]), host.predict(rows[0]))
+
+
+@pytest.mark.parametrize("factor", [1e155, 1e160, 1e300])
+def test_targets_whose_squares_overflow_are_refused_as_those_of_cmeregressor(factor):
+    X = np.random.default_rng(0).normal(size=(60, 2))
+    for y in (X[:, 0] * factor, np.r_[factor, X[1:, 0]], X * factor):
+        for model in (ASKLRegressor(features=10, epochs=1), kme.CMERegressor(steps=1)):
+            with pytest.raises(DataError, match="the variance of the targets overflows; they must be below 1e150"):
+                model.fit(X, y)
+    assert np.isfinite(ASKLRegressor(features=10, epochs=1).fit(X, X[:, 0] * 1e100).predict(X)).all()

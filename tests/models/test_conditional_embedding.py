@@ -384,3 +384,14 @@ def test_twenty_samples_take_no_time(rng):
     began = time.process_time()
     model.sample(X[:20], 100)
     assert time.process_time() - began < 1.0
+
+
+def test_targets_that_doubles_cannot_hold_are_refused():
+    X, long = np.random.default_rng(0).normal(size=(40, 2)), 2**60 + np.arange(40)
+    for targets in (long, long.tolist(), [[int(y), 1] for y in long]):
+        with pytest.raises(DataError, match=r"targets: found the integer .*, and beyond 2\*\*53"):
+            kme.ConditionalMeanEmbedding().fit(X, targets)
+    with pytest.raises(DataError, match=r"targets: column .* has values up to 1e\+300, whose squares exceed float64"):
+        kme.ConditionalMeanEmbedding().fit(X, np.r_[1e300, X[1:, 0]])
+    labels = kme.ConditionalMeanEmbedding(target_kernel="delta").fit(X, long % 3 + 2**60)
+    assert set(labels.embedding_.targets.tolist()) == {2**60, 2**60 + 1, 2**60 + 2}  # labels keep their values

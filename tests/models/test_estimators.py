@@ -468,3 +468,54 @@ def test_an_unknown_label_of_calibrate_is_named_as_it_is():
     clf = MCEClassifier(steps=0).fit(X, X[:, 0] > 0)
     with pytest.raises(errors.DataError, match=r"label 5 is not among the classes False, True \(40 rows\)"):
         clf.calibrate(X, np.full(40, 5))
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (lambda y: [2**64 + int(v) for v in y], "does not fit 64 bits; use texts"),
+        (lambda y: np.array([True if v else 3 for v in y], object), "labels mix types: bool, int"),
+        (lambda y: [b"a" if v else b"b" for v in y], "decode it to a text"),
+        (lambda y: y[:-1], "inconsistent numbers of samples"),
+        (lambda y: y + 0.5 * np.arange(len(y)), "Unknown label type: continuous"),
+        (lambda y: None, "requires y to be passed"),
+    ],
+)
+def test_labels_of_no_use_are_errors_of_ours(rng, labels, words):
+    X, y = rng.normal(size=(30, 3)), np.arange(30) % 2
+    with pytest.raises(errors.DataError, match=words):
+        MCEClassifier(steps=2).fit(X, labels(y))
+
+
+@pytest.mark.parametrize("build", [MCEClassifier, CMERegressor])
+def test_shapes_of_no_use_are_errors_of_ours_in_one_line(rng, build):
+    X, y = rng.normal(size=(30, 3)), np.arange(30) % 2
+    model = build(steps=2).fit(X, y)
+    for rows, words in (
+        (X[:1], "a minimum of 2 is required"),
+        (X[:, :0], "a minimum of 1 is required"),
+        (X[:, 0], "Reshape your data"),
+        (X * 1j, "Complex data not supported"),
+    ):
+        with pytest.raises(errors.DataError, match=words) as found:
+            build(steps=2).fit(rows, y[: len(rows)])
+        assert "\n" not in str(found.value)
+    for rows in (X[:, :2], X[:, 0], X[:0]):
+        with pytest.raises(errors.DataError):
+            model.predict(rows)
+
+
+@pytest.mark.parametrize("g", ["x", ["x", "y"], [1j, 2], [[1], [1, 2]], {0: "x", 1: 2}, lambda label: "x"])
+def test_values_of_an_expectation_that_are_no_numbers_are_errors_of_ours(rng, g):
+    model = MCEClassifier(steps=2).fit(rng.normal(size=(30, 3)), np.arange(30) % 2)
+    with pytest.raises(errors.DataError, match="the values of g must be real numbers"):
+        model.expectation(np.zeros((2, 3)), g)
+
+
+@pytest.mark.parametrize("objective", ["auto", "rcb"])
+def test_learning_that_diverges_says_so_and_a_complexity_weight_is_a_number(rng, objective):
+    X, y = rng.normal(size=(30, 3)), np.arange(30) % 2
+    with pytest.raises(errors.NumericalError, match=r"learning diverged: .* lower learning_rate=1e\+300"):
+        MCEClassifier(steps=5, learning_rate=1e300, objective=objective).fit(X, y)
+    with pytest.raises(errors.ConfigError, match="complexity_weight=nan: must be a number >= 0, or None"):
+        MCEClassifier(steps=2, complexity_weight=np.nan, objective=objective).fit(X, y)

@@ -7,6 +7,9 @@ import pytest
 import scipy.sparse
 
 import kme_dist as kme
+from kme_dist.data.arrays import ArrayRows
+from kme_dist.data.rows import RowsRef, Scaling, warn_of_squeezed
+from kme_dist.errors import AssumptionWarning
 
 QUICK = {"steps": 10, "n_jobs": 1}
 
@@ -120,7 +123,8 @@ def test_one_wrong_cell_does_not_spoil_a_regression(value):
     spoiled, y, X = with_wrong_cell(value)
     assert half_score(spoiled, y, 200) > 0.9
     assert half_score(spoiled, y, 200, within=2) > half_score(X, y, 200, within=2) - 0.05
-    assert half_score(spoiled, y, 200, scaling="standard") < 0.1
+    with pytest.warns(AssumptionWarning, match="column 'x0' is from"):
+        assert half_score(spoiled, y, 200, scaling="standard") < 0.1
 
 
 @pytest.mark.parametrize("value", [1e9, -1e9, 1e60, 1e100, -1e100])
@@ -210,3 +214,55 @@ def test_weights_of_a_regression_are_counts_of_rows_in_the_curves():
     one = kme.CMERegressor(**SHORT).fit(X, y, sample_weight=counts)
     two = kme.CMERegressor(**SHORT).fit(np.repeat(X, counts, axis=0), np.repeat(y, counts))
     np.testing.assert_allclose(one.scaling_.curves.values, two.scaling_.curves.values, atol=1e-12)
+
+
+def filled(value, n=300):
+    """A table one cell of which is a fill value, with class labels."""
+    X = np.random.default_rng(0).normal(size=(n, 3))
+    y = (X[:, 0] + X[:, 1] > 0).astype(int)
+    X[5, 1] = value
+    return X, y
+
+
+SCALED = {
+    "MCEClassifier": lambda: kme.MCEClassifier(steps=2, scaling="unit"),
+    "CMERegressor": lambda: kme.CMERegressor(steps=2, scaling="standard"),
+    "ASKLRegressor": lambda: kme.ASKLRegressor(features=10, epochs=1),
+    "CENClassifier": lambda: kme.CENClassifier(steps=2),
+    "ParzenClassifier": lambda: kme.ParzenClassifier(),
+    "ConditionalMeanEmbedding": lambda: kme.ConditionalMeanEmbedding(regularization=1e-3),
+}
+
+
+@pytest.mark.parametrize("build", SCALED.values(), ids=SCALED)
+@pytest.mark.parametrize("value", [-9999, 9.97e36])
+def test_one_fill_value_that_squeezes_its_column_is_named_once(build, value):
+    X, y = filled(value)
+    with pytest.warns(AssumptionWarning, match=r"column 'x1' is from .* all rows except very few lie within") as found:
+        build().fit(X, y)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("build", [kme.MCEClassifier, kme.CMERegressor])
+def test_nothing_is_said_of_fill_values_that_normal_scores_or_no_scaling_leave_harmless(build):
+    for value in (-9999, 1e30, 1e100):
+        X, y = filled(value)
+        build(steps=2).fit(X, y)  # warnings are errors here
+        build(steps=2, scaling=None).fit(X, y)
+
+
+def test_a_fill_value_that_no_sample_has_is_still_found():
+    X, _ = filled(1e30, n=20_000)
+    rows = RowsRef.of(ArrayRows(X, None, feature_names=["a", "b", "c"]))
+    scaling = Scaling.of(rows.source.split_statistics(), "unit")
+    with pytest.warns(AssumptionWarning, match=r"column 'b' is from -4.* to 1e\+30"):
+        warn_of_squeezed(rows, scaling, 0)
+
+
+def test_rare_flags_counts_and_long_tails_are_no_fill_values():
+    rng = np.random.default_rng(0)
+    flag, count = np.arange(3_000) == 7, np.where(rng.random(3_000) < 0.004, rng.integers(1, 9_000, 3_000), 0)
+    X = np.column_stack([flag, flag * 1e30, count, rng.lognormal(sigma=2, size=3_000), rng.standard_t(2, 3_000)])
+    rows = RowsRef.of(ArrayRows(X.astype(float), None))
+    for kind in ("unit", "standard"):
+        warn_of_squeezed(rows, Scaling.of(rows.source.split_statistics(), kind), 0)

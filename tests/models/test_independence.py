@@ -369,3 +369,16 @@ def test_a_level_is_between_0_and_1(level):
         assert found.rejects(0.999)
         with pytest.raises(ConfigError, match=r"level=.*: must be a number between 0 and 1"):
             found.rejects(level)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_kernel_that_overflows_gives_no_p_value():
+    rows = np.r_[[[1e140]], np.random.default_rng(0).normal(size=(50, 1))]
+    with pytest.raises(DataError, match=r"the statistic is not finite: .*Polynomial"):
+        kme.hsic_test(rows, rows[::-1], kme.kernels.Polynomial(degree=3))
+
+
+def test_integers_that_doubles_merge_are_refused_by_the_name_of_their_variable():
+    x, y = np.random.default_rng(0).normal(size=20), 2**60 + np.arange(20)
+    with pytest.raises(DataError, match=r"Y: found the integer 1152921504606846995, and beyond 2\*\*53"):
+        kme.hsic_test(x, y)

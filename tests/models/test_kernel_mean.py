@@ -181,3 +181,41 @@ def test_a_mean_is_compared_with_means_only():
     for ask in (mean.distance, mean.inner):
         with pytest.raises(DataError, match=r"must be a fitted KernelMean, got a ndarray; .*kernel=mean\.kernel_"):
             ask(X)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(("value", "dtype"), [(1e160, "float64"), (1e300, "float64"), (1e30, "float32")])
+def test_rows_whose_squares_overflow_are_refused_by_the_name_of_their_column(X, estimator, value, dtype):
+    mean = kme.KernelMean(estimator, dtype=dtype)
+    for wrong in (np.r_[[[0.0, value, 0.0]], X], np.full_like(X, value)):
+        with pytest.raises(DataError, match=rf"column 'x\d' has values up to .*, whose squares exceed {dtype}"):
+            mean.fit(wrong)
+    with pytest.raises(DataError, match=r"row 1 has a value that is .*, whose square overflows"):
+        mean.fit(X).evaluate(np.r_[X[:1], [[0.0, value, 0.0]]])
+
+
+@pytest.mark.parametrize("value", [1e160, 1e300])
+def test_models_built_on_kernel_means_refuse_such_rows_as_well(X, value):
+    wrong, y = np.r_[[[0.0, value, 0.0]], X], np.arange(len(X) + 1) % 2
+    bags = np.split(np.r_[wrong, X[:3]], 11)
+    for fit in (
+        lambda: kme.MixtureMatching(2).fit(wrong),
+        lambda: kme.ParzenClassifier(scaling=None).fit(wrong, y),
+        lambda: kme.SupportMeasureClassifier().fit(bags, np.arange(11) % 2),
+        lambda: kme.ConditionalMeanEmbedding(scaling=None).fit(wrong, y),
+    ):
+        with pytest.raises(DataError, match=r"column '.*' has values up to .*, whose squares exceed float64"):
+            fit()
+    with pytest.raises(DataError, match="row 0 has a value"):
+        kme.MixtureMatching(2).fit(X).score_samples(wrong)
+    good = np.split(X, 10)
+    machine = kme.SupportMeasureClassifier().fit(good, np.arange(10) % 2)
+    with pytest.raises(DataError, match="bag 0: row 0 has a value"):
+        machine.predict(bags)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_kernel_that_overflows_on_finite_rows_gives_an_error_in_place_of_nan(X):
+    mean = kme.KernelMean("kme", kme.kernels.Polynomial(degree=3)).fit(X * 1e120)
+    with pytest.raises(DataError, match="the inner product of the means is not finite: Polynomial"):
+        mean.norm()

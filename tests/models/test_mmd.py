@@ -136,3 +136,23 @@ def test_tables_of_numbers_are_tested_and_texts_are_named(kind):
     texts = pd.DataFrame({"a": ["u", "v"] * 10})
     with pytest.raises(DataError, match=r"the first sample: rows are sequences .*\(row 0 is \['u'\]\).* Gaussian does"):
         kme.mmd_test(texts, texts)
+
+
+@pytest.mark.parametrize("method", ["unbiased", "block", "linear"])
+@pytest.mark.parametrize("value", [1e160, 1e300])
+def test_a_sample_whose_squares_overflow_is_named_in_place_of_a_p_value_of_nan(method, value):
+    rows = np.random.default_rng(0).normal(size=(50, 1))
+    wrong = np.r_[[[value]], rows]
+    with pytest.raises(DataError, match=r"the first sample: column 'x0' has values up to .*squares exceed float64"):
+        kme.mmd_test(wrong, rows, method=method)
+    with pytest.raises(DataError, match="the second sample: column 'x0'"):
+        kme.mmd_test(rows, np.full((50, 1), value), method=method)  # equal values have a variance, 0
+    assert np.isfinite(kme.mmd_test(np.r_[[[1e140]], rows], rows, method=method).statistic)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_kernel_that_overflows_gives_no_p_value():
+    rows = np.r_[[[1e140]], np.random.default_rng(0).normal(size=(50, 1))]
+    for method in ("unbiased", "block"):
+        with pytest.raises(DataError, match=r"the statistic is not finite: Polynomial.* overflows on these rows"):
+            kme.mmd_test(rows, rows + 1, kme.kernels.Polynomial(degree=3), method=method)

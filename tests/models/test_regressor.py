@@ -392,3 +392,45 @@ def test_a_single_value_as_targets_is_told_what_to_pass(make, value):
     for Y in (value, "a"):
         with pytest.raises(DataError, match=r"Y is .*; pass an array or a list with one target for each row of X"):
             kme.ConditionalMeanEmbedding().fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda y: y,
+        lambda y: y.tolist(),
+        lambda y: [y.tolist()[0], *[0.5] * (len(y) - 1)],
+        lambda y: np.array(y.tolist(), object),
+        pd.Series,
+        lambda y: pd.DataFrame({"a": y, "b": 0.5}),
+    ],
+    ids=["array", "list", "list with fractions", "objects", "series", "frame"],
+)
+@pytest.mark.parametrize("build", [CMERegressor, kme.ASKLRegressor])
+def test_integer_targets_that_doubles_merge_are_refused(build, given):
+    X, y = np.random.default_rng(0).normal(size=(40, 2)), 2**60 + np.arange(40)
+    with pytest.raises(DataError, match=r"integer 11529215\d+, and beyond 2\*\*53 integers cannot be told apart"):
+        build().fit(X, given(y))
+    with pytest.raises(DataError, match="beyond 2"):
+        build().fit(pd.DataFrame({"a": X[:, 0], "t": -y}), "t")
+
+
+def test_levels_and_functions_that_give_no_numbers_are_errors_of_ours():
+    X = np.random.default_rng(0).normal(size=(40, 2))
+    model = CMERegressor(steps=2).fit(X, X[:, 0])
+    for q in ("a", [0.5, "x"], [[0.5], [0.1, 0.2]], 1j):
+        with pytest.raises(DataError, match="q must be real numbers"):
+            model.predict_quantiles(X[:2], q)
+    for h in (lambda v: "x", lambda v: v * 1j, lambda v: [[1], [1, 2]]):
+        with pytest.raises(DataError, match="the values of h must be real numbers"):
+            model.expectation(X[:2], h)
+    with pytest.raises(DataError, match="h must be a function of the targets"):
+        model.expectation(X[:2], "x")
+
+
+def test_more_draws_than_fit_the_memory_are_refused_with_their_size():
+    X = np.random.default_rng(0).normal(size=(40, 2))
+    model = CMERegressor(steps=2).fit(X, X[:, 0])
+    with pytest.raises(ConfigError, match=r"n=1000000000000: .* targets for 3 rows need .* GB of memory; draw fewer"):
+        model.sample(X[:3], 10**12)
+    assert model.sample(X[:3], 10).shape == (3, 10)

@@ -334,3 +334,23 @@ def test_repeated_rows_do_not_fool_leave_one_out():
     losses = [log_loss(yq, model.predict_proba(Xq)) for model in (once, twice)]
     assert losses[1] <= 1.15 * losses[0]
     assert twice.regularization_ > 0.05 * once.regularization_
+
+
+@pytest.mark.parametrize("build", [kme.MCEClassifier, kme.CMERegressor])
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (lambda n: [np.nan] * n, "the weight of row 0 is nan; weights must be finite"),
+        (lambda n: [1.0] * (n - 1) + [np.inf], "the weight of row 29 is inf; weights must be finite"),
+        (np.zeros, "all 30 weights are zero"),
+        (lambda n: np.ones(n - 1), r"weights of shape \(29,\) for 30 rows"),
+        (lambda n: ["a"] * n, "sample_weight must be real numbers"),
+        (lambda n: [1j] * n, "sample_weight must be real numbers"),
+        (lambda n: np.full(n, 5e-324), r"the weight of row 0 is 4.94e-324; positive weights must be from 1e-150"),
+        (lambda n: np.full(n, 1e308), r"the weight of row 0 is 1e\+308; positive weights must be from 1e-150"),
+    ],
+)
+def test_weights_of_no_use_are_errors_of_ours_by_row(build, weights, words):
+    X, y = np.random.default_rng(0).normal(size=(30, 2)), np.arange(30) % 2
+    with pytest.raises(DataError, match=words):
+        build(steps=2).fit(X, y, sample_weight=weights(30))
