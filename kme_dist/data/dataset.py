@@ -213,6 +213,12 @@ class RowSource:
         """
         return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
 
+    @property
+    def identified_by(self) -> str | None:
+        """How rows are stored, as far as their identities depend on it: the same rows in the same ranges of another
+        source have the same identities if this is equal. None: the identities of other sources tell nothing."""
+        return None
+
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         """Digests of X and y (and of the weights as given, if there are any) in rows [start, stop)."""
         raise ConfigError(f"{type(self).__name__} must define span_digests(start, stop)")
@@ -371,6 +377,10 @@ class Dataset(RowSource):
             # The digest of the chunk that was the last one, and not full, is that of other rows now.
             digests = [*digests[:last], digest(self.X.read(last * size, rows))]
         return short_digest([(low, high, digests[low // size : -(-high // size)]) for low, high in ranges])
+
+    @property
+    def identified_by(self) -> str | None:
+        return short_digest([str(self.dtype), self.feature_names, self.chunk_rows])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         number, begun = divmod(start, self.chunk_rows)

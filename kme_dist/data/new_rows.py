@@ -133,6 +133,10 @@ class StagedRows(RowSource):
     def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
         return self.data.identity(ranges, rows)
 
+    @property
+    def identified_by(self) -> str | None:
+        return self.data.identified_by
+
 
 @contextlib.contextmanager
 def staged(

@@ -443,6 +443,19 @@ class RowsRef:
         """Changes when rows [start, stop) change; without reading them. `rows`: see `RowSource.identity`."""
         return self.source.identity(self.stored(start, stop), rows)
 
+    @property
+    def identified_by(self) -> list[Any] | None:
+        """What the identities of two sources must have in common to be compared; None: they cannot be."""
+        stored = self.source.identified_by
+        return None if stored is None else [stored, [list(span) for span in self.ranges]]
+
+    def is_identified(self, start: int, stop: int) -> bool:
+        """Whether the identity of rows [start, stop) depends on rows of these ranges only: it is made of the digests of
+        whole chunks, and a range that begins or ends within one shares it with others."""
+        size, own = self.source.chunk_rows, self.ranges
+        edges = [(a // size * size, min(-(-b // size) * size, self.source.rows)) for a, b in self.stored(start, stop)]
+        return all(any(low <= a and b <= high for low, high in own) for a, b in edges)
+
 
 def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     found = [y for y in parts if y is not None]

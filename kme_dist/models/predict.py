@@ -205,6 +205,7 @@ def _predict_rows(
         "rows": source.count,
         "chunk_rows": source.source.output_rows,
         "layout": format,
+        "identified_by": source.identified_by,
         "classes": classes,
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
     }
