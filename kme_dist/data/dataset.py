@@ -202,6 +202,11 @@ class RowSource:
         """The ids of rows [start, stop): by default their numbers."""
         return np.arange(start, stop, dtype=np.int64)
 
+    def rejected_in(self, start: int, stop: int) -> dict[int, str]:
+        """Which of rows [start, stop), counted from `start`, cannot be used, with the reasons, where these are other
+        than values that are not finite."""
+        return {}
+
     def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
         """A source with only these rows, and their ranges in it, for a task that needs no others."""
         return self, ranges
@@ -334,6 +339,8 @@ class Dataset(RowSource):
         names = ("digests", "rows", "classes", "feature_names")
         known = json.dumps({name: self.attributes[name] for name in names}, sort_keys=True, default=str)
         known += "" if self.class_factors is None else repr(self.class_factors)
+        if "rejected" in self.attributes["source"]:  # rows that are stored as zeros
+            known += json.dumps(self.attributes["source"]["rejected"])
         return hashlib.sha256(known.encode()).hexdigest()
 
     @property

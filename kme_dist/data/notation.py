@@ -3,6 +3,7 @@
     Notation(decimal=",", thousands=".").numbers(pa.array(["1.234,5", "7"]))     # 1234.5, 7, and where there is none
     in_other_notation(["1,5", "2,25"])                                          # "1,5": not 1.5 unless asked for
     suggestion(["1,5", "2,25"])                                                 # "set `decimal` to ','"
+    unreadable(pa.array(["1.5", "x"]))                                          # where texts are no numbers for Arrow
 
 A text such as 1,234 may be 1.234 or 1234, so no notation is guessed: one is given, by the names of these options, and
 kept with the data set and the model.
@@ -26,6 +27,7 @@ THOUSANDS = ("", ",", ".", "_", "'", " ")
 
 # Numbers with a decimal comma, separators between thousands, a percent sign or a currency.
 _OTHER = re.compile(r"[$€£]?\s*[+-]?\d[\d.,_' ]*\s*[%$€£]?")
+_PLAIN_NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?$"  # for Arrow
 _MARKS = re.compile(r"[,_'%$€£ ]")
 
 
@@ -114,3 +116,19 @@ def suggestion(values: Collection[str]) -> str:
     simple = min((len(notation.given) for notation in fitting), default=0)
     found = " or ".join(str(notation) for notation in fitting if len(notation.given) == simple)
     return found or "write them as 1234.5"
+
+
+def unreadable(texts: pa.Array) -> pa.Array:
+    """Where texts are not numbers; null where they are missing. Only those that look odd are tried one by one."""
+    odd = texts.filter(pc.invert(pc.match_substring_regex(texts, _PLAIN_NUMBER))).unique()
+    wrong = [text for text in odd if not _is_castable(text)]
+    found = pc.is_in(texts, pa.array([text.as_py() for text in wrong], texts.type))
+    return pc.if_else(texts.is_null(), pa.scalar(None, pa.bool_()), found)
+
+
+def _is_castable(text: pa.Scalar) -> bool:
+    try:
+        text.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True

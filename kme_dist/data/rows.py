@@ -267,6 +267,14 @@ class RowsRef:
         """The ids of rows [start, stop): their numbers in the source, or a column of it."""
         return joined([self.source.read_ids(*span) for span in self.stored(start, stop)])
 
+    def rejected(self) -> dict[int, str]:
+        """The rows that cannot be used, by their numbers here, with the reasons; see `RowSource.rejected_in`."""
+        found, before = dict[int, str](), 0
+        for low, high in self.ranges:
+            found |= {before + row: why for row, why in self.source.rejected_in(low, high).items()}
+            before += high - low
+        return found
+
     def take(self, numbers: np.ndarray) -> tuple[Any, Any]:
         """Scaled rows by their numbers in the split, and their labels."""
         edges = np.cumsum([0] + [high - low for low, high in self.ranges])
