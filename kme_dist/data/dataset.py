@@ -202,6 +202,11 @@ class RowSource:
         """The ids of rows [start, stop): by default their numbers."""
         return np.arange(start, stop, dtype=np.int64)
 
+    def rejected_in(self, start: int, stop: int) -> dict[int, str]:
+        """Which of rows [start, stop), counted from `start`, cannot be used, with the reasons, where these are other
+        than values that are not finite."""
+        return {}
+
     def narrowed(self, ranges: tuple[Span, ...]) -> tuple[RowSource, tuple[Span, ...]]:
         """A source with only these rows, and their ranges in it, for a task that needs no others."""
         return self, ranges
@@ -212,6 +217,12 @@ class RowSource:
         `rows`: the identity that they had before rows were appended, when the source had that number of them.
         """
         return short_digest([(*span, self.span_digests(*span)[0]) for span in ranges])
+
+    @property
+    def identified_by(self) -> str | None:
+        """How rows are stored, as far as their identities depend on it: the same rows in the same ranges of another
+        source have the same identities if this is equal. None: the identities of other sources tell nothing."""
+        return None
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         """Digests of X and y (and of the weights as given, if there are any) in rows [start, stop)."""
@@ -328,6 +339,8 @@ class Dataset(RowSource):
         names = ("digests", "rows", "classes", "feature_names")
         known = json.dumps({name: self.attributes[name] for name in names}, sort_keys=True, default=str)
         known += "" if self.class_factors is None else repr(self.class_factors)
+        if "rejected" in self.attributes["source"]:  # rows that are stored as zeros
+            known += json.dumps(self.attributes["source"]["rejected"])
         return hashlib.sha256(known.encode()).hexdigest()
 
     @property
@@ -371,6 +384,10 @@ class Dataset(RowSource):
             # The digest of the chunk that was the last one, and not full, is that of other rows now.
             digests = [*digests[:last], digest(self.X.read(last * size, rows))]
         return short_digest([(low, high, digests[low // size : -(-high // size)]) for low, high in ranges])
+
+    @property
+    def identified_by(self) -> str | None:
+        return short_digest([str(self.dtype), self.feature_names, self.chunk_rows])
 
     def span_digests(self, start: int, stop: int) -> tuple[str, ...]:
         number, begun = divmod(start, self.chunk_rows)

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kme_dist.data.notation import Notation, in_other_notation, long_integer_among, suggestion
+from kme_dist.data.notation import Notation, in_other_notation, long_integer_among, suggestion, unreadable
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source, TableSource, kind_of
 from kme_dist.data.schema import PERIODS, Column, Schema, finder
 from kme_dist.data.statistics import Statistics
-from kme_dist.data.validation import LARGEST_INTEGER, long_integer_words
+from kme_dist.data.validation import LARGEST_INTEGER, long_integer_words, not_finite_rows
 from kme_dist.errors import ConfigError, DataError
 
 UNSEEN = ("zeros", "error")
@@ -43,6 +43,7 @@ class Encoded:
     extras: dict[str, pa.Array] = field(default_factory=dict)
     weights: np.ndarray | None = None
     seen: int = 0  # rows of the source up to the end of this block, including dropped ones
+    rejected: dict[int, str] = field(default_factory=dict)  # rows of X that cannot be used, where they are skipped
 
 
 class Encoder:
@@ -51,6 +52,10 @@ class Encoder:
     `unseen` is the rule for a category that the schema does not have: "error", or "zeros": it is none of the known
     categories (all zeros; -1 if ordinal), and counted in `self.unseen`, by column, with the first of them. So are
     values that are missing in columns without a feature NAME:missing, as "NAME:missing".
+
+    Where the schema is one of rows to predict (`Schema.skips`), a value that is missing without a rule, or not finite,
+    is no error: its row has a NaN or infinity, and the reason is in `Encoded.rejected`. With `skip_texts` the same
+    holds for texts that are not a number or a date.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class Encoder:
     ) -> None:
         if unseen not in UNSEEN:
             raise ConfigError(f"unseen is {unseen!r}; it must be one of {', '.join(UNSEEN)}.")
-        self.refuse_missing = True  # where the schema has no fill values; else such values are passed on as they are
+        self.skip_texts = False
+        self._rejected: dict[int, str] = {}  # of the block that is being encoded
         self.refuse_unseen, self.unseen = unseen == "error", dict[str, tuple[int, str]]()
         self.source, self.schema, self.max_classes, self.first_row = source, schema, max_classes, first_row
         names = list(source.kinds) if isinstance(source, TableSource) else list(source.feature_names)
@@ -128,6 +134,7 @@ class Encoder:
         return self.source.blocks(wanted)
 
     def _encode(self, block: Block, start: int) -> Encoded:
+        self._rejected = {}
         X = self._features(block)
         labels, no_label = self._labels(block)
         weights = self._weights(block)
@@ -137,6 +144,11 @@ class Encoder:
             suspicious = X.dtype.kind == "f" and not np.isfinite(X.sum(dtype=X.dtype))  # cheap, and rarely wrong
         if suspicious:
             X = self._treat(block, X, keep)
+        if self._rejected:  # a fill value must not hide them
+            X = np.array(X, np.promote_types(X.dtype, np.float32))
+            X[list(self._rejected), 0] = np.nan
+        if self.schema.skips and (suspicious or self._rejected):
+            self._rejected = not_finite_rows(X) | self._rejected
         if no_label is not None:
             if self.schema.missing != "drop":
                 row = int(np.argmax(no_label))
@@ -151,7 +163,7 @@ class Encoder:
         extras = {name: self._extra(block, name) for name in self.extras}
         if keep.all():
             y = None if labels is None else self._codes(block, labels, rows - start)
-            return Encoded(X, y, rows, extras, weights, count)
+            return Encoded(X, y, rows, extras, weights, count, self._rejected)
         kept = np.flatnonzero(keep)
         y = None if labels is None else self._codes(block, labels.take(pa.array(kept)), kept)
         extras = {k: v.take(pa.array(kept)) for k, v in extras.items()}
@@ -194,7 +206,12 @@ class Encoder:
             wrong = ~((X >= 0) & (X <= 255) & (np.round(X) == X))
             if wrong.any():
                 row, j = (int(v) for v in np.argwhere(wrong)[0])
-                raise self._bad(block, row, j, f"{X[row, j]!r} is not an integer from 0 to 255; choose dtype float32")
+                if not self.schema.skips:
+                    what = f"{X[row, j]!r} is not an integer from 0 to 255; choose dtype float32"
+                    raise self._bad(block, row, j, what)
+                for row, j in np.argwhere(wrong)[::-1].tolist():
+                    self._rejected.setdefault(row, f"{X[row, j]:g} is not an integer from 0 to 255")
+                X = np.where(wrong, 0, X)
         if X.dtype.kind in "iu" and X.dtype.itemsize == 8 and X.size:
             least, most = X.min(axis=0), X.max(axis=0)
             for j in np.flatnonzero((least < -LARGEST_INTEGER) | (most > LARGEST_INTEGER))[:1].tolist():
@@ -230,9 +247,12 @@ class Encoder:
             known = np.flatnonzero(indices >= 0)
             out[known, indices[known]] = 1
             if missing.any() and not filled and out.shape[1]:
-                if dtype.kind != "f":
+                if dtype.kind != "f" and not self.schema.skips:
                     raise self._bad(block, int(np.argmax(missing)), column.name, "the category is missing")
-                out[missing, 0] = np.nan  # reported by _treat
+                if dtype.kind == "f":
+                    out[missing, 0] = np.nan  # reported by _treat
+                else:
+                    self._rejected |= dict.fromkeys(np.flatnonzero(missing).tolist(), f"{column.name!r} is missing")
         return np.concatenate([out, missing[:, None].astype(dtype)], axis=1) if column.indicator else out
 
     def _numbers(self, block: Block, column: Column, array: pa.Array) -> np.ndarray:
@@ -271,6 +291,8 @@ class Encoder:
         try:
             return array.cast(target, safe=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            if texts and self.skip_texts:
+                return self._readable(array, column, target)
             values = array.to_pylist()
         row = next((i for i, value in enumerate(values) if value is not None and not is_number(value)), 0)
         raise self._bad(block, row, column, f"{str(values[row])[:60]!r} is not a number")
@@ -291,9 +313,26 @@ class Encoder:
         if row is not None:
             raise self._long(block, row, column, int(array[row].as_py()))
 
+    def _readable(self, texts: pa.Array, column: str, target: pa.DataType) -> pa.Array:
+        """The numbers among texts; or, if there are none, true and false. Rows with any other text are rejected."""
+        read, wrong = texts, unreadable(texts)
+        if not pc.any(pc.invert(wrong)).as_py():
+            lower, one, zero = pc.utf8_lower(texts), pa.scalar("1", texts.type), pa.scalar("0", texts.type)
+            read = pc.if_else(pc.equal(lower, "true"), one, pc.if_else(pc.equal(lower, "false"), zero, texts))
+            wrong = unreadable(read)
+        wrong = pc.fill_null(wrong, False)
+        self._reject(wrong.to_numpy(zero_copy_only=False), column, texts, "a number")
+        return pc.if_else(wrong, pa.scalar(None, texts.type), read).cast(target)
+
+    def _reject(self, wrong: np.ndarray, column: str, texts: pa.Array, kind: str) -> None:
+        for row in np.flatnonzero(wrong).tolist():
+            self._rejected.setdefault(row, f"column {column!r}: {str(texts[row].as_py())[:60]!r} is not {kind}")
+
     def _in_notation(self, block: Block, column: str, texts: pa.Array, notation: Notation) -> np.ndarray:
         values, wrong = notation.numbers(texts)
-        if wrong.any():
+        if wrong.any() and self.skip_texts:
+            self._reject(wrong, column, texts, "a number")
+        elif wrong.any():
             row = int(np.argmax(wrong))
             shown = repr(texts[row].as_py()[:60])
             how = str(notation).removeprefix("set ").replace("` to ", "` ")
@@ -317,6 +356,10 @@ class Encoder:
         if (found := parsed_days(array)) is not None:
             return found
         parsed = [parsed_days(array.slice(row, 1)) for row in range(len(array))]  # several formats, or a bad value
+        if self.skip_texts:
+            wrong = np.array([value is None for value in parsed])
+            self._reject(wrong, column.name, array, "a date or time")
+            parsed = [np.full(1, np.nan) if value is None else value for value in parsed]
         for row, value in enumerate(parsed):
             if value is None:
                 what = f"{array[row].as_py()[:60]!r} is not a date or time (as 2026-01-31, 2026-01-31 12:00 or 12:00)"
@@ -341,7 +384,7 @@ class Encoder:
     def _treat(self, block: Block, X: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Missing and infinite values, by the policy. Marks rows to drop in `keep`."""
         infinite = np.isinf(X)
-        if infinite.any() and self.refuse_missing:
+        if infinite.any() and not self.schema.skips:
             row, j = (int(v) for v in np.argwhere(infinite)[0])
             raise self._bad(block, row, j, f"the value is infinite, or too large for {self.schema.dtype}")
         missing = np.isnan(X)
@@ -350,7 +393,7 @@ class Encoder:
         if self.schema.missing == "drop":
             keep &= ~missing.any(axis=1)
             return X
-        if self.schema.missing == "error" and not self.refuse_missing:
+        if self.schema.missing == "error" and self.schema.skips:
             return X
         if self.schema.missing == "error":
             row, j = (int(v) for v in np.argwhere(missing)[0])

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from kme_dist.data.encode import Encoder, parsed_days
-from kme_dist.data.readers import LEAVE_OUT, Source, TableSource, open_source
+from kme_dist.data.readers import LEAVE_OUT, Source, TableSource, kind_of, open_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.survey import plan_schema
 from kme_dist.data.validation import check_collected
@@ -97,6 +97,7 @@ def encode_table(X: Any, schema: Schema, unseen: str = "zeros") -> tuple[np.ndar
     source = open_source(X)
     assert isinstance(source, TableSource)
     check_columns_of(source.name, source.kinds, schema)
+    check_types(source, schema)
     encoder = Encoder(source, schema, unseen=unseen)
     parts = [block.X for block in encoder.encoded()]
     empty = np.zeros((0, len(schema.feature_names)), schema.dtype)
@@ -104,8 +105,9 @@ def encode_table(X: Any, schema: Schema, unseen: str = "zeros") -> tuple[np.ndar
 
 
 def for_new_rows(schema: Schema) -> Schema:
-    """The encoding of rows to predict: without labels, and none of them is dropped."""
-    return replace(schema.without_label(), missing="error" if schema.missing == "drop" else schema.missing)
+    """The encoding of rows to predict: without labels, and none of them is dropped or stops the others."""
+    missing = "error" if schema.missing == "drop" else schema.missing
+    return replace(schema.without_label(), missing=missing, skips=True)
 
 
 def check_columns_of(where: str, columns: Mapping[str, Any] | Sequence[str], schema: Schema) -> None:
@@ -114,6 +116,31 @@ def check_columns_of(where: str, columns: Mapping[str, Any] | Sequence[str], sch
     if absent:
         what = f"the columns {', '.join(map(repr, absent[:12]))} are" if absent[1:] else f"the column {absent[0]!r} is"
         raise DataError(f"{where}: {what} missing; found {', '.join(map(repr, columns))}.")
+
+
+_HOLDS = {"number": "numbers", "date": "dates or times", "one_hot": "categories", "ordinal": "categories"}
+_TAKES = {"number": ("number", "integer", "boolean", "text"), "date": ("date", "text")}  # texts may stand for either
+
+
+def check_types(source: TableSource, schema: Schema) -> None:
+    """Raise an error for a column whose stored type cannot be what a model knows, before any row is read."""
+    for column in schema.columns:
+        stored = source.types.get(column.name)
+        if stored is None:  # of a text file, whose values are checked as they are read
+            continue
+        value = stored.value_type if pa.types.is_dictionary(stored) else stored
+        fits = kind_of(value) in _TAKES.get(column.kind, (kind_of(value),))
+        if pa.types.is_duration(value):  # they were dates, in days, before they were numbers
+            fits = column.duration or column.kind != "number"
+        elif pa.types.is_null(value):
+            fits = schema.missing == "fill" or not source.rows
+        elif kind_of(value) == "other":
+            fits = column.kind not in _TAKES and (pa.types.is_binary(value) or pa.types.is_large_binary(value))
+        if not fits:
+            raise DataError(
+                f"{source.name}: column {column.name!r} holds values of type {stored}, the model was fitted to "
+                f"{'durations' if column.duration else _HOLDS[column.kind]} there; convert the column to them"
+            )
 
 
 def with_names(X: Any, names: Sequence[str]) -> pa.Table:

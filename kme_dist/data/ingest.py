@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,7 @@ class IngestPlan:
     watch: Callable[[Encoded], None] = lambda block: None  # is given every block, in the order of the source
     seen: int = 0  # rows of the source
     kept: int = 0
+    rejected: list[tuple[int, str]] = field(default_factory=list)  # rows to predict that cannot be used
 
     def layout(self, chunk_bytes: int, shard_bytes: int, compression: str) -> ChunkLayout:
         row_bytes = len(self.schema.feature_names) * np.dtype(self.schema.dtype).itemsize
@@ -353,9 +354,18 @@ class IngestPlan:
             for block in ahead:
                 self.seen += block.seen
                 self.kept += len(block.X)
+                if block.rejected:
+                    block = self._without_rejected(block)
                 self.watch(block)
                 self.progress(stage, self.seen, self.source.rows)
                 yield block
+
+    def _without_rejected(self, block: Encoded) -> Encoded:
+        """Zeros in the place of rows to predict that cannot be used, and a note which these are, and why."""
+        first, X = int(block.rows[0]), np.array(block.X)
+        self.rejected += [(first + row, why) for row, why in sorted(block.rejected.items())]
+        X[list(block.rejected)] = 0
+        return replace(block, X=X.astype(self.schema.dtype))
 
     def _through_spool(self, writer: ShardWriter, scratch: Path) -> None:
         bits = Spool.FAN_OUT_BITS if self.seed is not None else 0
@@ -539,6 +549,8 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
             found_classes = found if classes is not None else None
             splits[name] = split_entry([span], features, found_classes, own)
     schema = job.schema
+    if schema.skips and not np.isfinite(whole.variance).all():  # of rows to predict; huge ones are no error
+        whole = Statistics.empty(width)
     whole.check_squares(job.source.name, schema.feature_names, "leave the column out with `exclude`")
     return {
         "format": DATASET_FORMAT,
@@ -561,13 +573,13 @@ def dataset_attributes(job: IngestPlan, writer: ShardWriter, classes: Sequence[A
         "shard_rows": writer.layout.shard_rows,
         "compression": "zstd" if writer.layout.compressed else "none",
         "digests": {"algorithm": "sha256/128", **writer.digests},
-        "source": {"name": job.source.name, "rows": job.seen, "dropped": job.seen - writer.total, **_unseen(job)},
+        "source": {"name": job.source.name, "rows": job.seen, "dropped": job.seen - writer.total, **_unusual(job)},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "written_by": f"kme-dist {written_by}",
     }
 
 
-def _unseen(job: IngestPlan) -> dict[str, Any]:
-    """Categories that the encoding did not have: their number and the first one, by column."""
-    found = job.encoder.unseen
-    return {"unseen": {name: list(entry) for name, entry in found.items()}} if found else {}
+def _unusual(job: IngestPlan) -> dict[str, Any]:
+    """Categories that the encoding did not have: their number and the first one, by column; rows that were rejected."""
+    found = {"unseen": {name: list(entry) for name, entry in job.encoder.unseen.items()}, "rejected": job.rejected}
+    return {name: entries for name, entries in found.items() if entries}

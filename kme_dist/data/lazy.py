@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from kme_dist.data.arrays import OUTPUT_ROWS, ArrayRows
 from kme_dist.data.dataset import Dataset, RowSource, Span, joined, open_dataset, short_digest
-from kme_dist.data.encode import Encoder
+from kme_dist.data.encode import Encoded, Encoder
 from kme_dist.data.frames import Unseen, encode_table, is_table
 from kme_dist.data.new_rows import ModelColumns
 from kme_dist.data.places import METADATA_KEY, Place
@@ -69,23 +69,28 @@ class ParquetRows(RowSource):
         return slice(first, int(np.searchsorted(self._begins, stop, side="left")))
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  (a task asks for rows, then for the ids of the same rows)
-    def _blocks(self, start: int, stop: int) -> tuple[list[Any], Unseen]:
+    def _blocks(self, start: int, stop: int) -> tuple[list[Encoded], Unseen]:
         files = self._files(start, stop)
         begin = int(self._begins[files.start])
         names = [file for file, *_ in self._stamps[files]]
         source = open_source(names, FileOptions(window=(start - begin, stop - begin)))
         ids = [] if self._id_column is None else [self._id_column]
         encoder = Encoder(source, self._schema, ids, unseen=self._unseen)
-        encoder.refuse_missing = False  # such rows are skipped, one by one
+        encoder.skip_texts = True
         return list(encoder.encoded()), encoder.unseen
 
     def unseen_in(self, start: int, stop: int) -> Unseen:
         return self._blocks(start, stop)[1]
 
+    def rejected_in(self, start: int, stop: int) -> dict[int, str]:
+        blocks = self._blocks(start, stop)[0]
+        return {int(block.rows[0]) + row: why for block in blocks for row, why in block.rejected.items()}
+
     def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, None]:
         return np.concatenate([block.X for block in self._blocks(start, stop)[0]]), None
 
     def read_ids(self, start: int, stop: int) -> Any:
+        assert self._id_column is not None
         parts = [block.extras[self._id_column] for block in self._blocks(start, stop)[0]]
         ids = joined([part.combine_chunks() if isinstance(part, pa.ChunkedArray) else part for part in parts])
         assert self.id_field is not None

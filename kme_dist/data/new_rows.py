@@ -12,6 +12,7 @@ starts with a dot; the next one replaces it.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kme_dist.data.dataset import Dataset, RowSource, Span, joined
-from kme_dist.data.frames import Unseen, check_columns_of, for_new_rows
+from kme_dist.data.dataset import Dataset, RowSource, Span, joined, short_digest
+from kme_dist.data.frames import Unseen, check_columns_of, check_types, for_new_rows
 from kme_dist.data.ingest import ingest
 from kme_dist.data.places import METADATA_KEY, Place, store_errors
 from kme_dist.data.readers import FileOptions, MatrixSource, Source, TableSource, format_of, open_source
@@ -51,7 +52,13 @@ class ModelColumns:
         return self.encoding.file_options(FileOptions(names=columns or self.names or ()))
 
     def schema_for(self, source: Source, id_column: str | None = None) -> Schema:
-        """How to read the rows of a source; an error names the columns that it lacks."""
+        """How to read the rows of a source; an error names the columns that it lacks, or that hold something else."""
+        schema = for_new_rows(self._schema_for(source, id_column))
+        if isinstance(source, TableSource):
+            check_types(source, schema)
+        return schema
+
+    def _schema_for(self, source: Source, id_column: str | None) -> Schema:
         encoding = self.encoding
         if isinstance(source, MatrixSource):
             if len(source.feature_names) != self.features:
@@ -63,7 +70,7 @@ class ModelColumns:
         encoded = self.names is not None and all(name in source.kinds for name in self.names)
         if encoding is not None and not (encoded and any(c.name not in source.kinds for c in encoding.columns)):
             check_columns_of(source.name, source.kinds, encoding)
-            return for_new_rows(encoding)
+            return encoding
         if self.names:
             schema = _plain_schema(self.names)
             check_columns_of(source.name, source.kinds, schema)
@@ -137,6 +144,11 @@ class StagedRows(RowSource):
     def read_rows(self, start: int, stop: int) -> tuple[np.ndarray, None]:
         return self.data.read_rows(start, stop)[0], None
 
+    def rejected_in(self, start: int, stop: int) -> dict[int, str]:
+        found = self.data.attributes["source"].get("rejected", [])
+        low, high = (bisect.bisect_left(found, at, key=lambda entry: entry[0]) for at in (start, stop))
+        return {row - start: why for row, why in found[low:high]}
+
     def read_ids(self, start: int, stop: int) -> Any:
         if self._ids is None:
             return super().read_ids(start, stop)
@@ -149,7 +161,12 @@ class StagedRows(RowSource):
         return column if self.id_field[1] == "text" else column.to_numpy(zero_copy_only=False)
 
     def identity(self, ranges: tuple[Span, ...], rows: int = 0) -> str:
-        return self.data.identity(ranges, rows)
+        stored, rejected = self.data.identity(ranges, rows), [self.rejected_in(*span) for span in ranges]
+        return short_digest([stored, rejected]) if any(rejected) else stored
+
+    @property
+    def identified_by(self) -> str | None:
+        return None if "rejected" in self.data.attributes["source"] else self.data.identified_by
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@
     like_numbers(["<1.5", "2"])                                                 # "<1.5": in no notation
     unit_of(["1 kg", "2.5 kg"])                                                 # "kg"
     long_integer_among(pa.array(["1", "9007199254740993"]))                     # 1, the row of the first one
+    unreadable(pa.array(["1.5", "x"]))                                          # where texts are no numbers for Arrow
 
 A text such as 1,234 may be 1.234 or 1234, so no notation is guessed: one is given, by the names of these options, and
 kept with the data set and the model.
@@ -37,6 +38,7 @@ _MARKS = re.compile(rf"[,_'%$€£ {_SPACES}]")
 _SIGN = r"[+\-\u2212\u2013]?"
 _LIKE = re.compile(rf"[(<>=≤≥~≈±]*\s*{_SIGN}\s*\d[\d,_'’٬\s]*([.٫]\d*)?([eEdD]{_SIGN}\d+)?\s*[)\-\u2212+*%‰]*")
 _UNIT = re.compile(rf"{_SIGN}\d[\d.,_'\s]*([A-Za-zµμ°Ω][^\d]*)", re.ASCII)
+_PLAIN_NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?$"  # for Arrow
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,19 @@ def long_integer_among(texts: pa.Array) -> int | None:
         long = pc.or_(long, pc.fill_null(pc.greater(values, LARGEST_INTEGER), False))
     row: int = pc.index(long, True).as_py()
     return None if row < 0 else row
+
+
+def unreadable(texts: pa.Array) -> pa.Array:
+    """Where texts are not numbers; null where they are missing. Only those that look odd are tried one by one."""
+    odd = texts.filter(pc.invert(pc.match_substring_regex(texts, _PLAIN_NUMBER))).unique()
+    wrong = [text for text in odd if not _is_castable(text)]
+    found = pc.is_in(texts, pa.array([text.as_py() for text in wrong], texts.type))
+    return pc.if_else(texts.is_null(), pa.scalar(None, pa.bool_()), found)
+
+
+def _is_castable(text: pa.Scalar) -> bool:
+    try:
+        text.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True

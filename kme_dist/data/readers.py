@@ -103,6 +103,7 @@ class TableSource:
     options: FileOptions | None = None  # of text files: how they are read
     codes: Mapping[str, str] = field(default_factory=dict)  # columns of integers such as 007, with one; grows as read
     unnamed: tuple[str, ...] = ()  # columns whose names were made up
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of sources whose columns are stored with a type
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,8 @@ def _arrow_source(table: pa.Table, name: str, options: FileOptions) -> TableSour
             yield Block(name, at, table=batch)
             at += batch.num_rows
 
-    return TableSource(name, {f.name: kind_of(f.type) for f in table.schema}, table.num_rows, blocks)
+    types = {f.name: f.type for f in table.schema}
+    return TableSource(name, {n: kind_of(t) for n, t in types.items()}, table.num_rows, blocks, types=types)
 
 
 def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) -> TableSource:
@@ -349,6 +351,7 @@ def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) ->
     schema, rows = None, 0
     begins: dict[Path, int] = {}
     sizes: dict[Path, int] = {}
+    types: dict[str, pa.DataType] = {}
     for file in files:
         try:
             with pq.ParquetFile(file) as opened:
@@ -362,11 +365,12 @@ def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) ->
         for known in schema:
             if known.name not in found.names:
                 raise DataError(f"{file}: the column {known.name!r} of {files[0]} is missing.")
-            if kind_of(found.field(known.name).type) != kind_of(known.type):
-                raise DataError(
-                    f"{file}: the column {known.name!r} holds {found.field(known.name).type}, in {files[0]} "
-                    f"{known.type}."
-                )
+            own, stored_as = found.field(known.name).type, types.setdefault(known.name, known.type)
+            if pa.types.is_null(stored_as):  # without a value so far
+                types[known.name] = stored_as = own
+            one_only = pa.types.is_duration(own) != pa.types.is_duration(stored_as) and not pa.types.is_null(own)
+            if kind_of(own) != kind_of(known.type) or one_only:
+                raise DataError(f"{file}: the column {known.name!r} holds {own}, in {files[0]} {stored_as}.")
     assert schema is not None
     folders = [_folder_values(file, root) for file in files]
     kinds = {f.name: kind_of(f.type) for f in schema} | {key: "text" for key in folders[0]}
@@ -401,7 +405,7 @@ def _open_parquet(files: list[Path], root: Path | None, options: FileOptions) ->
 
     window = options.window or (0, rows)
     name = str(root or files[0])
-    return TableSource(name, kinds, rows, blocks)
+    return TableSource(name, kinds, rows, blocks, types=types)
 
 
 def _groups_within(file: Path, low: int, high: int) -> tuple[list[int], int]:

@@ -274,6 +274,14 @@ class RowsRef:
         """The ids of rows [start, stop): their numbers in the source, or a column of it."""
         return joined([self.source.read_ids(*span) for span in self.stored(start, stop)])
 
+    def rejected(self) -> dict[int, str]:
+        """The rows that cannot be used, by their numbers here, with the reasons; see `RowSource.rejected_in`."""
+        found, before = dict[int, str](), 0
+        for low, high in self.ranges:
+            found |= {before + row: why for row, why in self.source.rejected_in(low, high).items()}
+            before += high - low
+        return found
+
     def take(self, numbers: np.ndarray) -> tuple[Any, Any]:
         """Scaled rows by their numbers in the split, and their labels."""
         edges = np.cumsum([0] + [high - low for low, high in self.ranges])
@@ -455,6 +463,19 @@ class RowsRef:
     def identity(self, start: int, stop: int, rows: int = 0) -> str:
         """Changes when rows [start, stop) change; without reading them. `rows`: see `RowSource.identity`."""
         return self.source.identity(self.stored(start, stop), rows)
+
+    @property
+    def identified_by(self) -> list[Any] | None:
+        """What the identities of two sources must have in common to be compared; None: they cannot be."""
+        stored = self.source.identified_by
+        return None if stored is None else [stored, [list(span) for span in self.ranges]]
+
+    def is_identified(self, start: int, stop: int) -> bool:
+        """Whether the identity of rows [start, stop) depends on rows of these ranges only: it is made of the digests of
+        whole chunks, and a range that begins or ends within one shares it with others."""
+        size, own = self.source.chunk_rows, self.ranges
+        edges = [(a // size * size, min(-(-b // size) * size, self.source.rows)) for a, b in self.stored(start, stop)]
+        return all(any(low <= a and b <= high for low, high in own) for a, b in edges)
 
 
 def _labels(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from kme_dist.data.notation import Notation
 from kme_dist.data.readers import LEAVE_OUT, UTF8, FileOptions, Kind, MatrixSource, Source, TableSource
@@ -70,11 +71,12 @@ class Column:
     fill: float | None = None  # fill value of missing numbers; None: see Schema.missing
     periods: tuple[str, ...] = ()  # of a date: its place in the year, week or day, as sine and cosine
     indicator: bool = False  # whether a further feature is 1 where the value is missing
+    duration: bool = False  # of numbers: whether they are the seconds of durations
 
     @property
     def is_plain(self) -> bool:
         """Whether the feature is the number in the column, which has to be there."""
-        return self.kind == "number" and self.fill is None and not self.indicator
+        return self.kind == "number" and self.fill is None and not (self.indicator or self.duration)
 
     @property
     def outputs(self) -> list[str]:
@@ -92,13 +94,14 @@ class Column:
     def to_json(self) -> dict[str, Any]:
         found = {"name": self.name, "kind": self.kind, "position": self.position}
         found |= {"categories": list(self.categories), "fill": self.fill}
-        further = {"periods": list(self.periods), "indicator": self.indicator}
+        further = {"periods": list(self.periods), "indicator": self.indicator, "duration": self.duration}
         return found | {key: value for key, value in further.items() if value}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Column:
         names = (stored["name"], stored["kind"], int(stored["position"]), tuple(stored["categories"]))
-        return cls(*names, stored["fill"], tuple(stored.get("periods", ())), bool(stored.get("indicator", False)))
+        marks = (bool(stored.get(name, False)) for name in ("indicator", "duration"))
+        return cls(*names, stored["fill"], tuple(stored.get("periods", ())), *marks)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Schema:
     # How the source was read, where it could be read in another way; only until it is read.
     holes: Mapping[str, int] = field(default_factory=dict, compare=False)  # rows with missing values, by column
     notes: tuple[str, ...] = field(default=(), compare=False)
+    skips: bool = field(default=False, compare=False)  # rows to predict: those that cannot be used are no error
 
     @property
     def feature_names(self) -> list[str]:
@@ -250,6 +254,9 @@ def draft_schema(source: Source, options: TableOptions, reserved: Sequence[str |
     if isinstance(source, TableSource):
         notes = (*source.notes, *_index_words(source, schema), *codes_read_as_numbers(source, schema))
         schema = replace(schema, notes=notes)
+        lasting = {name for name, stored in source.types.items() if pa.types.is_duration(stored)}
+        marked = (replace(c, duration=c.kind == "number" and c.name in lasting) for c in schema.columns)
+        schema = replace(schema, columns=tuple(marked))
     if not schema.sample_shape:
         schema = replace(schema, sample_shape=(len(schema.feature_names),))
     return schema

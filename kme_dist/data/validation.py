@@ -403,6 +403,20 @@ def _shown(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def not_finite_rows(X: np.ndarray) -> dict[int, str]:
+    """Rows of a matrix with a value that is not finite, with the first of them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(X.sum(dtype=np.float64)):
+            return {}
+    bad = ~np.isfinite(X)
+    rows = np.flatnonzero(bad.any(axis=1))
+    columns = bad[rows].argmax(axis=1)
+    return {
+        row: f"feature {column}: the value is {X[row, column]}, must be finite"
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
+    }
+
+
 def as_values(Y: Any, name: str = "targets", labels: bool = False) -> Any:
     """Targets (or those of another name): numbers as an array of one or two axes, texts and labels as they are; dates
     are an error, and so are integers beyond 2**53 that are no labels."""

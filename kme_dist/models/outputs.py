@@ -23,6 +23,7 @@ from kme_dist.core import embedding as mce
 from kme_dist.core.calibration import expectation, with_argmax
 from kme_dist.core.kernels.base import row_blocks
 from kme_dist.data.predictions import Field, parquet_table
+from kme_dist.data.validation import not_finite_rows
 from kme_dist.errors import ConfigError, counted, warn
 from kme_dist.models.expressions import class_values
 from kme_dist.models.settings import fraction
@@ -160,22 +161,26 @@ class Scorer:
         found = [devices.to_host(self._decide(rows)) for rows, _ in devices.moved_ahead(scaled, self._device)]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def table(self, X: np.ndarray, wanted: Outputs, ids: Any = None) -> pa.Table:
+    def table(
+        self, X: np.ndarray, wanted: Outputs, ids: Any = None, rejected: Mapping[int, str] | None = None
+    ) -> pa.Table:
         """The outputs as a table, with the columns of a Parquet file of predictions."""
         classes = classes_of(self.model)
         fields = wanted.fields(len(classes), None)
         arrays = {field.name: field.empty(0) for field in fields}
         if len(X):
-            arrays, skipped = self.checked_outputs(X, wanted)
+            arrays, skipped = self.checked_outputs(X, wanted, rejected)
             self.skipped |= {self._tabled + row: why for row, why in skipped.items()}
             self._tabled += len(X)
         table = parquet_table(fields, classes, arrays)
         return table if ids is None else table.add_column(0, "id", ids)
 
-    def checked_outputs(self, X: np.ndarray, wanted: Outputs) -> tuple[dict[str, Any], dict[int, str]]:
-        """The outputs, and the rows without any, because their features or their outputs are not finite: these have
-        missing values."""
-        skipped = not_finite(X)
+    def checked_outputs(
+        self, X: np.ndarray, wanted: Outputs, rejected: Mapping[int, str] | None = None
+    ) -> tuple[dict[str, Any], dict[int, str]]:
+        """The outputs, and the rows without any, because their features or their outputs are not finite, or because
+        they are among the `rejected` ones, which have their own reasons: these have missing values."""
+        skipped = not_finite(X) | dict(rejected or {})
         if skipped:  # in their place, so that the other rows have the bits they would have had
             X = _zeroed(X, list(skipped))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -248,16 +253,7 @@ def not_finite(X: Any) -> dict[int, str]:
         return {row: f"{found[row]}, must be finite" for row in sorted(found)}
     if not isinstance(X, np.ndarray) or X.dtype.kind != "f":
         return {}
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(X.sum(dtype=np.float64)):
-            return {}
-    bad = ~np.isfinite(X)
-    rows = np.flatnonzero(bad.any(axis=1))
-    columns = bad[rows].argmax(axis=1)
-    return {
-        row: f"feature {column}: the value is {X[row, column]}, must be finite"
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
-    }
+    return not_finite_rows(X)
 
 
 def _bags_not_finite(rows: list[Any]) -> dict[int, str]:

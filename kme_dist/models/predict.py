@@ -42,7 +42,7 @@ from kme_dist.errors import ConfigError, DataError, warn
 from kme_dist.failpoints import passing
 from kme_dist.models.base import Estimator, load, model_place
 from kme_dist.models.objects import check_objects
-from kme_dist.models.outputs import Asked, Outputs, Scorer, classes_of, not_finite, skipped_words
+from kme_dist.models.outputs import Asked, Outputs, Scorer, classes_of, skipped_words
 from kme_dist.run.predict import (
     ChunkTask,
     PredictionOutcome,
@@ -205,6 +205,7 @@ def _predict_rows(
         "rows": source.count,
         "chunk_rows": source.source.output_rows,
         "layout": format,
+        "identified_by": source.identified_by,
         "classes": classes,
         "fields": [{"name": f.name, "dtype": f.dtype, "row_shape": list(f.row_shape)} for f in fields],
     }
@@ -279,11 +280,12 @@ class TableScorer:
         """One for each block of the source; without rows a single one, with its columns."""
         empty = True
         for block in self._encoder.encoded():
-            yield self._scorer.table(block.X, self._wanted, *block.extras.values())
+            ids = next(iter(block.extras.values()), None)
+            yield self._scorer.table(block.X, self._wanted, ids, block.rejected)
             empty = False
         if empty:
-            ids = [pa.array([], pa.string()) for _ in self._encoder.extras]
-            yield self._scorer.table(np.zeros((0, 0)), self._wanted, *ids)
+            none = [pa.array([], pa.string()) for _ in self._encoder.extras]
+            yield self._scorer.table(np.zeros((0, 0)), self._wanted, *none)
 
     @property
     def unseen(self) -> Unseen:
@@ -327,11 +329,9 @@ def _as_table(
     _check_rows(fitted, data)
     rows = open_rows(data, columns_of(fitted, like), split=split, id_column=id_column, unseen=unseen)
     X = _flat(rows.read()[0])
-    for row, why in ({} if isinstance(X, list) else not_finite(X)).items():  # bags have no prediction then
-        raise DataError(f"row {row}, {why}")
-    ids = [] if rows.id_field is None else [pa.array(rows.read_ids(0, rows.count))]
+    ids = None if rows.id_field is None else pa.array(rows.read_ids(0, rows.count))
     scorer = Scorer(fitted, dtype)
-    table = scorer.table(X, wanted, *ids)
+    table = scorer.table(X, wanted, ids, rows.rejected())
     _warn(rows.source.unseen_in(*rows.ranges[0]) if isinstance(rows.source, ParquetRows) else {}, scorer.skipped)
     return table
 
@@ -358,7 +358,7 @@ def compute_chunk(plan: PredictionPlan, task: ChunkTask, rows: RowsRef) -> Recei
     X = _flat(X)
     if len(X) != rows.count:
         raise DataError(f"chunk {task.chunk} has {len(X)} rows, expected {rows.count}")
-    arrays, skipped = scorer.checked_outputs(X, plan.wanted)
+    arrays, skipped = scorer.checked_outputs(X, plan.wanted, rows.rejected())
     unseen = rows.source.unseen_in(*rows.ranges[0]) if isinstance(rows.source, ParquetRows) else None
     if ids is not None:
         arrays["row" if "row" in {f.name for f in task.layout.fields} else "id"] = ids

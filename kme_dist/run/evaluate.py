@@ -21,6 +21,7 @@ from kme_dist.data.places import Place
 from kme_dist.data.predictions import Predictions, open_predictions
 from kme_dist.data.receipts import Receipt
 from kme_dist.data.rows import RowsRef
+from kme_dist.data.schema import announce
 from kme_dist.errors import DataError, counted
 from kme_dist.run.executors import Executor
 from kme_dist.run.predict import features_digest
@@ -109,8 +110,9 @@ def _predicted_rows(predictions: Predictions, data: Dataset, split: str | None) 
 def _check_same_rows(predictions: Predictions, source: RowsRef) -> None:
     """Refuse to compare predictions with other rows than those that were predicted.
 
-    Equal identities prove that they are the same. Where rows are stored in another way (Parquet, or a data set with
-    other chunks or columns), the features of some rows are compared with those on record.
+    Equal identities prove that they are the same, and other identities of a data set with the same precision, columns
+    and chunks that they are not. Where rows are stored in another way (Parquet, or another precision), the features of
+    some rows are compared with those on record, and a line says so.
     """
     predicted = predictions.state["computed_from"]["data"]
     receipts = predictions.receipts()
@@ -123,19 +125,37 @@ def _check_same_rows(predictions: Predictions, source: RowsRef) -> None:
             f"{source.path} has changed since {predictions.path} was predicted from it (rows from {first}); "
             "predict it again"
         )
+    known = predictions.state.get("identified_by")  # not in records of earlier versions
+    if known is not None and known == source.identified_by:
+        for receipt in different:
+            at = receipt.chunk * predictions.layout.chunk_rows
+            if source.is_identified(at, at + receipt.rows):
+                last = at + receipt.rows - 1
+                raise _other_rows(predictions, source, f"rows {at} to {last} have other values, or another order")
     steps = np.unique(np.linspace(0, len(different) - 1, min(_COMPARED_CHUNKS, len(different))).astype(np.int64))
     compared = [sample for i in steps for span in different[i].spans for sample in span.samples]
-    if not compared and predicted.get("kind") != "dataset":
-        return  # of other sources records of version 1 have nothing that could be compared
-    row = first if not compared else next((row for row, seen in compared if _features_at(source, row) != seen), None)
+    if not compared and predicted.get("kind") == "dataset":
+        raise _other_rows(predictions, source, f"row {first} differs")  # of others records of version 1 have no samples
+    row = next((row for row, seen in compared if _features_at(source, row) != seen), None)
     if row is not None:
-        where = predicted.get("path", "other rows")
-        stored = Place.of(where).exists() if "path" in predicted else True
-        raise DataError(
-            f"{source.path}{f', split {source.split!r},' if source.split else ''} does not have the rows that were "
-            f"predicted (row {row} differs); {predictions.path} has the predictions of {where}: "
-            + ("evaluate them with it" if stored else f"store those rows and their labels {_encoded_by(predictions)}")
-        )
+        raise _other_rows(predictions, source, f"row {row} differs")
+    announce(
+        [
+            f"{source.path}: only samples of the rows ({len(compared):,} of {source.count:,}) were compared with those "
+            "predicted, which were stored in another format, precision, encoding or split"
+        ]
+    )
+
+
+def _other_rows(predictions: Predictions, source: RowsRef, found: str) -> DataError:
+    predicted = predictions.state["computed_from"]["data"]
+    where = predicted.get("path", "other rows")
+    stored = Place.of(where).exists() if "path" in predicted else True
+    return DataError(
+        f"{source.path}{f', split {source.split!r},' if source.split else ''} does not have the rows that were "
+        f"predicted ({found}); {predictions.path} has the predictions of {where}: "
+        + ("evaluate them with it" if stored else f"store those rows and their labels {_encoded_by(predictions)}")
+    )
 
 
 def open_labelled(predictions: Predictions, data: str | Path) -> Dataset:

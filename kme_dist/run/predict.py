@@ -444,7 +444,7 @@ def store_chunk(
     prediction, with the reasons. RetryError if another job has replaced this one meanwhile."""
     place, layout, before = task.layout.place, task.layout, task.before
     check_epoch(place, layout.epoch)
-    samples = tuple(sampled_digests(features, task.start))
+    samples = tuple(sampled_digests(features, task.start, skipped or {}))
     span = RowSpan(task.stop - task.start, task.input, task.source_rows, samples)
     named = [(task.start + row, why) for row, why in sorted((skipped or {}).items())]
     with metered("write"):
@@ -474,10 +474,13 @@ def _added(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def sampled_digests(X: Any, start: int) -> Iterator[tuple[int, str]]:
-    """Some rows by their numbers, with digests of their features in single precision: the same whatever the source."""
+def sampled_digests(X: Any, start: int, skipped: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Some rows by their numbers, with digests of their features in single precision: the same whatever the source.
+    Skipped rows have no features that could be compared."""
     count = min(SAMPLED_ROWS, len(X))
     for row in np.unique(np.linspace(0, len(X) - 1, count).astype(np.int64)).tolist() if count else []:
+        if row in skipped:
+            continue
         yield start + row, features_digest(X, row)
 
 

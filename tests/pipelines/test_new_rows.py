@@ -17,7 +17,7 @@ import pytest
 import kme_dist as kme
 from kme_dist.cli.app import execute
 from kme_dist.config import parse_config
-from kme_dist.errors import ConfigError, DataError
+from kme_dist.errors import AssumptionWarning, ConfigError, DataError
 from kme_dist.pipelines import score
 from kme_dist.pipelines.run import run
 
@@ -310,16 +310,16 @@ def test_a_job_killed_before_its_file_is_complete_is_resumed(finished, tmp_path,
 
 
 def test_a_hole_that_training_rows_did_not_have(tmp_path):
-    """Refused by file, row and column without a rule for missing values."""
+    """Without a rule for missing values it costs that row, like any value that is not finite."""
     frame = people(60, 2)[["age", "kind"]].dropna()
     frame.to_csv(tmp_path / "train.csv", index=False)
     data = kme.ingest(tmp_path / "train.csv", tmp_path / "train.zarr", label="kind")
     model = kme.MCEClassifier(steps=0).fit(data)
     assert model.encoding_ is None
     (tmp_path / "new.csv").write_text("age\n30\n\nNA\n")
-    with pytest.raises(DataError, match=r"new.csv: row 1 \(line 4\), column 'age': the value is missing"):
-        kme.predict(model, tmp_path / "new.csv", tmp_path / "scores.csv")
-    assert not [path for path in tmp_path.iterdir() if "scores" in path.name and path.suffix != ".model"]
+    outcome = kme.predict(model, tmp_path / "new.csv", tmp_path / "scores.csv")
+    assert outcome.first_skipped == [{"row": 1, "error": "feature 0: the value is nan, must be finite"}]
+    assert (tmp_path / "scores.csv").read_text().splitlines()[2] == "1,,,"
 
 
 def test_rows_from_stdin_as_csv_or_json_lines(finished):
@@ -393,3 +393,90 @@ def test_excluded_columns_are_not_features(finished):
     assert "member" not in found.feature_names
     with pytest.raises(ConfigError, match=r"data.exclude: .* has no column 'membr'; did you mean 'member'"):
         tables.load(settings.model_copy(update={"exclude": ["membr"]}))
+
+
+KINDS = {
+    "duration": pa.array(np.arange(40), pa.duration("s")),
+    "binary": pa.array([b"1"] * 40),
+    "date": pa.array(np.arange(40), pa.timestamp("s")),
+    "time": pa.array(list(range(40)), pa.time32("s")),
+    "list": pa.array([[1.0]] * 40),
+    "struct": pa.array([{"u": 1.0}] * 40),
+    "null": pa.nulls(40),
+}
+
+
+@pytest.mark.chaos(13)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["parquet", "table"])
+def test_a_column_whose_type_cannot_be_numbers_is_refused_before_anything_is_computed(tmp_path, kind, where):
+    """By the types in the footer of Parquet, and of tables in memory, as in a CSV file by its values."""
+    X = np.random.default_rng(0).normal(size=(40, 2))
+    frame = pd.DataFrame(X, columns=["a", "b"])
+    kme.MCEClassifier(steps=0).fit(frame, X[:, 0] > 0).save(tmp_path / "model.zarr")
+    table = pa.table({"a": KINDS[kind], "b": X[:, 1]})
+    pq.write_table(table, tmp_path / "new.parquet")
+    stored = str(pq.read_schema(tmp_path / "new.parquet").field("a").type if where == "parquet" else KINDS[kind].type)
+    source = tmp_path / "new.parquet" if where == "parquet" else table
+    wanted = rf"column 'a' holds values of type {re.escape(stored)}, the model was fitted to numbers there; convert"
+    for out in (tmp_path / "out.zarr", None):
+        with pytest.raises(DataError, match=wanted):
+            kme.predict(tmp_path / "model.zarr", source, out)
+    assert not (tmp_path / "out.zarr").exists()
+    if where == "parquet":
+        words = ["--model", str(tmp_path / "model.zarr"), "--data", str(source), "--out", str(tmp_path / "out.zarr")]
+        assert execute(["predict", *words]) == 2
+
+
+def test_numbers_booleans_and_texts_of_numbers_may_stand_for_numbers(tmp_path):
+    X = np.random.default_rng(0).integers(0, 2, size=(40, 2)).astype(float)
+    model = kme.MCEClassifier(steps=0).fit(pd.DataFrame(X, columns=["a", "b"]), np.arange(40) % 2)
+    expected = kme.predict(model, pd.DataFrame(X, columns=["a", "b"]))["probability_1"]
+    kinds = [pa.int8(), pa.float32(), pa.bool_(), pa.decimal128(21, 1), pa.string(), pa.large_string()]
+    for kind in kinds:
+        values = pa.array(X[:, 0].astype(int).tolist()).cast(kind)
+        pq.write_table(pa.table({"a": values, "b": X[:, 1]}), tmp_path / "new.parquet")
+        found = kme.predict(model, tmp_path / "new.parquet").to_pandas()["probability_1"]
+        np.testing.assert_array_equal(found, expected, err_msg=str(kind))
+
+
+def test_durations_and_dates_are_taken_where_the_model_knows_them(tmp_path):
+    rng = np.random.default_rng(0)
+    columns = {"a": pa.array(np.arange(40) * 7, pa.duration("s")), "b": pa.array(np.arange(40), pa.timestamp("s"))}
+    given = pa.table({**columns, "c": rng.choice(["u", "v"], 40), "y": rng.choice(["p", "q"], 40)})
+    data = kme.ingest(given, tmp_path / "rows.zarr", label="y")
+    kme.MCEClassifier(steps=0).fit(data).save(tmp_path / "model.zarr")
+    pq.write_table(given, tmp_path / "new.parquet")
+    assert kme.predict(tmp_path / "model.zarr", tmp_path / "new.parquet", tmp_path / "out.zarr").complete
+    only = pa.table({"a": columns["a"], "y": given["y"]})
+    kme.MCEClassifier(steps=0).fit(kme.ingest(only, tmp_path / "only.zarr", label="y")).save(tmp_path / "other.zarr")
+    assert kme.predict(tmp_path / "other.zarr", tmp_path / "new.parquet", tmp_path / "only_out.zarr").complete
+    for wrong in ({"b": np.arange(40)}, {"b": [True] * 40}, {"c": [["u"]] * 40}):
+        name = next(iter(wrong))
+        pq.write_table(
+            given.set_column(given.column_names.index(name), name, pa.array(wrong[name])), tmp_path / "w.parquet"
+        )
+        kind = {"b": "dates or times", "c": "categories"}[name]
+        with pytest.raises(DataError, match=f"column '{name}' holds values of type .*, the model was fitted to {kind}"):
+            kme.predict(tmp_path / "model.zarr", tmp_path / "w.parquet", tmp_path / "none.zarr")
+
+
+def test_a_column_without_values_is_missing_ones_where_there_is_a_rule_for_them_and_no_rows_need_none(tmp_path):
+    X = np.random.default_rng(0).normal(size=(40, 2))
+    frame = pd.DataFrame(X, columns=["a", "b"])
+    plain = kme.MCEClassifier(steps=0).fit(frame, X[:, 0] > 0)
+    with pytest.warns(AssumptionWarning):
+        filled = kme.MCEClassifier(steps=0).fit(frame.assign(a=frame["a"].where(X[:, 0] > -1)), X[:, 0] > 0)
+    pq.write_table(pa.table({"a": pa.nulls(3), "b": [1.0, 2.0, 3.0]}), tmp_path / "new.parquet")
+    assert kme.predict(filled, tmp_path / "new.parquet", tmp_path / "out.zarr").skipped_rows == 0
+    pq.write_table(pa.table({"a": pa.nulls(0), "b": pa.nulls(0)}), tmp_path / "none.parquet")
+    assert kme.predict(plain, tmp_path / "none.parquet", tmp_path / "no.zarr").rows == 0
+
+
+def test_files_of_durations_and_of_numbers_are_not_read_as_one_table(tmp_path):
+    pq.write_table(pa.table({"a": pa.nulls(3)}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"a": pa.array([1, 2], pa.duration("s"))}), tmp_path / "1.parquet")
+    kme.ingest(tmp_path, tmp_path.parent / f"{tmp_path.name}.zarr", missing="mean")
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "2.parquet")
+    with pytest.raises(DataError, match=r"2\.parquet: the column 'a' holds int64, in .*0\.parquet duration\[s\]"):
+        kme.ingest(tmp_path, tmp_path.parent / "other.zarr", missing="mean")

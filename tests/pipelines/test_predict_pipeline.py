@@ -156,6 +156,41 @@ def test_only_the_rows_that_were_predicted_are_evaluated(run_folder, capsys):
         assert "runs/iris/data.zarr: evaluate them with it" in seen.err
 
 
+def test_two_rows_in_another_place_are_noticed_where_identities_can_be_compared(run_folder, capsys):
+    """Samples would not see them. In another precision only samples can be compared, and a line says so."""
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    other = np.arange(150)
+    other[[5, 130]] = 130, 5
+    ingest((X, names), "rows.zarr", dtype="float64")
+    ingest((X, names), "same.zarr", dtype="float64")
+    ingest((X[other], names[other]), "moved.zarr", dtype="float64")
+    ingest((X, names), "single.zarr", dtype="float32")
+    call(capsys, "predict", "--model", "runs/iris/model.zarr", "--data", "rows.zarr", "--out", "scores.zarr")
+    found = ("evaluate", "--predictions", "scores.zarr", "--data")
+    code, seen = call(capsys, *found, "moved.zarr")
+    assert code == 2
+    assert "the rows that were predicted (rows 0 to 149 have other values, or another order)" in seen.err
+    code, seen = call(capsys, *found, "same.zarr")
+    assert (code, "only samples" in seen.err) == (0, False)
+    code, seen = call(capsys, *found, "single.zarr")
+    assert code == 0
+    assert "single.zarr: only samples of the rows (8 of 150) were compared with those predicted" in seen.err
+
+
+def test_a_split_with_the_same_rows_beside_others_is_compared_by_samples(run_folder, capsys):
+    """Its chunks have other digests, because they hold rows of another split, too."""
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    for name, training in (("rows", X[:100]), ("others", X[:100] + 1)):
+        ingest((np.r_[training, X[100:]], names), f"{name}.zarr", split="train=0:100,test=100:150", dtype="float64")
+    given = ("--model", "runs/iris/model.zarr", "--data", "rows.zarr", "--split", "test", "--out", "scores.zarr")
+    call(capsys, "predict", *given)
+    code, seen = call(capsys, "evaluate", "--predictions", "scores.zarr", "--data", "others.zarr", "--split", "test")
+    assert code == 0
+    assert "only samples of the rows (8 of 50)" in seen.err
+
+
 def test_predictions_of_files_are_evaluated_with_a_data_set_of_the_same_rows(run_folder, capsys):
     import pyarrow as pa
     import pyarrow.parquet as pq
