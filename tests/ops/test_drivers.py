@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -273,6 +274,40 @@ def test_a_root_that_no_host_can_read_is_refused(tmp_path, at, host, monkeypatch
         submitted(tmp_path, at, "unreadable")
 
 
+def test_a_job_of_another_root_that_has_the_same_id_is_not_run_in_its_place(tmp_path, at, host, monkeypatch):
+    (tmp_path / "go").touch()
+    mine, other = tmp_path / "of-the-host", tmp_path / "of-the-submitter"
+    mine.mkdir()
+    other.mkdir()
+    config = parse_config({"data": {"source": "table.zarr"}})
+    waits = jobs.create_job(mine, pipeline="run", config=config, name="night", job_id="night-1")
+    monkeypatch.setenv("KME_ROOT", str(mine))
+    with pytest.raises(ConfigError, match=r"no driver host can read the job's folder .*another job with the same id"):
+        submitted(other, at, "night-1")
+    time.sleep(2 * drivers.POLL_S)
+    assert waits.events() == []
+    assert not any(": started" in line for line in host.lines)
+
+
+def test_a_host_with_a_root_of_its_own_reads_the_jobs_there(tmp_path, monkeypatch):
+    for name in ("option", "variable", "submitter"):
+        (tmp_path / name).mkdir()
+    config = parse_config({"data": {"source": "table.zarr"}})
+    job = jobs.create_job(tmp_path / "submitter", pipeline="run", config=config, name="n", job_id="n")
+    entry = queue.Entry.of(job)
+    for name in ("option", "variable"):  # the same disk under other paths
+        shutil.copytree(job.folder, tmp_path / name / "runs" / "n")
+
+    def found(root):
+        return Drivers(ClusterConfig(), lambda job: [], root=root)._job(entry).root.name
+
+    monkeypatch.delenv("KME_ROOT", raising=False)
+    assert found(str(tmp_path / "option")) == "submitter", "jobs of all roots are run"
+    monkeypatch.setenv("KME_ROOT", str(tmp_path / "variable"))
+    assert found("") == "variable"
+    assert found(str(tmp_path / "option")) == "option", "as everywhere, --root takes precedence over KME_ROOT"
+
+
 def test_a_host_without_a_scheduler_waits_for_one_and_says_so_once(monkeypatch):
     monkeypatch.setattr(drivers, "POLL_S", 0.01)
     calls = []
@@ -368,7 +403,7 @@ def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, sche
             raise BlockingIOError(errno.EAGAIN, why)
         return real(command, **rest)
 
-    def gone(entry):
+    def gone(host, entry):
         if entry.id == "bad" and "bad" in checked:
             raise ConfigError(why)
         checked.add(entry.id)
@@ -376,7 +411,7 @@ def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, sche
 
     checked = set()
     if why == "its root is gone":
-        monkeypatch.setattr(drivers, "_job", gone)
+        monkeypatch.setattr(Drivers, "_job", gone)
     monkeypatch.setattr(drivers.subprocess, "Popen", popen)
     host = Drivers(at, lambda job: [sys.executable, "-c", DRIVER, str(job.root), job.id, at.address], say=lines.append)
     thread = threading.Thread(target=host.serve, args=(stop,))
