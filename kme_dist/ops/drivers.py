@@ -30,7 +30,7 @@ from kme_dist.data.leases import latest_epoch
 from kme_dist.errors import ConfigError, KMEError, RetryError
 from kme_dist.ops.cluster import check_scheduler, open_unchecked
 from kme_dist.ops.jobs import ENDED, Job, job_at, job_root
-from kme_dist.ops.queue import Answer, Entry, Turn, exchange, job_key
+from kme_dist.ops.queue import DEATHS, Answer, Entry, Turn, exchange, job_key
 
 SLOTS = 4
 POLL_S = 0.5
@@ -219,11 +219,13 @@ class Drivers:
 
     def _note_death(self, child: _Child, code: int) -> None:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.say(f"{child.job.id}: its driver ended {how}; it waits for another")
+        next_ = "a supervisor resubmits it" if child.entry.deaths >= DEATHS else "it waits for another"
+        self.say(f"{child.job.id}: its driver ended {how}; {next_}")
         epoch, lease = latest_epoch(child.job.place)
         if (lease or {}).get("process") == child.process.pid:  # else another driver has the job
-            child.job.event("waiting", epoch=epoch)
-            child.job.log(f"its driver ended {how}; it waits for another", level="warning", epoch=epoch)
+            last = {"left_queue": True} if child.entry.deaths >= DEATHS else {}
+            child.job.event("waiting", epoch=epoch, **last)
+            child.job.log(f"its driver ended {how}; {next_}", level="warning", epoch=epoch)
 
     def _stop_all(self) -> None:
         for child in self._children.values():
@@ -234,4 +236,3 @@ class Drivers:
         while self._children:
             self._collect()
             time.sleep(0.05)
-

@@ -166,6 +166,7 @@ class Job:
         current = [event for event in events if event.get("epoch", epoch) >= epoch]
         last = current[-1] if current else {"state": "waiting", "time": request["submitted"]}
         state = "succeeded" if done is not None else last["state"]
+        submitted = any("scheduler" in event for event in events)
         facts = {
             "id": self.id,
             "pipeline": request["pipeline"],
@@ -175,6 +176,7 @@ class Job:
             "priority": request.get("priority", 0),
             "scheduled": request.get("scheduled"),
             "submitted": request["submitted"],
+            "queued": submitted and not last.get("left_queue", False) if state == "waiting" else None,
             "started": next((event["time"] for event in events if event["state"] == "running"), None),
             "ended": last["time"] if state in ENDED else None,
             "drivers": epoch,
@@ -283,8 +285,8 @@ def this_user() -> str:
 
 
 def in_queue(statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that wait, in the order in which they are started: by priority, then by age."""
-    waiting = [status for status in statuses if status["state"] == "waiting"]
+    """Those that wait in a queue, as far as their folders say, in the order of their start: by priority, by age."""
+    waiting = [status for status in statuses if status.get("queued")]
     return sorted(waiting, key=lambda status: (-status["priority"], status["submitted"], status["id"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -18,8 +19,9 @@ from distributed import Client, LocalCluster
 
 from kme_dist.cli import app as cli
 from kme_dist.config import ClusterConfig, parse_config
+from kme_dist.data.leases import EpochLease
 from kme_dist.errors import ConfigError, RetryError
-from kme_dist.ops import drivers, jobs, queue, submit
+from kme_dist.ops import drivers, jobs, jobs_page, queue, submit
 from kme_dist.ops.drivers import Drivers
 
 # A driver whose pipeline lasts until a file `go` is in the root, and fails if there is a text in it.
@@ -258,13 +260,84 @@ def test_a_cancelled_job_stays_so_when_its_workers_cannot_be_restarted(tmp_path,
     assert submit.wait(job, 1.0)["state"] == "cancelled"
 
 
-def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, capsys, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--id", "chosen"]])
+def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, capsys, monkeypatch, options):
     monkeypatch.setattr(submit, "ACCEPT_S", 0.2)
     (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
-    arguments = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path)]
+    arguments = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path), *options]
     assert cli.execute(arguments) == 75
     assert f"start one with `kme-dist drivers --scheduler {at.address}`" in capsys.readouterr().err
-    assert jobs.list_jobs(tmp_path) == []
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_refused_submission_leaves_a_job_that_was_there(tmp_path, at, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "ACCEPT_S", 0.2)
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    config = parse_config({"data": {"source": "t.zarr"}})
+    job = jobs.create_job(tmp_path, pipeline="run", config=config, name="c", job_id="chosen")
+    arguments = [
+        "submit",
+        str(tmp_path / "c.yaml"),
+        "--scheduler",
+        at.address,
+        "--root",
+        str(tmp_path),
+        "--id",
+        "chosen",
+    ]
+    assert cli.execute(arguments) == 75
+    assert job.status()["state"] == "waiting"
+    capsys.readouterr()
+
+
+def test_a_job_that_somebody_has_taken_up_is_not_withdrawn(tmp_path, monkeypatch):
+    config = parse_config({"data": {"source": "t.zarr"}})
+
+    def create(name):
+        return jobs.create_job(tmp_path, pipeline="run", config=config, name=name, job_id=name)
+
+    accepted, driven, late, left = map(create, ("accepted", "driven", "late", "left"))
+    accepted.event("waiting", scheduler="tcp://127.0.0.1:1")
+    with EpochLease.take(driven.place):
+        pass
+    assert not submit.withdraw(accepted)
+    assert not submit.withdraw(driven)
+    looks = []
+    real = submit._untouched
+
+    def accepted_meanwhile(folder):
+        looks.append(folder)
+        if len(looks) == 2:
+            (folder / "events.jsonl").touch()  # by a submission that had opened it
+        return real(folder)
+
+    monkeypatch.setattr(submit, "_untouched", accepted_meanwhile)
+    assert not submit.withdraw(late)
+    monkeypatch.undo()
+    assert submit.withdraw(left, dry_run=True)
+    assert submit.withdraw(left)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["accepted", "driven", "late"]
+
+
+def test_only_jobs_in_the_queue_have_a_place(tmp_path, at, host, capsys):
+    """Not those that nobody has submitted, nor those that the host has given back."""
+    config = parse_config({"data": {"source": "t.zarr"}})
+    never = jobs.create_job(tmp_path, pipeline="run", config=config, name="never", job_id="never")
+    back = jobs.create_job(tmp_path, pipeline="run", config=config, name="back", job_id="back")
+    back.event("waiting", scheduler=at.address)
+    back.event("waiting", left_queue=True)
+    host.slots = 0
+    queued = submitted(tmp_path, at, "queued")
+    for options in ([], ["--scheduler", at.address]):
+        assert cli.execute(["jobs", "list", "--root", str(tmp_path), "--json", *options]) == 0
+        rows = {row["id"]: row.get("place") for row in json.loads(capsys.readouterr().out)["jobs"]}
+        assert rows == {"never": None, "back": None, "queued": 1}
+    assert cli.execute(["jobs", "list", "--root", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("in no queue") == 2
+    entries = [queue.Entry.of(queued)]
+    shown = {row["id"]: row.get("place") for row in jobs_page.JobIndex().read([str(tmp_path)], entries).rows}
+    assert shown == {"never": None, "back": None, "queued": 1}
+    assert never.status()["state"] == "waiting"
 
 
 def test_a_root_that_no_host_can_read_is_refused(tmp_path, at, host, monkeypatch):

@@ -59,7 +59,8 @@ def test_a_list_says_what_each_job_does(tmp_path):
         broken = create(tmp_path, "broken")
         broken.event("failed", exit_code=3, error="not positive definite")
         (tmp_path / "runs" / "a-run-folder").mkdir()
-        text = page(JobIndex().read([str(tmp_path)]), Wanted())
+        entries = [queue.Entry.of(jobs.Job(tmp_path, name)) for name in ("later", "sooner")]
+        text = page(JobIndex().read([str(tmp_path)], entries), Wanted())
     assert sorted(shown(text)) == ["at-work", "broken", "later", "sooner"]
     for words in (
         "learn 125 of 500",

@@ -463,6 +463,13 @@ def test_a_job_whose_driver_does_not_report_is_lost_and_ends_waits_with_75(job, 
     assert job.id in capsys.readouterr().out
 
 
+def test_a_job_that_nobody_has_taken_up_ends_waits_with_75(job, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "UNCLAIMED_S", 0.0)
+    monkeypatch.setattr(submit, "POLL_S", 0.01)
+    assert cli.execute(["jobs", "wait", job.id, "--root", str(job.root), "--timeout", "20"]) == 75
+    assert "never accepted by a scheduler" in capsys.readouterr().err
+
+
 @pytest.mark.chaos(16)
 def test_the_clock_of_this_host_alone_makes_no_job_lost(job, monkeypatch):
     with EpochLease.take(job.place):
@@ -503,7 +510,19 @@ def test_jobs_are_listed_by_state_age_and_number(job, capsys):
     capsys.readouterr()
 
 
+def test_old_jobs_that_no_scheduler_has_accepted_are_deleted(job, capsys):
+    prune = ["jobs", "prune", "--root", str(job.root), "--older-than"]
+    assert cli.execute([*prune, "1h"]) == 0
+    assert cli.execute([*prune, "0s", "--dry-run"]) == 0
+    assert job.folder.exists()
+    assert capsys.readouterr().out.split() == [job.id]
+    assert cli.execute([*prune, "0s"]) == 0
+    assert not job.folder.exists()
+    capsys.readouterr()
+
+
 def test_old_jobs_are_deleted_when_they_have_ended(job, capsys):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
     ended = jobs.create_job(job.root, pipeline="run", config=job.config(), name="b", job_id="ended")
     ended.event("failed", exit_code=2)
     prune = ["jobs", "prune", "--root", str(job.root), "--older-than"]
