@@ -301,7 +301,11 @@ class KeepOptions:
     once: Annotated[bool, typer.Option("--once", help="Look twice, then exit: for cron.")] = False
     command: Annotated[
         str | None,
-        typer.Option("--notify-command", metavar="COMMAND", help="Run it, with JSON on stdin, when a job ends."),
+        typer.Option(
+            "--notify-command",
+            metavar="COMMAND",
+            help="Run it (a program, no shell), with JSON on stdin, when a job ends.",
+        ),
     ] = None
     url: Annotated[str | None, typer.Option("--notify-url", help="POST the same JSON to this URL.")] = None
 
