@@ -161,6 +161,14 @@ def test_what_cannot_fit_is_refused_with_a_batch_that_would(config):
         plan.run(load_config(config, [f"learn.batch_size={fits + 1}", *tight]), calibrate=False)
 
 
+@pytest.mark.parametrize("rows", [1, 800])
+def test_a_worker_that_no_batch_fits_is_told_the_memory_it_needs(config, rows):
+    small = ["cluster.kind=local", "cluster.workers=1", "cluster.memory=200MiB", f"learn.batch_size={rows}"]
+    with pytest.raises(ConfigError, match=r"has 0\.21 GB, and needs 0\.\d\d GB .* no learn\.batch_size fits") as caught:
+        plan.run(load_config(config, small), calibrate=False)
+    assert "at most" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
