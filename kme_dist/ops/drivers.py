@@ -27,7 +27,7 @@ from typing import Any
 
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import latest_epoch
-from kme_dist.errors import ConfigError, KMEError, RetryError
+from kme_dist.errors import ConfigError, KMEError, RetryError, counted
 from kme_dist.ops.cluster import check_scheduler, open_unchecked
 from kme_dist.ops.jobs import ENDED, Job, job_at, job_root
 from kme_dist.ops.queue import DEATHS, Answer, Entry, Turn, exchange, job_key
@@ -92,7 +92,7 @@ class Drivers:
                 try:
                     with open_unchecked(self.cluster, timeout_s=CONNECT_S) as client:
                         check_scheduler(client)
-                        self.say(f"{self.slots} slots for drivers of jobs at {client.scheduler.address}")
+                        self.say(f"{counted(self.slots, 'slot')} for drivers of jobs at {client.scheduler.address}")
                         lost_since = None
                         self._serve(client, stop)
                 except RetryError as error:

@@ -320,7 +320,7 @@ def create_job(
     """
     if pipeline not in PIPELINES:
         raise ConfigError(f"unknown pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
-    job = job_at(root, job_id or new_id(name))
+    job = job_at(root, new_id(name) if job_id is None else job_id)
     _check_apart(job, config, name if scheduled else None)
     kept = confined(config, root, relative=True).model_dump(mode="json", exclude_unset=True)
     request = {

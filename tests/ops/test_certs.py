@@ -110,6 +110,22 @@ def test_who_has_a_certificate_of_the_authority_is_let_in(encrypted, monkeypatch
         assert client.scheduler.address == address
 
 
+def test_commands_take_the_folder_of_the_certificates(encrypted, tmp_path, monkeypatch, capsys):
+    address, folder = encrypted
+    monkeypatch.delenv("KME_TLS", raising=False)
+    there = ["--scheduler", address, "--tls", str(folder)]
+    assert cli.execute(["doctor", *there]) == 0
+    seen = []
+    for stage in ("learn", "run", "fit"):
+        monkeypatch.setattr(f"kme_dist.pipelines.{stage}.run", lambda config, **_: seen.append(config.cluster) or {})
+    monkeypatch.setattr("kme_dist.pipelines.plan.run", lambda config, *_, **__: seen.append(config.cluster) or {})
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    cli.execute(["plan", str(tmp_path / "c.yaml"), "--json", *there])
+    cli.execute(["learn", str(tmp_path / "c.yaml"), "--json", *there])
+    assert [(found.address, found.tls) for found in seen] == [(address, tls_files(folder))] * 2
+    capsys.readouterr()
+
+
 def test_a_foreign_certificate_is_refused(encrypted, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 2.0)
     make_certificates(tmp_path)

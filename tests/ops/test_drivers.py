@@ -129,6 +129,7 @@ def test_jobs_run_side_by_side_in_the_slots_of_a_host_and_leave_the_workers_alon
     until(lambda: states(*found, urgent) == ["succeeded"] * 4)
     until(lambda: not scheduler.extensions[queue.NAME].entries)
     begun = [line.partition(":")[0] for line in host.lines if ": started" in line]
+    assert host.lines[0] == f"2 slots for drivers of jobs at {at.address}"
     assert begun == ["j0", "j1", "urgent", "j2"]
 
 
@@ -268,6 +269,17 @@ def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, ca
     assert cli.execute(arguments) == 75
     assert f"start one with `kme-dist drivers --scheduler {at.address}`" in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_empty_id_is_refused(tmp_path, at, capsys):
+    """As of a variable of the shell that is not set: a generated one would not be found again."""
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    command = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path), "--id", ""]
+    assert cli.execute(command) == 2
+    assert "invalid job id ''" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="invalid job id ''"):
+        jobs.create_job(tmp_path, pipeline="run", config=parse_config({"data": {"source": "t"}}), name="n", job_id="")
+    assert jobs.list_jobs(tmp_path) == []
 
 
 def test_a_refused_submission_leaves_a_job_that_was_there(tmp_path, at, capsys, monkeypatch):

@@ -173,6 +173,10 @@ def test_what_is_written_to_the_folder_of_a_job_is_never_html(tmp_path):
     assert EVIL not in page(evil, Wanted()) + page(evil, Wanted(job="state"))
 
 
+def test_every_state_has_one_colour_in_the_list_and_above_it():
+    assert ".chip.waiting { color: var(--soft); }" in page(Listing(), Wanted()), "as a link it would be blue"
+
+
 def test_without_jobs_the_page_says_how_to_submit_one(tmp_path):
     assert "No jobs yet" in page(JobIndex().read([str(tmp_path)]), Wanted())
     assert "No jobs yet" in page(JobIndex().read([]), Wanted())
