@@ -13,14 +13,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kme_dist.config import ClusterConfig
+from kme_dist.config import ClusterConfig, TlsConfig
 from kme_dist.errors import KMEError, counted
 from kme_dist.ops.cluster import differences, open_unchecked
 
 PACKAGES = ("kme-dist", "numpy", "scipy", "dask", "distributed", "zarr", "scikit-learn")
 
 
-def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure: bool = False) -> dict[str, Any]:
+def examine(
+    folder: str | Path = ".", scheduler: str | None = None, *, tls: TlsConfig | None = None, insecure: bool = False
+) -> dict[str, Any]:
     """Versions, BLAS and threads, cores and memory, GPUs, write access; `problems` lists what is wrong.
 
     With the address of a scheduler also its workers and how they differ from this process.
@@ -62,7 +64,7 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
         problems.append(writable)
     cluster: dict[str, Any] = {}
     if scheduler is not None:
-        cluster = _cluster(scheduler, insecure)
+        cluster = _cluster(ClusterConfig(kind="address", address=scheduler, tls=tls, insecure=insecure))
         code = cluster.pop("exit_code", 2) if not problems else 2  # 75 only if trying again is all that is needed
         problems += cluster.pop("problems")
     return {
@@ -80,11 +82,11 @@ def examine(folder: str | Path = ".", scheduler: str | None = None, *, insecure:
     }
 
 
-def _cluster(scheduler: str, insecure: bool) -> dict[str, Any]:
+def _cluster(settings: ClusterConfig) -> dict[str, Any]:
     """The cluster at an address, and the workers that differ from this process."""
-    found: dict[str, Any] = {"scheduler": scheduler, "problems": []}
+    found: dict[str, Any] = {"scheduler": settings.address, "problems": []}
     try:
-        with open_unchecked(ClusterConfig(kind="address", address=scheduler, insecure=insecure)) as client:
+        with open_unchecked(settings) as client:
             different = list(differences(client))
             workers = client.scheduler_info(n_workers=-1)["workers"].values()
             found |= {

@@ -46,7 +46,7 @@ from kme_dist.run.full import learn_features
 from kme_dist.run.regression import learn_regression
 from kme_dist.run.spectral import NAME as SPECTRAL
 from kme_dist.run.spectral import LearnedMap
-from kme_dist.run.train import Candidate, learn_candidates
+from kme_dist.run.train import Candidate, Recipe, learn_candidates
 
 LEARNED, LEARNED_FORMAT, METRICS = "learned.zarr", "kme-dist/learned", "metrics.jsonl"
 CHECKPOINTS, SETTINGS = "checkpoints", "settings.json"
@@ -296,16 +296,28 @@ def _learn_kernels(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> Lea
     found, learn = [], learn_regression if run.config.model.kind == recipes.REGRESSION else learn_candidates
     for number, start in enumerate(run.starts):
         run.listener.start(start.name)
+        recipe = recipes.recipe_of(run.config, start.settings, run.training_data, run.executor)
+        if not number:
+            _say_capped(run, recipe)
         found.append(
             learn(
                 run.training_data,
-                recipes.recipe_of(run.config, start.settings, run.training_data, run.executor),
+                recipe,
                 executor=run.executor,
                 checkpoints=lambda objective, number=number: saved.watched(f"{number}-{objective}"),  # type: ignore[misc]
                 callback=_step(run, lines, start.name),
             )
         )
     return LearnedResult(found)
+
+
+def _say_capped(run: Run, recipe: Recipe) -> None:
+    asked = run.config.learn.steps
+    if asked is None or recipe.objective != "auto":
+        return
+    most = recipe.settings(recipe.objectives[0], 1).steps
+    if asked > most:
+        run.say(f"learn: {most} steps, the most under model.objective auto, instead of the {asked} of learn.steps")
 
 
 def _learn_features(run: Run, saved: CheckpointFolder, lines: MetricsFile) -> LearnedResult:

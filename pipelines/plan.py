@@ -108,10 +108,18 @@ def _learning(config: Config, calibrate: bool, workers: int, limit: int | None) 
     learner, batches = plan.work(hardest)
     needed = worker_bytes(batches, hardest)
     if limit is not None and needed > limit:
+        most = _largest_batch(limit, batches, hardest)
+        if most is None:
+            raise ConfigError(
+                f"a worker has {limit / 1e9:.2f} GB, and needs {_worker_bytes(1, batches, hardest) / 1e9:.2f} GB for "
+                "itself, its chunk caches and a batch of one row, so that no learn.batch_size fits; learn.batch_size "
+                f"{batches.plan.batch_size} needs {needed / 1e9:.2f} GB: use fewer workers with that much memory "
+                "(cluster.workers, cluster.memory)"
+            )
         raise ConfigError(
             f"learn.batch_size {batches.plan.batch_size} needs {needed / 1e9:.2f} GB on a worker, which has "
-            f"{limit / 1e9:.2f} GB; use batches of at most {_largest_batch(limit, batches, hardest)} rows, or fewer "
-            "workers with more memory (cluster.workers, cluster.memory)"
+            f"{limit / 1e9:.2f} GB; use batches of at most {most} rows, or fewer workers with more memory "
+            "(cluster.workers, cluster.memory)"
         )
     steps, per_step = learner.settings.steps * len(objectives), recipe.batches_per_step
     facts: dict[str, Any] = {
@@ -184,16 +192,21 @@ def _opened(source: str) -> Dataset:
 
 def worker_bytes(batches: Batches, objective: str) -> int:
     """Peak memory of one worker: the process, its chunk caches, and one batch with its Gram matrices."""
-    return PROCESS_BYTES + 2 * CACHE_BYTES + batch_bytes(batches.plan.rows_per_batch, batches, objective)
+    return _worker_bytes(batches.plan.rows_per_batch, batches, objective)
 
 
-def _largest_batch(limit: int, batches: Batches, objective: str) -> int:
-    low, high = 1, batches.plan.rows_per_batch
+def _worker_bytes(rows: int, batches: Batches, objective: str) -> int:
+    return PROCESS_BYTES + 2 * CACHE_BYTES + batch_bytes(rows, batches, objective)
+
+
+def _largest_batch(limit: int, batches: Batches, objective: str) -> int | None:
+    """How many rows a batch may have; None if not even one row fits."""
+    low, high = 0, batches.plan.rows_per_batch
     while low < high:
         middle = (low + high + 1) // 2
-        fits = PROCESS_BYTES + 2 * CACHE_BYTES + batch_bytes(middle, batches, objective) <= limit
+        fits = _worker_bytes(middle, batches, objective) <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    return low or None
 
 
 def _workers(settings: ClusterConfig, ask: bool) -> tuple[int, int | None]:

@@ -72,6 +72,7 @@ MIRRORS = {
     "core/risk.py": ["core/test_objective.py", "core/test_weights.py"],
     "data/append.py": ["data/test_dataset.py"],
     "data/chunks.py": ["data/test_dataset.py", "data/test_store.py", "data/test_durability.py"],
+    "data/columns.py": ["data/test_ingest.py", "data/test_csv.py"],
     "data/csv_reader.py": ["data/test_csv.py"],
     "data/encode.py": ["data/test_ingest.py", "data/test_validation.py"],
     "data/frames.py": ["data/test_validation.py", "data/test_ingest.py"],

@@ -47,6 +47,7 @@ from kme_dist.cli.options import (
     Scheduler,
     StageOptions,
     TableConfig,
+    Tls,
     covered,
     expand_options,
     load,
@@ -56,6 +57,7 @@ from kme_dist.cli.options import (
 )
 from kme_dist.config import ClusterConfig, json_schema, parse_yaml
 from kme_dist.errors import AssumptionWarning, ConfigError, KMEError, RetryError, counted, plural
+from kme_dist.ops.certs import tls_files
 
 app = typer.Typer(
     name="kme-dist",
@@ -364,10 +366,12 @@ def inspect(
 
 @app.command()
 @expand_options
-def doctor(output: Output, scheduler: Scheduler = None, insecure: Insecure = False) -> None:
+def doctor(output: Output, scheduler: Scheduler = None, tls: Tls = None, insecure: Insecure = False) -> None:
     """Check this installation: versions, BLAS, threads, memory, GPUs, write access, cluster. With --quiet only problems
     are printed."""
-    report = load("pipelines.doctor").examine(scheduler=scheduler, insecure=insecure)
+    report = load("pipelines.doctor").examine(
+        scheduler=scheduler, tls=None if tls is None else tls_files(tls), insecure=insecure
+    )
     if output.as_json or not output.quiet:
         _print_facts(report, output)
     for problem in report["problems"]:
@@ -394,10 +398,8 @@ def smoke(
         settings = options.load(config).cluster
     elif options.overrides:
         raise typer.BadParameter("--set overrides a key of CONFIG, and no CONFIG is given.")
-    elif options.scheduler is not None:
-        settings = ClusterConfig(kind="address", address=options.scheduler)
     else:
-        settings = ClusterConfig()
+        settings = ClusterConfig(**options.cluster_section())
     facts = load("pipelines.smoke").run(settings, folder)
     if output.as_json:
         print_json(facts)

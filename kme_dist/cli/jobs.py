@@ -44,7 +44,7 @@ from kme_dist.errors import ConfigError, DataError, KMEError, RetryError, counte
 from kme_dist.ops import jobs
 from kme_dist.ops.driver import Cancelled
 from kme_dist.ops.driver import drive as drive_job
-from kme_dist.ops.jobs import ENDED, Job, create_job, job_root
+from kme_dist.ops.jobs import ENDED, Job, create_job, job_at, job_root
 from kme_dist.ops.schedule import parse_time, utc_now
 
 jobs_app = typer.Typer(
@@ -79,6 +79,7 @@ def submit(
     if at is None:
         raise ConfigError("no scheduler address: use --scheduler ADDRESS, or set cluster.address in the config")
     root = job_root(wanted.root)
+    is_new = wanted.job_id is None or not job_at(root, wanted.job_id).folder.exists()
     job = create_job(
         root,
         pipeline=wanted.pipeline,
@@ -91,9 +92,10 @@ def submit(
     try:
         if before != "succeeded":
             submit_job(job, at)
-    except KMEError:
-        if wanted.job_id is None and not job.events():  # no scheduler has seen it: leave nothing behind
-            shutil.rmtree(job.folder)
+    except BaseException:  # also Ctrl-C
+        if is_new:  # else a job that no scheduler has seen would seem to wait
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                load("ops.submit").withdraw(job)
         raise
     if wanted.wait:
         output.say(f"{job.id}: {_submitted(job, before)}")
@@ -150,10 +152,11 @@ def list_all(which: Listed, connection: Connection, output: Output, root: Root =
     them the scheduler does not know."""
     found = which.chosen(jobs.list_jobs(job_root(root)))
     rows = [status for _, status in found]
-    for place, status in enumerate(jobs.in_queue(rows), 1):
-        status["place"] = place
     active = [(job, status) for job, status in found if status["state"] not in (*ENDED, "damaged")]
     silent = _ask_scheduler(active, connection)
+    if silent is not None or connection.cluster() is None:  # else the scheduler has said it
+        for place, status in enumerate(jobs.in_queue(rows), 1):
+            status["place"] = place
     width = max((len(status["id"]) for status in rows), default=0)
     output.result({"jobs": rows}, *(_row(status, width) for status in rows))
     if not rows and not output.as_json:
@@ -174,6 +177,8 @@ def _ask_scheduler(jobs_shown: list[tuple[Job, dict[str, Any]]], connection: Con
         return error
     for (job, status), there in zip(jobs_shown, known, strict=True):
         status["scheduler"] = there
+        if status["state"] == "waiting" and "place" in there:
+            status["place"] = there["place"]
         if there["state"] is None and status["state"] in ("waiting", "running", "retrying"):
             status["advice"] = f"the scheduler does not know the job; resume it with `kme-dist jobs resume {job.id}`"
     return None
@@ -297,7 +302,11 @@ class KeepOptions:
     once: Annotated[bool, typer.Option("--once", help="Look twice, then exit: for cron.")] = False
     command: Annotated[
         str | None,
-        typer.Option("--notify-command", metavar="COMMAND", help="Run it, with JSON on stdin, when a job ends."),
+        typer.Option(
+            "--notify-command",
+            metavar="COMMAND",
+            help="Run it (a program, no shell), with JSON on stdin, when a job ends.",
+        ),
     ] = None
     url: Annotated[str | None, typer.Option("--notify-url", help="POST the same JSON to this URL.")] = None
 
@@ -336,15 +345,22 @@ def prune(
     root: Root = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which jobs would be deleted.")] = False,
 ) -> None:
-    """Delete the folders of jobs that ended long ago, with the run folders inside them (`output/`)."""
-    before = _moment("--older-than", older_than)
+    """Delete the folders of jobs that ended long ago, with the run folders inside them (`output/`), and of old jobs
+    that no scheduler has accepted."""
+    before, submits = _moment("--older-than", older_than), load("ops.submit")
     gone = []
     for job in jobs.list_jobs(job_root(root)):
         status = _status_or_damaged(job)
-        if status is not None and status["state"] in ENDED and parse_time(status["ended"]) < before:
+        if status is None:
+            continue
+        if status["state"] in ENDED and parse_time(status["ended"]) < before:
             gone.append(job.id)
             if not dry_run:
                 shutil.rmtree(job.folder)
+        elif (
+            status["state"] == "waiting" and parse_time(status["submitted"]) < before and submits.withdraw(job, dry_run)
+        ):
+            gone.append(job.id)
     output.result({"deleted": [] if dry_run else gone, "found": gone}, *gone)
     if not output.as_json:
         output.say(f"{counted(len(gone), 'job')} {'would be deleted' if dry_run else 'deleted'}")
@@ -410,6 +426,8 @@ def _progress(status: Mapping[str, Any]) -> str:
     if status.get("place"):
         priority = f", priority {status['priority']}" if status.get("priority") else ""
         return f"number {status['place']} in the queue{priority}"
+    if status["state"] == "waiting" and not status.get("queued"):
+        return "in no queue"
     if not progress:
         return str(status.get("error", ""))
     if not progress["done"] and progress.get("total") is None:

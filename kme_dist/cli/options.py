@@ -42,6 +42,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute even if an earli
 Scheduler = Annotated[
     str | None, typer.Option(metavar="ADDRESS", help="Address of a running Dask scheduler, e.g. tls://host:8786.")
 ]
+Tls = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of `kme-dist certs`; default: KME_TLS.")]
 Insecure = Annotated[bool, typer.Option("--allow-insecure", help="Allow connections to other machines without TLS.")]
 Root = Annotated[
     str | None,
@@ -120,11 +121,16 @@ class ConfigOptions:
 
     overrides: Overrides = None
     scheduler: Scheduler = None
+    tls: Tls = None
+
+    def cluster_section(self) -> dict[str, Any]:
+        """The keys of the section `cluster` that --scheduler and --tls set."""
+        section: dict[str, Any] = {} if self.scheduler is None else {"kind": "address", "address": self.scheduler}
+        return section if self.tls is None else {**section, "tls": tls_files(self.tls).model_dump(mode="json")}
 
     def load(self, path: Path, changes: list[str] | None = None) -> Config:
-        """The config with --set, further `changes` and --scheduler applied, in this order."""
-        at = self.scheduler
-        cluster = [] if at is None else ["cluster.kind=address", f"cluster.address={json.dumps(at)}"]
+        """The config with --set, further `changes`, --scheduler and --tls applied, in this order."""
+        cluster = [f"cluster.{key}={json.dumps(value)}" for key, value in self.cluster_section().items()]
         return load_config(path, self.overrides or [], [*(changes or []), *cluster])
 
 
@@ -157,7 +163,7 @@ class Connection:
     """Of commands for jobs: how to reach a running scheduler."""
 
     scheduler: Scheduler = None
-    tls: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of `kme-dist certs`; default: KME_TLS.")] = None
+    tls: Tls = None
     insecure: Insecure = False
 
     def cluster(self, known: ClusterConfig | None = None) -> ClusterConfig | None:

@@ -109,7 +109,7 @@ def predict(
         missing = [flag for flag in ("model", "data", "out") if flag not in given]
         if missing:
             raise ConfigError(f"--{missing[0]} is missing; give --model, --data and --out, or a config file")
-        section = _config_of_flags(given, options.scheduler).predict
+        section = _config_of_flags(given, options).predict
         request = pipeline.standalone_request(given["model"], given["data"], given["out"], section)
     with (
         load("pipelines.progress").RunProgress(sys.stderr, quiet=output.quiet) as progress,
@@ -218,12 +218,12 @@ def _settings(
     if config is None:
         if options.overrides:
             raise ConfigError("--set overrides a key of a config file, and no config file is given")
-        return _config_of_flags({}, options.scheduler).cluster, None
+        return _config_of_flags({}, options).cluster, None
     settings = options.load(config, [f"predict.{key}={json.dumps(value)}" for key, value in given.items()])
     return settings.cluster, settings
 
 
-def _config_of_flags(flags: dict[str, Any], scheduler: str | None) -> Config:
+def _config_of_flags(flags: dict[str, Any], options: ConfigOptions) -> Config:
     """A config made of flags, validated like one from a file."""
-    cluster = {} if scheduler is None else {"kind": "address", "address": scheduler}
+    cluster = options.cluster_section()
     return parse_config({"data": {"source": "none"}, "predict": flags, "cluster": cluster}, "command line")

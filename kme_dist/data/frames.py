@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kme_dist.data.encode import Encoder, parsed_days
+from kme_dist.data.columns import parsed_days
+from kme_dist.data.encode import Encoder
 from kme_dist.data.readers import LEAVE_OUT, Source, TableSource, kind_of, open_source
 from kme_dist.data.schema import Schema, TableOptions, announce, missing_words
 from kme_dist.data.survey import plan_schema

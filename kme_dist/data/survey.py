@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kme_dist.data.encode import Encoder, as_text, is_number, refuse_spaces, texts_of
+from kme_dist.data.columns import as_text, is_number, texts_of
+from kme_dist.data.encode import Encoder, refuse_spaces
 from kme_dist.data.notation import Notation, in_other_notation, like_numbers, suggestion, unit_of
 from kme_dist.data.readers import LEAVE_OUT, Block, MatrixSource, Source
 from kme_dist.data.schema import PERIODS, Column, Schema, TableOptions, draft_schema

@@ -30,6 +30,7 @@ import os
 import platform
 import signal
 import socket
+import ssl
 import time
 import urllib.parse
 import warnings
@@ -409,10 +410,15 @@ def open_unchecked(settings: ClusterConfig, timeout_s: float | None = None) -> A
             f"tls:// address uses; connect to tls://{settings.address.rpartition('://')[2]}, or omit them"
         )
     try:
-        _refused(settings.address, min(timeout_s or CONNECT_S, REFUSED_S))
+        _probe(settings.address, min(timeout_s or CONNECT_S, REFUSED_S), security)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Mismatched versions found")  # reported by check_versions
             return Client(settings.address, security=security, timeout=timeout_s or CONNECT_S, set_as_default=False)
+    except ssl.SSLError as error:
+        raise RetryError(
+            f"what answers at {settings.address} cannot be reached with TLS and these certificates ({error.reason}); "
+            "is the scheduler running with TLS, and with certificates of the same authority?"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"cluster.address {settings.address!r} is not the address of a scheduler: {error}") from error
     except (OSError, TimeoutError) as error:
@@ -422,14 +428,23 @@ def open_unchecked(settings: ClusterConfig, timeout_s: float | None = None) -> A
         ) from error
 
 
-def _refused(address: str, patience_s: float) -> None:
-    """Raise ConnectionRefusedError if nothing listens there and nothing begins to: a client would try for longer."""
+def _probe(address: str, patience_s: float, security: Any) -> None:
+    """Raise ConnectionRefusedError if nothing listens there and nothing begins to: a client would try for longer. Raise
+    SSLError if TLS is wanted and not spoken there: a client would try for longer, too, and fail in several ways."""
+    tls = None if security is None else security.get_connection_args("client")["ssl_context"]
     host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
     deadline = time.monotonic() + patience_s
     while port.isdigit() and int(port) < 1 << 16:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0) as plain:
+                if tls is not None:
+                    plain.settimeout(patience_s)
+                    tls.wrap_socket(plain).close()
             return
+        except ssl.SSLError as error:
+            if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                return  # closed: perhaps it is about to end
+            raise
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise

@@ -27,10 +27,10 @@ from typing import Any
 
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import latest_epoch
-from kme_dist.errors import KMEError, RetryError
+from kme_dist.errors import ConfigError, KMEError, RetryError, counted
 from kme_dist.ops.cluster import check_scheduler, open_unchecked
 from kme_dist.ops.jobs import ENDED, Job, job_at, job_root
-from kme_dist.ops.queue import Answer, Entry, Turn, exchange
+from kme_dist.ops.queue import DEATHS, Answer, Entry, Turn, exchange, job_key
 
 SLOTS = 4
 POLL_S = 0.5
@@ -75,7 +75,7 @@ class Drivers:
     command: Command
     slots: int = SLOTS
     max_per_user: int | None = None
-    root: str = ""  # whose jobs are shown on the dashboard, also before any is submitted
+    root: str = ""  # whose jobs are shown on the dashboard, also before any is submitted; see also `_job`
     say: Callable[[str], None] = lambda line: None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _children: dict[str, _Child] = field(default_factory=dict, repr=False)
@@ -92,7 +92,7 @@ class Drivers:
                 try:
                     with open_unchecked(self.cluster, timeout_s=CONNECT_S) as client:
                         check_scheduler(client)
-                        self.say(f"{self.slots} slots for drivers of jobs at {client.scheduler.address}")
+                        self.say(f"{counted(self.slots, 'slot')} for drivers of jobs at {client.scheduler.address}")
                         lost_since = None
                         self._serve(client, stop)
                 except RetryError as error:
@@ -122,7 +122,7 @@ class Drivers:
                     self._seen = before  # else its jobs would seem to be those of others, and their drivers be stopped
                     raise
             if answer.check:
-                self._exchange(client, checked={entry.key: _problem(entry) for entry in answer.check})
+                self._exchange(client, checked={entry.key: self._problem(entry) for entry in answer.check})
             stop.wait(POLL_S)
 
     def _exchange(self, client: Any, **more: Any) -> Answer:
@@ -163,7 +163,7 @@ class Drivers:
         found = []
         for entry in self._known:
             try:
-                ended = _job(entry).status()["state"] in ENDED
+                ended = self._job(entry).status()["state"] in ENDED
             except (KMEError, OSError):
                 continue
             mine = entry.key in self._children
@@ -171,8 +171,26 @@ class Drivers:
                 found.append(replace(entry, host=self.id if mine else None))
         return tuple(found)
 
+    def _job(self, entry: Entry) -> Job:
+        """The job on this host. An operator who sets KME_ROOT here says where all jobs are, whatever the path was where
+        they were submitted: under the root of this host, which is `--root`, else KME_ROOT."""
+        own = os.environ.get("KME_ROOT") and (self.root or os.environ["KME_ROOT"])
+        job = job_at(job_root(own or entry.root), entry.id)
+        job.request()
+        if job_key(job) != entry.key:
+            raise ConfigError(f"{job.folder} is that of another job with the same id")
+        return job
+
+    def _problem(self, entry: Entry) -> str | None:
+        """Why a driver could not run the job on this host; None when it could."""
+        try:
+            self._job(entry)
+        except (KMEError, OSError) as error:
+            return f"{error}; mount the same disk on all hosts, and set KME_ROOT where its path differs"
+        return None
+
     def _start(self, entry: Entry) -> None:
-        job = _job(entry)
+        job = self._job(entry)
         process = subprocess.Popen(self.command(job), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self._children[entry.key] = _Child(job, entry, process)
         self.say(f"{job.id}: started (process {process.pid})")
@@ -201,11 +219,13 @@ class Drivers:
 
     def _note_death(self, child: _Child, code: int) -> None:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.say(f"{child.job.id}: its driver ended {how}; it waits for another")
+        next_ = "a supervisor resubmits it" if child.entry.deaths >= DEATHS else "it waits for another"
+        self.say(f"{child.job.id}: its driver ended {how}; {next_}")
         epoch, lease = latest_epoch(child.job.place)
         if (lease or {}).get("process") == child.process.pid:  # else another driver has the job
-            child.job.event("waiting", epoch=epoch)
-            child.job.log(f"its driver ended {how}; it waits for another", level="warning", epoch=epoch)
+            last = {"left_queue": True} if child.entry.deaths >= DEATHS else {}
+            child.job.event("waiting", epoch=epoch, **last)
+            child.job.log(f"its driver ended {how}; {next_}", level="warning", epoch=epoch)
 
     def _stop_all(self) -> None:
         for child in self._children.values():
@@ -216,17 +236,3 @@ class Drivers:
         while self._children:
             self._collect()
             time.sleep(0.05)
-
-
-def _job(entry: Entry) -> Job:
-    """The job on this host: its own KME_ROOT, set by the operator, takes precedence over the root of the submitter."""
-    return job_at(job_root(os.environ.get("KME_ROOT") or entry.root), entry.id)
-
-
-def _problem(entry: Entry) -> str | None:
-    """Why a driver could not run the job on this host; None when it could."""
-    try:
-        _job(entry).request()
-    except (KMEError, OSError) as error:
-        return f"{error}; mount the same disk on all hosts, and set KME_ROOT where its path differs"
-    return None

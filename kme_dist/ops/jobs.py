@@ -186,6 +186,7 @@ class Job:
         current = [event for event in events if event.get("epoch", epoch) >= epoch]
         last = current[-1] if current else {"state": "waiting", "time": request["submitted"]}
         state = "succeeded" if done is not None else last["state"]
+        submitted = any("scheduler" in event for event in events)
         facts = {
             "id": self.id,
             "pipeline": request["pipeline"],
@@ -195,6 +196,7 @@ class Job:
             "priority": request.get("priority", 0),
             "scheduled": request.get("scheduled"),
             "submitted": request["submitted"],
+            "queued": submitted and not last.get("left_queue", False) if state == "waiting" else None,
             "started": next((event["time"] for event in events if event["state"] == "running"), None),
             "ended": last["time"] if state in ENDED else None,
             "drivers": epoch,
@@ -303,8 +305,8 @@ def this_user() -> str:
 
 
 def in_queue(statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that wait, in the order in which they are started: by priority, then by age."""
-    waiting = [status for status in statuses if status["state"] == "waiting"]
+    """Those that wait in a queue, as far as their folders say, in the order of their start: by priority, by age."""
+    waiting = [status for status in statuses if status.get("queued")]
     return sorted(waiting, key=lambda status: (-status["priority"], status["submitted"], status["id"]))
 
 
@@ -338,7 +340,7 @@ def create_job(
     """
     if pipeline not in PIPELINES:
         raise ConfigError(f"unknown pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
-    job = job_at(root, job_id or new_id(name))
+    job = job_at(root, new_id(name) if job_id is None else job_id)
     _check_apart(job, config, name if scheduled else None)
     kept = confined(config, root, relative=True).model_dump(mode="json", exclude_unset=True)
     request = {

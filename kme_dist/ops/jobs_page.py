@@ -25,8 +25,8 @@ from typing import Any
 
 from kme_dist.errors import CorruptError, KMEError
 from kme_dist.ops.board import duration
-from kme_dist.ops.jobs import ENDED, STATES, Job, in_queue, job_at, job_root
-from kme_dist.ops.queue import Entry
+from kme_dist.ops.jobs import ENDED, STATES, Job, job_at, job_root
+from kme_dist.ops.queue import Entry, job_key, waiting
 
 PATH = "/kme/jobs"
 ROWS = 50  # of a page
@@ -77,9 +77,11 @@ class JobIndex:
         self._known = {path: known for path, known in self._known.items() if path in found}
         rows = list(found.values())
         there = {row["id"] for row in rows}
-        rows += [_queued(entry) for entry in queued if entry.id not in there]
-        for place, row in enumerate(in_queue(rows), 1):
-            row["place"] = place
+        places = {entry.key: place for place, entry in enumerate(waiting(queued), 1)}
+        for path, row in found.items():
+            if row["state"] == "waiting":
+                row["place"] = places.get(_key(path))
+        rows += [{**_queued(entry), "place": places.get(entry.key)} for entry in queued if entry.id not in there]
         rows.sort(key=lambda row: _time(row["submitted"]), reverse=True)
         return Listing(tuple(rows), tuple(problems))
 
@@ -99,6 +101,13 @@ class JobIndex:
                     self._known[path] = known
                 found[path] = dict(known[1])
         return found
+
+
+def _key(folder: Path) -> str:
+    try:
+        return job_key(Job(folder.parent.parent, folder.name))
+    except OSError:  # just deleted
+        return ""
 
 
 def _stamp(folder: Path) -> Any:
@@ -288,6 +297,8 @@ def _progress(row: Mapping[str, Any]) -> str:
     if row.get("place"):
         priority = f", priority {_text(row['priority'])}" if row.get("priority") else ""
         return f"number {row['place']} in the queue{priority}"
+    if row["state"] == "waiting":
+        return "not in the queue of this scheduler"
     found = row.get("progress")
     if not isinstance(found, Mapping):
         return ""
@@ -378,7 +389,7 @@ input, select, button { font: inherit; color: var(--ink); background: var(--pape
   border-radius: 6px; padding: 5px 9px; } input[type=search] { flex: 1 1 240px; max-width: 420px; }
 .chips { display: flex; flex-wrap: wrap; gap: 6px; margin-bottom: 10px; }
 .chip { border: 1px solid var(--edge); border-radius: 14px; padding: 2px 10px; background: var(--paper); }
-.chip.here { border-color: var(--ink); font-weight: 600; }
+.chip.waiting { color: var(--soft); } .chip.here { border-color: var(--ink); font-weight: 600; }
 table { border-collapse: collapse; width: 100%; background: var(--paper); border: 1px solid var(--edge); }
 th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--track); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; font-size: 12px; white-space: nowrap; }

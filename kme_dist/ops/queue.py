@@ -63,6 +63,11 @@ class Entry:
         return -self.priority, self.submitted, self.id
 
 
+def waiting(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that wait, the next one first."""
+    return sorted((entry for entry in entries if entry.host is None), key=lambda entry: entry.rank)
+
+
 @dataclass(frozen=True)
 class Turn:
     """What a host tells the queue: its free slots, and what became of its jobs."""
@@ -136,7 +141,7 @@ class JobQueue:
 
     def waiting(self) -> list[Entry]:
         """The jobs that wait, the next one first."""
-        return sorted((entry for entry in self.entries.values() if entry.host is None), key=lambda entry: entry.rank)
+        return waiting(self.entries.values())
 
     def turn(self, told: Turn) -> Answer:
         host = self.hosts.setdefault(told.host, _Host(told.label))

@@ -14,10 +14,14 @@ receipts.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,6 +38,7 @@ RESTART_S = 300.0  # a nanny interrupted between the end of the old process and 
 POLL_S = 0.5
 ANSWER_S = 5.0  # how long a scheduler may take to answer a question about jobs
 GONE = (None,)  # states of a job on a scheduler that is not going to run it
+UNCLAIMED_S = 60.0  # between the creation of a job and its submission, at most
 QUERY_S = 15.0  # how often a scheduler is asked whether it still has a job
 
 
@@ -61,6 +66,26 @@ def submit(job: Job, cluster: ClusterConfig, resubmission: int | None = None) ->
         job.event("waiting", epoch=epoch, scheduler=client.scheduler.address, **counted)
         job.log(f"submitted to the scheduler at {client.scheduler.address}", **counted)
         _ask(client, enqueue, entry)
+
+
+def withdraw(job: Job, dry_run: bool = False) -> bool:
+    """Delete a job that nobody has taken up: no scheduler has accepted it, no driver has begun. False if one has."""
+    if not _untouched(job.folder):
+        return False
+    if dry_run:
+        return True
+    # Renamed before it is deleted, so that another submission of the job finds all of it or nothing.
+    gone = job.folder.with_name(f".{job.id}-{uuid.uuid4().hex[:8]}")
+    job.folder.rename(gone)
+    if not _untouched(gone):  # it was just accepted
+        gone.rename(job.folder)
+        return False
+    shutil.rmtree(gone)
+    return True
+
+
+def _untouched(folder: Path) -> bool:
+    return set(os.listdir(folder)) <= {"job.json", "config.yaml"}
 
 
 def _find_host(client: Any, job: Job, entry: Entry) -> None:
@@ -173,10 +198,12 @@ def wait(
 ) -> dict[str, Any]:
     """The status of the job once it has ended, read from its folder; RetryError after `timeout_s`.
 
-    RetryError as well when the job is lost: no driver has shown for a while that it lives. With `cluster` the scheduler
+    RetryError as well when the job is lost: no driver has shown for a while that it lives; and after UNCLAIMED_S when
+    no scheduler and no driver has taken it up. With `cluster` the scheduler
     is asked every QUERY_S, and the wait also ends when it does not answer, or does not know a job that has stalled.
     """
-    deadline, next_query = time.monotonic() + timeout_s, time.monotonic()
+    began = next_query = time.monotonic()
+    deadline = began + timeout_s
     seen: Any = None  # the last lease record of a job that the scheduler does not know
     while True:
         status = job.status()
@@ -186,6 +213,11 @@ def wait(
             raise RetryError(
                 f"the job {job.id} is lost: its driver ({status['driver']}) has not reported for "
                 f"{status['seconds_since_beat']:.0f} s; {status['advice']}"
+            )
+        if time.monotonic() - began > UNCLAIMED_S and status["state"] == "waiting" and _untouched(job.folder):
+            raise RetryError(
+                f"the job {job.id} was created, but never accepted by a scheduler, and nobody runs it; submit it "
+                f"again, or run it with `kme-dist jobs resume {job.id}`"
             )
         if cluster is not None and time.monotonic() >= next_query:
             unknown = on_scheduler([job], cluster)[0]["state"] is None

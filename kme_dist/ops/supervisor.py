@@ -8,13 +8,15 @@ and it has not changed since the last look, or it failed because of the infrastr
 a job get further apart, and after `limit` of them it is marked as failed. How often a job was resubmitted, and which
 notices were sent, is written to the job's folder, so that the supervisor itself may be killed and started again.
 
-A notice is sent once for each job that succeeds, fails or is lost: as JSON on the standard input of a command, to a URL
-by POST, or both.
+A notice is sent for each job that succeeds, fails or is lost: as JSON on the standard input of a command, to a URL by
+POST, or both. A failure that is followed by a resubmission is not told. Noted as sent is what was sent: a notice that
+cannot be delivered is tried again, and a supervisor that is killed between the two sends it a second time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 import json
 import math
@@ -29,6 +31,7 @@ from typing import Any
 
 from kme_dist.config import ClusterConfig
 from kme_dist.data.leases import latest_epoch, writer_lease
+from kme_dist.data.places import Place
 from kme_dist.errors import ConfigError, CorruptError, DataError, KMEError, RetryError
 from kme_dist.ops.jobs import ENDED, Job, list_jobs, redact
 from kme_dist.ops.submit import GONE, belongs_elsewhere, on_scheduler, submit
@@ -37,6 +40,7 @@ EVERY_S = 10.0
 LIMIT = 5
 PAUSE_S = 10.0  # between the first two resubmissions of a job; doubled each time
 _LONGEST_PAUSE_S = 600.0
+UNRECOVERED_S = 600.0  # after which a failure is told that nobody has followed by a resubmission
 _COMMAND_S, _POST_S = 60.0, 10.0
 NOTICED = ("succeeded", "failed", "lost")
 
@@ -52,23 +56,25 @@ class Notices:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--notify-url {self.url}: must be an http:// or https:// address")
 
-    def send(self, status: Mapping[str, Any]) -> list[str]:
-        """Send the status of a job; returns what went wrong."""
+    def send(self, status: Mapping[str, Any], told: set[str]) -> list[str]:
+        """Send the status of a job to those who are not in `told`, and add them; returns what went wrong."""
         keys = ("id", "name", "pipeline", "state", "error", "exit_code", "submitted", "ended", "folder")
         body = redact(json.dumps({key: status[key] for key in keys if status.get(key) is not None})).encode()
         problems = []
-        if self.command:
+        if self.command and "command" not in told:
             try:
                 done = subprocess.run(self.command, input=body, capture_output=True, timeout=_COMMAND_S, check=False)
                 if done.returncode:
                     problems.append(f"{self.command[0]} ended with exit code {done.returncode}")
+                else:
+                    told.add("command")
             except (OSError, subprocess.TimeoutExpired) as error:
                 problems.append(f"{self.command[0]}: {error}")
-        if self.url is not None:
+        if self.url is not None and "url" not in told:
             request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
             try:
                 with urllib.request.urlopen(request, timeout=_POST_S):
-                    pass
+                    told.add("url")
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problems.append(f"{self.url}: {error}")
         return problems
@@ -99,6 +105,10 @@ class _Look:
         count = self.submissions[-1].get("resubmission", 0) if self.submissions else 0
         return count if isinstance(count, int) else 0
 
+    def is_for_now(self, job: Job) -> bool:
+        """Whether this is a failure after which a supervisor resubmits the job."""
+        return self.status["state"] == "failed" and self.is_ours(job)
+
     def is_ours(self, job: Job) -> bool:
         """Whether a scheduler was to run the job, and it should be running."""
         if job.stop_requested or not self.submissions:
@@ -106,6 +116,15 @@ class _Look:
         if self.status["state"] == "failed":
             return self.status.get("exit_code") == RetryError.exit_code and not self.events[-1].get("given_up")
         return self.status["state"] not in ENDED
+
+
+@dataclass
+class _Notice:
+    """One that could not be sent to everybody yet."""
+
+    told: set[str] = field(default_factory=set)
+    failures: int = 0
+    due: float = -math.inf
 
 
 @dataclass
@@ -120,6 +139,8 @@ class Supervisor:
     notices: Notices = field(default_factory=Notices)
     _seen: dict[str, Any] = field(default_factory=dict, repr=False)  # what a job looked like at the last look
     _counted: dict[str, tuple[int, float]] = field(default_factory=dict, repr=False)  # resubmissions; of the last, when
+    _unsent: dict[tuple[str, str], _Notice] = field(default_factory=dict, repr=False)  # by job and kind
+    _given_up: list[tuple[Job, _Look]] = field(default_factory=list, repr=False)  # during this look
     _said: dict[str, str] = field(default_factory=dict, repr=False)  # the last line about each job; "": about all
 
     def keep(self, stop: Event, every_s: float | None = None) -> None:
@@ -137,6 +158,7 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """One look at all jobs; returns the ids of those that were resubmitted."""
+        found: list[tuple[Job, _Look]] = []
         active: list[tuple[Job, _Look]] = []
         for job in list_jobs(self.root):
             with self._apart(job):
@@ -144,7 +166,13 @@ class Supervisor:
                 if look.is_ours(job):
                     active.append((job, look))
                     self._count(job, look)
-                self._notify(job, look.status)
+                found.append((job, look))
+        try:
+            return self._keep_going(active)
+        finally:  # jobs come first: a notice may take a minute
+            self._notify_all(found)
+
+    def _keep_going(self, active: list[tuple[Job, _Look]]) -> list[str]:
         if not active:
             return []
         resubmitted: list[str] = []
@@ -230,20 +258,56 @@ class Supervisor:
                   error=f"given up after {count} resubmissions: {why}")  # fmt: skip
         job.log(f"given up after {count} resubmissions", level="error")
         self.say(f"{job.id}: given up after {count} resubmissions; see `kme-dist jobs logs {job.id}`")
-        self._notify(job, job.status())
+        self._given_up.append((job, _Look.at(job)))
 
-    def _notify(self, job: Job, status: Mapping[str, Any]) -> None:
-        if not self.notices or status["state"] not in NOTICED:
+    def _notify_all(self, found: list[tuple[Job, _Look]]) -> None:
+        if not self.notices:
             return
-        claimed = job.place.write(f"notices/{status['state']}-{status['drivers']}", b"", only_if_absent=True)
-        if claimed:
-            for problem in self.notices.send(status):
-                self.say(f"{job.id}: the notice was not sent: {problem}")
+        looks, self._given_up = [*self._given_up, *found], []
+        for job, look in looks:
+            if look.status["state"] in NOTICED:
+                with self._apart(job):
+                    if not self._notify(job, look):
+                        return  # whoever is told does not answer: the others wait for the next look
+
+    def _notify(self, job: Job, look: _Look) -> bool:
+        """Whether all is well: the notice was sent, now or before, or is not due."""
+        kind = f"{look.status['state']}-{look.status['drivers']}"
+        if look.is_for_now(job):
+            if _seconds_since(look.status["ended"]) < UNRECOVERED_S:
+                return True
+            kind += "-for-now"  # a notice of its own: the job may still be given up
+        marker = job.folder / "notices" / kind
+        note = self._unsent.setdefault((job.id, kind), _Notice())
+        if time.monotonic() < note.due:
+            return True
+        with contextlib.ExitStack() as stack:
+            try:  # of several supervisors one sends it
+                stack.enter_context(writer_lease(Place.of(job.folder.with_name(f"{job.id}.notices"))))
+            except RetryError:
+                return True
+            problems = [] if marker.exists() else self.notices.send(look.status, note.told)
+            if not problems:
+                job.place.write(f"notices/{kind}", b"", only_if_absent=True)
+                note.due = math.inf
+                return True
+        note.due = time.monotonic() + min(self.pause_s * 2**note.failures, _LONGEST_PAUSE_S)
+        note.failures += 1
+        for problem in problems:
+            self._say_once(f"{job.id} {problem}", f"{job.id}: the notice was not sent: {problem}; it is tried again")
+        return False
 
     def _say_once(self, about: str, line: str) -> None:
         if line != self._said.get(about):
             self._said[about] = line
             self.say(line)
+
+
+def _seconds_since(text: str) -> float:
+    try:
+        return (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(text)).total_seconds()
+    except (TypeError, ValueError):  # a damaged line
+        return math.inf
 
 
 def resubmissions(job: Job) -> int:

@@ -110,11 +110,27 @@ def test_who_has_a_certificate_of_the_authority_is_let_in(encrypted, monkeypatch
         assert client.scheduler.address == address
 
 
+def test_commands_take_the_folder_of_the_certificates(encrypted, tmp_path, monkeypatch, capsys):
+    address, folder = encrypted
+    monkeypatch.delenv("KME_TLS", raising=False)
+    there = ["--scheduler", address, "--tls", str(folder)]
+    assert cli.execute(["doctor", *there]) == 0
+    seen = []
+    for stage in ("learn", "run", "fit"):
+        monkeypatch.setattr(f"kme_dist.pipelines.{stage}.run", lambda config, **_: seen.append(config.cluster) or {})
+    monkeypatch.setattr("kme_dist.pipelines.plan.run", lambda config, *_, **__: seen.append(config.cluster) or {})
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    cli.execute(["plan", str(tmp_path / "c.yaml"), "--json", *there])
+    cli.execute(["learn", str(tmp_path / "c.yaml"), "--json", *there])
+    assert [(found.address, found.tls) for found in seen] == [(address, tls_files(folder))] * 2
+    capsys.readouterr()
+
+
 def test_a_foreign_certificate_is_refused(encrypted, tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 2.0)
     make_certificates(tmp_path)
     with (
-        pytest.raises(RetryError, match="no scheduler answers at tls://"),
+        pytest.raises(RetryError, match=r"CERTIFICATE_VERIFY_FAILED.* certificates of the same authority"),
         open_client(settings_for(encrypted[0], tmp_path)),
     ):
         pass
@@ -131,6 +147,23 @@ def test_who_has_no_certificate_is_refused(encrypted, monkeypatch):
     plain = address.replace("tls://", "tcp://")
     with pytest.raises(RetryError, match="without TLS"), open_client(ClusterConfig(kind="address", address=plain)):
         pass
+
+
+def test_a_scheduler_without_tls_is_named_at_once_and_always_with_75(tmp_path, capfd):
+    """The client of Dask tries for up to 40 s and fails in several ways, some of which look like an invalid address."""
+    from distributed import LocalCluster
+
+    make_certificates(tmp_path)
+    with LocalCluster(
+        n_workers=0, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp://", host="127.0.0.1"
+    ) as running:
+        address = running.scheduler_address.replace("tcp://", "tls://")
+        for _ in range(5):
+            began = time.monotonic()
+            with pytest.raises(RetryError, match="cannot be reached with TLS"):
+                cluster.open_unchecked(settings_for(address, tmp_path))
+            assert time.monotonic() - began < cluster.REFUSED_S
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_listener_that_would_serve_others_in_the_clear_is_refused(tmp_path, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +19,9 @@ from distributed import Client, LocalCluster
 
 from kme_dist.cli import app as cli
 from kme_dist.config import ClusterConfig, parse_config
+from kme_dist.data.leases import EpochLease
 from kme_dist.errors import ConfigError, RetryError
-from kme_dist.ops import drivers, jobs, queue, submit
+from kme_dist.ops import drivers, jobs, jobs_page, queue, submit
 from kme_dist.ops.drivers import Drivers
 
 # A driver whose pipeline lasts until a file `go` is in the root, and fails if there is a text in it.
@@ -126,6 +129,7 @@ def test_jobs_run_side_by_side_in_the_slots_of_a_host_and_leave_the_workers_alon
     until(lambda: states(*found, urgent) == ["succeeded"] * 4)
     until(lambda: not scheduler.extensions[queue.NAME].entries)
     begun = [line.partition(":")[0] for line in host.lines if ": started" in line]
+    assert host.lines[0] == f"2 slots for drivers of jobs at {at.address}"
     assert begun == ["j0", "j1", "urgent", "j2"]
 
 
@@ -257,13 +261,95 @@ def test_a_cancelled_job_stays_so_when_its_workers_cannot_be_restarted(tmp_path,
     assert submit.wait(job, 1.0)["state"] == "cancelled"
 
 
-def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, capsys, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--id", "chosen"]])
+def test_without_a_host_a_submission_says_so_and_leaves_nothing(tmp_path, at, capsys, monkeypatch, options):
     monkeypatch.setattr(submit, "ACCEPT_S", 0.2)
     (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
-    arguments = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path)]
+    arguments = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path), *options]
     assert cli.execute(arguments) == 75
     assert f"start one with `kme-dist drivers --scheduler {at.address}`" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_empty_id_is_refused(tmp_path, at, capsys):
+    """As of a variable of the shell that is not set: a generated one would not be found again."""
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    command = ["submit", str(tmp_path / "c.yaml"), "--scheduler", at.address, "--root", str(tmp_path), "--id", ""]
+    assert cli.execute(command) == 2
+    assert "invalid job id ''" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="invalid job id ''"):
+        jobs.create_job(tmp_path, pipeline="run", config=parse_config({"data": {"source": "t"}}), name="n", job_id="")
     assert jobs.list_jobs(tmp_path) == []
+
+
+def test_a_refused_submission_leaves_a_job_that_was_there(tmp_path, at, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "ACCEPT_S", 0.2)
+    (tmp_path / "c.yaml").write_text("data: {source: t.zarr}")
+    config = parse_config({"data": {"source": "t.zarr"}})
+    job = jobs.create_job(tmp_path, pipeline="run", config=config, name="c", job_id="chosen")
+    arguments = [
+        "submit",
+        str(tmp_path / "c.yaml"),
+        "--scheduler",
+        at.address,
+        "--root",
+        str(tmp_path),
+        "--id",
+        "chosen",
+    ]
+    assert cli.execute(arguments) == 75
+    assert job.status()["state"] == "waiting"
+    capsys.readouterr()
+
+
+def test_a_job_that_somebody_has_taken_up_is_not_withdrawn(tmp_path, monkeypatch):
+    config = parse_config({"data": {"source": "t.zarr"}})
+
+    def create(name):
+        return jobs.create_job(tmp_path, pipeline="run", config=config, name=name, job_id=name)
+
+    accepted, driven, late, left = map(create, ("accepted", "driven", "late", "left"))
+    accepted.event("waiting", scheduler="tcp://127.0.0.1:1")
+    with EpochLease.take(driven.place):
+        pass
+    assert not submit.withdraw(accepted)
+    assert not submit.withdraw(driven)
+    looks = []
+    real = submit._untouched
+
+    def accepted_meanwhile(folder):
+        looks.append(folder)
+        if len(looks) == 2:
+            (folder / "events.jsonl").touch()  # by a submission that had opened it
+        return real(folder)
+
+    monkeypatch.setattr(submit, "_untouched", accepted_meanwhile)
+    assert not submit.withdraw(late)
+    monkeypatch.undo()
+    assert submit.withdraw(left, dry_run=True)
+    assert submit.withdraw(left)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["accepted", "driven", "late"]
+
+
+def test_only_jobs_in_the_queue_have_a_place(tmp_path, at, host, capsys):
+    """Not those that nobody has submitted, nor those that the host has given back."""
+    config = parse_config({"data": {"source": "t.zarr"}})
+    never = jobs.create_job(tmp_path, pipeline="run", config=config, name="never", job_id="never")
+    back = jobs.create_job(tmp_path, pipeline="run", config=config, name="back", job_id="back")
+    back.event("waiting", scheduler=at.address)
+    back.event("waiting", left_queue=True)
+    host.slots = 0
+    queued = submitted(tmp_path, at, "queued")
+    for options in ([], ["--scheduler", at.address]):
+        assert cli.execute(["jobs", "list", "--root", str(tmp_path), "--json", *options]) == 0
+        rows = {row["id"]: row.get("place") for row in json.loads(capsys.readouterr().out)["jobs"]}
+        assert rows == {"never": None, "back": None, "queued": 1}
+    assert cli.execute(["jobs", "list", "--root", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("in no queue") == 2
+    entries = [queue.Entry.of(queued)]
+    shown = {row["id"]: row.get("place") for row in jobs_page.JobIndex().read([str(tmp_path)], entries).rows}
+    assert shown == {"never": None, "back": None, "queued": 1}
+    assert never.status()["state"] == "waiting"
 
 
 def test_a_root_that_no_host_can_read_is_refused(tmp_path, at, host, monkeypatch):
@@ -271,6 +357,40 @@ def test_a_root_that_no_host_can_read_is_refused(tmp_path, at, host, monkeypatch
     monkeypatch.setenv("KME_ROOT", str(tmp_path / "elsewhere"))  # that of the host
     with pytest.raises(ConfigError, match=r"no driver host can read the job's folder .* set KME_ROOT"):
         submitted(tmp_path, at, "unreadable")
+
+
+def test_a_job_of_another_root_that_has_the_same_id_is_not_run_in_its_place(tmp_path, at, host, monkeypatch):
+    (tmp_path / "go").touch()
+    mine, other = tmp_path / "of-the-host", tmp_path / "of-the-submitter"
+    mine.mkdir()
+    other.mkdir()
+    config = parse_config({"data": {"source": "table.zarr"}})
+    waits = jobs.create_job(mine, pipeline="run", config=config, name="night", job_id="night-1")
+    monkeypatch.setenv("KME_ROOT", str(mine))
+    with pytest.raises(ConfigError, match=r"no driver host can read the job's folder .*another job with the same id"):
+        submitted(other, at, "night-1")
+    time.sleep(2 * drivers.POLL_S)
+    assert waits.events() == []
+    assert not any(": started" in line for line in host.lines)
+
+
+def test_a_host_with_a_root_of_its_own_reads_the_jobs_there(tmp_path, monkeypatch):
+    for name in ("option", "variable", "submitter"):
+        (tmp_path / name).mkdir()
+    config = parse_config({"data": {"source": "table.zarr"}})
+    job = jobs.create_job(tmp_path / "submitter", pipeline="run", config=config, name="n", job_id="n")
+    entry = queue.Entry.of(job)
+    for name in ("option", "variable"):  # the same disk under other paths
+        shutil.copytree(job.folder, tmp_path / name / "runs" / "n")
+
+    def found(root):
+        return Drivers(ClusterConfig(), lambda job: [], root=root)._job(entry).root.name
+
+    monkeypatch.delenv("KME_ROOT", raising=False)
+    assert found(str(tmp_path / "option")) == "submitter", "jobs of all roots are run"
+    monkeypatch.setenv("KME_ROOT", str(tmp_path / "variable"))
+    assert found("") == "variable"
+    assert found(str(tmp_path / "option")) == "option", "as everywhere, --root takes precedence over KME_ROOT"
 
 
 def test_a_host_without_a_scheduler_waits_for_one_and_says_so_once(monkeypatch):
@@ -368,7 +488,7 @@ def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, sche
             raise BlockingIOError(errno.EAGAIN, why)
         return real(command, **rest)
 
-    def gone(entry):
+    def gone(host, entry):
         if entry.id == "bad" and "bad" in checked:
             raise ConfigError(why)
         checked.add(entry.id)
@@ -376,7 +496,7 @@ def test_a_job_that_cannot_be_started_costs_the_host_no_other(tmp_path, at, sche
 
     checked = set()
     if why == "its root is gone":
-        monkeypatch.setattr(drivers, "_job", gone)
+        monkeypatch.setattr(Drivers, "_job", gone)
     monkeypatch.setattr(drivers.subprocess, "Popen", popen)
     host = Drivers(at, lambda job: [sys.executable, "-c", DRIVER, str(job.root), job.id, at.address], say=lines.append)
     thread = threading.Thread(target=host.serve, args=(stop,))

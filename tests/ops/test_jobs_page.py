@@ -59,7 +59,8 @@ def test_a_list_says_what_each_job_does(tmp_path):
         broken = create(tmp_path, "broken")
         broken.event("failed", exit_code=3, error="not positive definite")
         (tmp_path / "runs" / "a-run-folder").mkdir()
-        text = page(JobIndex().read([str(tmp_path)]), Wanted())
+        entries = [queue.Entry.of(jobs.Job(tmp_path, name)) for name in ("later", "sooner")]
+        text = page(JobIndex().read([str(tmp_path)], entries), Wanted())
     assert sorted(shown(text)) == ["at-work", "broken", "later", "sooner"]
     for words in (
         "learn 125 of 500",
@@ -170,6 +171,10 @@ def test_what_is_written_to_the_folder_of_a_job_is_never_html(tmp_path):
     assert "damaged 2" in page(listing, Wanted())
     evil = Listing(tuple({**row, "state": EVIL} for row in listing.rows))
     assert EVIL not in page(evil, Wanted()) + page(evil, Wanted(job="state"))
+
+
+def test_every_state_has_one_colour_in_the_list_and_above_it():
+    assert ".chip.waiting { color: var(--soft); }" in page(Listing(), Wanted()), "as a link it would be blue"
 
 
 def test_without_jobs_the_page_says_how_to_submit_one(tmp_path):

@@ -313,13 +313,14 @@ def test_a_file_that_cannot_be_read_is_said_once_and_no_obstacle(job, scheduler,
     assert other.id in out
 
 
-def test_a_notice_that_cannot_be_noted_does_not_keep_a_job_from_its_resubmission(job, scheduler):
+def test_a_notice_that_cannot_be_noted_does_not_keep_a_job_from_its_resubmission(job, scheduler, monkeypatch):
+    monkeypatch.setattr(supervisor, "UNRECOVERED_S", 0.0)
     job.event("waiting", scheduler="tcp://elsewhere:1")
     job.event("failed", exit_code=75, error="?")
     (job.folder / "notices").touch()  # in the way
     lines = []
     assert watched(job, say=lines.append, notices=Notices(["true"])).look() == [job.id]
-    assert "a file or folder is in the way" in lines[0]
+    assert "a file or folder is in the way" in lines[-1]
 
 
 def test_a_job_that_is_deleted_during_a_look_is_no_obstacle(job, monkeypatch, scheduler):
@@ -417,6 +418,93 @@ def test_a_lost_job_is_told_too(job, scheduler, receiver):
     assert [body["state"] for body in bodies] == ["lost"]
 
 
+def test_a_failure_that_is_followed_by_a_resubmission_is_not_told(job, scheduler, receiver):
+    url, bodies = receiver
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=75, error="the scheduler was lost")
+    keeper = watched(job, notices=Notices(url=url), limit=1)
+    assert keeper.look() == [job.id]
+    assert bodies == []
+    job.event("failed", exit_code=75, error="the scheduler was lost")  # by the same driver
+    keeper.look()
+    (body,) = bodies
+    assert body["error"].startswith("given up after 1 resubmissions")
+    keeper.look()
+    assert len(bodies) == 1
+
+
+def test_a_failure_that_nobody_follows_by_a_resubmission_is_told_in_the_end(job, receiver, monkeypatch):
+    url, bodies = receiver
+    job.event("waiting", scheduler="tcp://elsewhere:1")
+    job.event("failed", exit_code=75, error="the scheduler was lost")
+
+    def away(found, cluster):
+        raise RetryError("no scheduler answers")
+
+    monkeypatch.setattr(supervisor, "on_scheduler", away)
+    keeper = watched(job, notices=Notices(url=url), limit=0)
+    for told in (0, 1, 1):
+        with pytest.raises(RetryError):
+            keeper.look()
+        assert len(bodies) == told
+        monkeypatch.setattr(supervisor, "UNRECOVERED_S", 0.0)
+    monkeypatch.setattr(supervisor, "on_scheduler", lambda found, cluster: [{"state": None} for _ in found])
+    keeper.look()
+    assert [body["error"] for body in bodies] == [
+        "the scheduler was lost",
+        "given up after 0 resubmissions: the scheduler was lost",
+    ]
+
+
+def test_a_notice_that_was_not_delivered_is_tried_again_and_each_recipient_told_once(job, scheduler, tmp_path):
+    """Also by another supervisor: what was not sent is not noted as sent."""
+    file, up = tmp_path / "notices.txt", tmp_path / "up"
+    code = f"import os, sys; open({str(file)!r}, 'a').write('told '); sys.exit(not os.path.exists({str(up)!r}))"
+    command = [sys.executable, "-c", code]
+    job.event("failed", exit_code=3, error="?")
+    lines = []
+    keeper = watched(job, say=lines.append, notices=Notices(command))
+    for _ in range(3):
+        keeper.look()
+    assert file.read_text().split() == ["told"] * 3
+    (line,) = lines
+    assert "ended with exit code 1; it is tried again" in line
+    up.touch()
+    for keeper_ in (watched(job, notices=Notices(command)), keeper, watched(job, notices=Notices(command))):
+        keeper_.look()
+    assert file.read_text().split() == ["told"] * 4
+
+
+def test_notices_that_are_not_delivered_get_further_apart_and_come_one_in_a_look(job, scheduler, monkeypatch):
+    clock, sent = [1000.0], []
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
+    job.event("failed", exit_code=3, error="?")
+    other = jobs.create_job(job.root, pipeline="run", config=job.config(), name="other", job_id="other")
+    other.event("failed", exit_code=3, error="?")
+
+    class Silent(Notices):
+        def send(self, status, told):
+            sent.append((status["id"], clock[0] - 1000.0))
+            return ["no answer"]
+
+    keeper = Supervisor(job.root, AT, notices=Silent(["x"]))
+    for second in range(0, 100, 5):
+        clock[0] = 1000.0 + second
+        keeper.look()
+    assert [when for name, when in sent if name == job.id] == [0, 10, 30, 70]
+    assert [when for name, when in sent if name == "other"] == [5, 15, 35, 75]
+
+
+def test_a_notice_that_was_sent_and_cannot_be_noted_is_not_sent_in_every_look(job, scheduler, receiver):
+    url, bodies = receiver
+    job.event("failed", exit_code=3, error="?")
+    (job.folder / "notices").touch()  # in the way
+    keeper = watched(job, notices=Notices(url=url))
+    for _ in range(3):
+        keeper.look()
+    assert len(bodies) == 1
+
+
 def test_a_notice_that_cannot_be_sent_is_a_line_and_no_obstacle(job, scheduler):
     job.event("failed", exit_code=2, error="?")
     lines = []
@@ -463,6 +551,13 @@ def test_a_job_whose_driver_does_not_report_is_lost_and_ends_waits_with_75(job, 
     assert job.id in capsys.readouterr().out
 
 
+def test_a_job_that_nobody_has_taken_up_ends_waits_with_75(job, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "UNCLAIMED_S", 0.0)
+    monkeypatch.setattr(submit, "POLL_S", 0.01)
+    assert cli.execute(["jobs", "wait", job.id, "--root", str(job.root), "--timeout", "20"]) == 75
+    assert "never accepted by a scheduler" in capsys.readouterr().err
+
+
 @pytest.mark.chaos(16)
 def test_the_clock_of_this_host_alone_makes_no_job_lost(job, monkeypatch):
     with EpochLease.take(job.place):
@@ -503,7 +598,19 @@ def test_jobs_are_listed_by_state_age_and_number(job, capsys):
     capsys.readouterr()
 
 
+def test_old_jobs_that_no_scheduler_has_accepted_are_deleted(job, capsys):
+    prune = ["jobs", "prune", "--root", str(job.root), "--older-than"]
+    assert cli.execute([*prune, "1h"]) == 0
+    assert cli.execute([*prune, "0s", "--dry-run"]) == 0
+    assert job.folder.exists()
+    assert capsys.readouterr().out.split() == [job.id]
+    assert cli.execute([*prune, "0s"]) == 0
+    assert not job.folder.exists()
+    capsys.readouterr()
+
+
 def test_old_jobs_are_deleted_when_they_have_ended(job, capsys):
+    job.event("waiting", scheduler="tcp://elsewhere:1")
     ended = jobs.create_job(job.root, pipeline="run", config=job.config(), name="b", job_id="ended")
     ended.event("failed", exit_code=2)
     prune = ["jobs", "prune", "--root", str(job.root), "--older-than"]

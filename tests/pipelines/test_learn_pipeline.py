@@ -161,6 +161,23 @@ def test_what_cannot_fit_is_refused_with_a_batch_that_would(config):
         plan.run(load_config(config, [f"learn.batch_size={fits + 1}", *tight]), calibrate=False)
 
 
+@pytest.mark.parametrize(("steps", "said"), [(300, 1), (5, 0)])
+def test_steps_that_auto_does_not_make_are_said_once(config, steps, said):
+    lines = []
+    changes = ["model.objective=auto", f"learn.steps={steps}"]
+    learn.run(load_config(config, changes), name="small", listener=runs.Listener(say=lines.append))
+    found = [line for line in lines if "learn.steps" in line]
+    assert found == ["learn: 100 steps, the most under model.objective auto, instead of the 300 of learn.steps"] * said
+
+
+@pytest.mark.parametrize("rows", [1, 800])
+def test_a_worker_that_no_batch_fits_is_told_the_memory_it_needs(config, rows):
+    small = ["cluster.kind=local", "cluster.workers=1", "cluster.memory=200MiB", f"learn.batch_size={rows}"]
+    with pytest.raises(ConfigError, match=r"has 0\.21 GB, and needs 0\.\d\d GB .* no learn\.batch_size fits") as caught:
+        plan.run(load_config(config, small), calibrate=False)
+    assert "at most" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
