@@ -212,7 +212,7 @@ class Job:
             facts["progress"] = lease.get("progress")
         if self.stop_requested and state not in ENDED:
             facts["stopping"] = True
-        for key in ("exit_code", "error"):
+        for key in ("exit_code", "error", "given_up"):
             if state in ("failed", "retrying") and key in last:
                 facts[key] = last[key]
         if state == "succeeded":

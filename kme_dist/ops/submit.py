@@ -40,6 +40,9 @@ ANSWER_S = 5.0  # how long a scheduler may take to answer a question about jobs
 GONE = (None,)  # states of a job on a scheduler that is not going to run it
 UNCLAIMED_S = 60.0  # between the creation of a job and its submission, at most
 QUERY_S = 15.0  # how often a scheduler is asked whether it still has a job
+RESUBMITTED_S = (
+    30.0  # within which supervisors resubmit a job that failed because of the infrastructure for the first time
+)
 
 
 def submit(job: Job, cluster: ClusterConfig, resubmission: int | None = None) -> None:
@@ -199,16 +202,23 @@ def wait(
     """The status of the job once it has ended, read from its folder; RetryError after `timeout_s`.
 
     RetryError as well when the job is lost: no driver has shown for a while that it lives; and after UNCLAIMED_S when
-    no scheduler and no driver has taken it up. With `cluster` the scheduler
-    is asked every QUERY_S, and the wait also ends when it does not answer, or does not know a job that has stalled.
+    no scheduler and no driver has taken it up. With `cluster` the scheduler is asked every QUERY_S, and the wait also
+    ends when it does not answer, or does not know a job that has stalled; a job that failed because of the
+    infrastructure (exit code 75) is given RESUBMITTED_S to be resubmitted by a supervisor.
     """
     began = next_query = time.monotonic()
-    deadline = began + timeout_s
+    deadline, failed = began + timeout_s, math.inf
     seen: Any = None  # the last lease record of a job that the scheduler does not know
     while True:
         status = job.status()
         if status["state"] in ENDED:
-            return status
+            transient = status.get("exit_code") == RetryError.exit_code and not status.get("given_up")
+            failed = min(failed, time.monotonic())
+            if cluster is None or not transient or time.monotonic() >= min(failed + RESUBMITTED_S, deadline):
+                return status
+            time.sleep(POLL_S)
+            continue
+        failed = math.inf
         if status["state"] == "lost":
             raise RetryError(
                 f"the job {job.id} is lost: its driver ({status['driver']}) has not reported for "

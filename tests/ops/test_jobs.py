@@ -636,6 +636,38 @@ def test_a_wait_continues_while_a_driver_elsewhere_shows_that_it_lives(job, monk
     assert submit.wait(job, tell=tell, cluster=cluster)["state"] == "succeeded"
 
 
+@pytest.mark.parametrize(
+    ("facts", "waits"),
+    [({"exit_code": 75}, True), ({"exit_code": 75, "given_up": True}, False), ({"exit_code": 65}, False)],
+)
+def test_a_wait_gives_a_supervisor_the_time_to_resubmit(job, monkeypatch, facts, waits):
+    from kme_dist.ops import submit
+
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        job.commit({"result": 1})  # by the driver of the resubmission
+
+    monkeypatch.setattr(submit.time, "sleep", pause)
+    job.event("waiting", scheduler="tcp://127.0.0.1:1")
+    job.event("failed", error="the scheduler was lost", **facts)
+    cluster = ClusterConfig(kind="address", address="tcp://127.0.0.1:1")
+    assert submit.wait(job, cluster=cluster)["state"] == ("succeeded" if waits else "failed")
+    assert bool(pauses) == waits
+
+
+def test_a_wait_for_a_resubmission_ends(job, monkeypatch):
+    from kme_dist.ops import submit
+
+    monkeypatch.setattr(submit, "RESUBMITTED_S", 0.05)
+    monkeypatch.setattr(submit, "POLL_S", 0.01)
+    job.event("failed", exit_code=75, error="the scheduler was lost")
+    assert submit.wait(job)["state"] == "failed", "nobody supervises a job without a scheduler"
+    cluster = ClusterConfig(kind="address", address="tcp://127.0.0.1:1")
+    assert submit.wait(job, cluster=cluster)["exit_code"] == 75
+
+
 def test_what_is_not_there_is_one_line(tmp_path, capsys):
     for arguments in (["jobs", "status", "absent"], ["jobs", "wait", "../x"], ["submit", "absent.yaml"]):
         assert cli.execute([*arguments, "--root", str(tmp_path)]) == 2
