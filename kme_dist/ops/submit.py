@@ -40,9 +40,7 @@ ANSWER_S = 5.0  # how long a scheduler may take to answer a question about jobs
 GONE = (None,)  # states of a job on a scheduler that is not going to run it
 UNCLAIMED_S = 60.0  # between the creation of a job and its submission, at most
 QUERY_S = 15.0  # how often a scheduler is asked whether it still has a job
-RESUBMITTED_S = (
-    30.0  # within which supervisors resubmit a job that failed because of the infrastructure for the first time
-)
+RESUBMITTED_S = 30.0  # within which a supervisor resubmits a job that failed because of the infrastructure
 
 
 def submit(job: Job, cluster: ClusterConfig, resubmission: int | None = None) -> None:
