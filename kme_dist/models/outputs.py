@@ -271,7 +271,10 @@ def _zeroed(X: Any, rows: list[int]) -> Any:
         chosen = set(rows)
         return [np.zeros_like(row) if i in chosen else row for i, row in enumerate(X)]
     X = X.copy()
-    X[rows] = 0
+    if devices.is_sparse(X):  # which keeps its structure
+        X.data[np.isin(np.repeat(np.arange(X.shape[0]), np.diff(X.indptr)), rows)] = 0
+    else:
+        X[rows] = 0
     return X
 
 

@@ -40,7 +40,7 @@ from kme_dist.run.learners import LearnSettings, Record, short_digest, without_s
 
 HISTORY_RECORDS = 1000  # kept if not all are; the callback receives every one
 _MEAN, _SENT = "averaged", "sent"  # their slots among those of the optimiser
-_DIVERGED = 1e100  # a parameter, or a logarithm of one, that no learning leads to
+_DIVERGED = np.float64(1e100)  # a parameter, or a logarithm of one, that no learning leads to
 
 
 class LengthScalePrior:

@@ -366,5 +366,5 @@ def test_column_names_that_repeat_are_refused():
 
 
 def test_integer_targets_without_a_number_of_their_own_are_refused():
-    with pytest.raises(DataError, match=rf"the targets hold the integer {2**60 + 49}, and beyond 2\*\*53"):
+    with pytest.raises(DataError, match=rf"the targets: found the integer {2**60 + 49}, and beyond 2\*\*53"):
         kme.CMERegressor().fit(np.random.default_rng(0).normal(size=(50, 2)), 2**60 + np.arange(50))
