@@ -62,6 +62,7 @@ DASK_SETTINGS = {
     "distributed.diagnostics.computations.max-history": 10,
     "distributed.scheduler.allowed-failures": 10,
     "distributed.scheduler.worker-ttl": "60s",
+    "distributed.scheduler.events-cleanup-delay": "10m",  # of notes about workers and clients that have left
     "distributed.comm.retry.count": 1,
     "distributed.comm.timeouts.connect": "10s",
     **{f"distributed.nanny.pre-spawn-environ.{name}": value for name, value in _WORKER_MEMORY.items()},
