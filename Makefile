@@ -17,8 +17,10 @@ test: lint
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 # Faults in real processes, slow ones too, see docs/reliability.md (REPEAT=20: as often; stops at the first failure).
+chaos: export OPENBLAS_NUM_THREADS = 1
 chaos: $(VENV)/.test
-	for turn in $$(seq $(or $(REPEAT),1)); do $(BIN)/python -m pytest -m chaos || exit 1; done
+	for turn in $$(seq $(or $(REPEAT),1)); do \
+		$(BIN)/python -m pytest -m chaos -n auto --maxprocesses=4 --dist loadfile || exit 1; done
 
 # The same tests in an order drawn anew, whose seed the first lines give; SEED=... draws that order again.
 shuffled: $(VENV)/.test
